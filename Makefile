@@ -1,0 +1,30 @@
+# make train   sets .venv up and trains on the embedded digits
+# make test    sets .venv up and runs every check and test
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test check clean
+
+train: $(VENV)/.train
+	$(BIN)/python train.py --config experiments/digits.yaml
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(VENV)/.train: requirements.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.txt
+	touch $@
+
+$(VENV)/.test: requirements-dev.txt $(VENV)/.train
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache

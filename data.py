@@ -1,0 +1,285 @@
+"""Images on disk -> uint8 tensors in memory -> loaders that give a whole micro-batch at a time.
+
+``load`` reads one split of one dataset; ``data_loader`` makes the ``determined.pytorch.DataLoader`` of it. Decoding is
+in ``image_folder.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torchvision
+from determined import pytorch
+from torch import Tensor
+from torch.utils.data import BatchSampler, Dataset
+
+import image_folder
+from errors import InvalidInput, nearest, one_line
+from host_lock import host_lock
+
+IMAGE_SIZE = 32  # what Net takes, in pixels
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """One split of a dataset, decoded and in memory.
+
+    Attributes:
+        images: uint8 (N, 3, 32, 32), RGB, 0 to 255.
+        labels: int64 (N,), indices into ``classes``.
+        classes: the class names.
+    """
+
+    images: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+# ------------------------------------------------------------------------------------------------- datasets
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The ``data`` section of an experiment file.
+
+    Attributes:
+        dataset: ``cifar10``, ``imagefolder`` or ``digits``.
+        root: the folder that holds the dataset (``digits`` needs none).
+        download: whether ``cifar10`` may be downloaded when ``root`` lacks it.
+        image_size: height and width of the images in pixels; ``Net`` takes 32.
+    """
+
+    dataset: str = "cifar10"
+    root: str = "data"
+    download: bool = True
+    image_size: int = IMAGE_SIZE
+
+    @classmethod
+    def parse(cls, section: Mapping[str, Any] | None) -> DataConfig:
+        """Checks the section and fills in the defaults.
+
+        Raises:
+            InvalidInput: for every key, type or value that cannot be meant, all at once.
+        """
+        section = {} if section is None else section
+        if not isinstance(section, Mapping):
+            raise InvalidInput(f"data: {section!r}: must be a mapping with the keys {', '.join(cls.__annotations__)}")
+        faults = []
+        for key, value in section.items():
+            if key not in cls.__annotations__:
+                faults.append(f"data.{key}: {value!r}: unknown key; {nearest(key, cls.__annotations__)}")
+        parsed = cls(**{k: v for k, v in section.items() if k in cls.__annotations__})
+        if parsed.dataset not in DATASETS:
+            faults.append(f"data.dataset: {parsed.dataset!r}: unknown dataset; use one of {', '.join(DATASETS)}")
+        if not isinstance(parsed.root, str) or not parsed.root:
+            faults.append(f"data.root: {parsed.root!r}: must be a folder's path")
+        if not isinstance(parsed.download, bool):
+            faults.append(f"data.download: {parsed.download!r}: must be true or false")
+        if parsed.image_size != IMAGE_SIZE:
+            faults.append(f"data.image_size: {parsed.image_size!r}: Net takes {IMAGE_SIZE}; use {IMAGE_SIZE}")
+        if faults:
+            raise InvalidInput(faults)
+        return parsed
+
+
+def load(config: DataConfig, split: str) -> ImageSet:
+    """Reads one split of the dataset that ``config`` names.
+
+    Args:
+        config: the checked ``data`` section.
+        split: ``train`` or ``test``.
+
+    Raises:
+        InvalidInput: if the data is missing, damaged or not usable; the line names the folder or file.
+    """
+    return DATASETS[config.dataset](config, split)
+
+
+def _digits(config: DataConfig, split: str) -> ImageSet:
+    """scikit-learn's 1,797 handwritten digits (8x8, 16 greys), enlarged; 1,437 to train and 360 to test.
+
+    Source: https://archive.ics.uci.edu/dataset/80, as shipped in ``sklearn.datasets.load_digits``.
+    """
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    bunch = load_digits()
+    train, test = train_test_split(np.arange(len(bunch.target)), test_size=360, random_state=0, stratify=bunch.target)
+    chosen = np.sort(train if split == "train" else test)
+    grey = torch.from_numpy(bunch.images[chosen]).float().unsqueeze(1) * (255 / 16)
+    large = torch.nn.functional.interpolate(grey, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
+    images = large.round().clamp(0, 255).to(torch.uint8).expand(-1, 3, -1, -1).contiguous()
+    labels = torch.from_numpy(bunch.target[chosen]).long()
+    return ImageSet(images, labels, tuple(str(name) for name in bunch.target_names))
+
+
+def _cifar10(config: DataConfig, split: str) -> ImageSet:
+    """Torchvision's CIFAR10: 50,000 images to train, 10,000 to test.
+
+    However many ranks or trials of a host start at once, one downloads and the others wait for it.
+    """
+    root = pathlib.Path(config.root)
+    with host_lock(root, "cifar10"):
+        dataset = _cifar10_on_disk(root, split)
+        if dataset is None:
+            _fetch_cifar10(root, config.download)
+            dataset = _cifar10_on_disk(root, split)
+    if dataset is None:
+        raise InvalidInput(f"data.root: {root}: {_CIFAR.base_folder} is damaged again after unpacking; check the disk")
+    images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
+    return ImageSet(images, torch.tensor(dataset.targets), tuple(dataset.classes))
+
+
+_CIFAR = torchvision.datasets.CIFAR10
+
+
+def _cifar10_on_disk(root: pathlib.Path, split: str) -> torchvision.datasets.CIFAR10 | None:
+    """The dataset, or None if its files are missing or fail their checksums."""
+    try:
+        return _CIFAR(str(root), train=split == "train", download=False)
+    except RuntimeError:
+        return None
+
+
+def _fetch_cifar10(root: pathlib.Path, may_download: bool) -> None:
+    """Unpacks or downloads CIFAR-10 beside its final place and moves it there whole."""
+    archive, unpacked, partial = root / _CIFAR.filename, root / _CIFAR.base_folder, root / ".cifar10-partial"
+    mend = f"put {_CIFAR.filename} (MD5 {_CIFAR.tgz_md5}) there, or use data.dataset: imagefolder or digits"
+    what = f"{unpacked} is {'damaged' if unpacked.exists() else 'missing'}"
+    usable = archive.exists() and torchvision.datasets.utils.check_integrity(str(archive), _CIFAR.tgz_md5)
+    if archive.exists() and not usable:
+        what += f" and {archive} is truncated or another file"
+    if not usable and not may_download:
+        raise InvalidInput(f"data.root: {root}: {what}, and data.download is false; {mend}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        if usable:  # what is in the right place already is not downloaded again
+            os.link(archive, partial / _CIFAR.filename)
+        _CIFAR(str(partial), download=True)
+        if unpacked.exists():
+            shutil.rmtree(unpacked)
+        os.replace(partial / _CIFAR.base_folder, unpacked)
+    except (OSError, RuntimeError) as error:  # URLError is an OSError; torchvision raises RuntimeError for a checksum
+        raise InvalidInput(f"data.root: {root}: {what}, and getting it failed ({one_line(error)}); {mend}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _image_folder(config: DataConfig, split: str) -> ImageSet:
+    return ImageSet(*image_folder.load(pathlib.Path(config.root), split, config.image_size))
+
+
+DATASETS: dict[str, Callable[[DataConfig, str], ImageSet]] = {
+    "cifar10": _cifar10,
+    "digits": _digits,
+    "imagefolder": _image_folder,
+}
+
+
+# -------------------------------------------------------------------------------------------------- loaders
+
+
+class Batches(Dataset):
+    """Images as the network takes them, fetched a whole micro-batch at a time.
+
+    Normalised to [-1, 1], bit for bit as torchvision's ``ToTensor`` and ``Normalize(0.5, 0.5)`` do in float32.
+
+    Args:
+        source: the images.
+    """
+
+    def __init__(self, source: ImageSet) -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitems__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Gives inputs (B, 3, 32, 32) float32 and labels (B,) int64 for indices (B,)."""
+        inputs = self.source.images[indices].to(torch.float32).div_(255).sub_(0.5).div_(0.5)
+        return inputs, self.source.labels[indices]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, labels = self.__getitems__(torch.tensor([index]))
+        return inputs[0], labels[0]
+
+
+class MicroBatchSampler(BatchSampler):
+    """Cuts every epoch into global batches, and each of those evenly into micro-batches.
+
+    Micro-batch ``(step * gradient_accumulation_steps + a) * ranks + rank`` is the ``a``-th of a step on a rank: so does
+    ``determined.pytorch`` deal batches out to ranks. So the images of a step are the same for any number of
+    processes and any accumulation, ranks see disjoint images, and an epoch is a whole number of optimizer steps.
+    The last step takes what is left over; if that is too little to give every micro-batch an image, it shares with
+    the step before.
+
+    Args:
+        size: how many images there are.
+        batch_size: images a step, over all ranks and accumulated micro-batches.
+        parts: micro-batches a step: ranks times gradient accumulation steps.
+        seed: shuffle by (seed, epoch); in order if None.
+
+    Raises:
+        InvalidInput: if there are fewer images than micro-batches in one step.
+    """
+
+    def __init__(self, size: int, batch_size: int, parts: int, seed: int | None = None) -> None:
+        if size < parts:
+            raise InvalidInput(
+                f"train_batch_size: {batch_size}: one step is {parts} micro-batches, but there are only {size} images;"
+                " use fewer processes or accumulation steps"
+            )
+        self.size, self.parts, self.seed = size, parts, seed
+        self.epoch = 0
+        steps, left = divmod(size, batch_size)
+        self.step_sizes = [batch_size] * steps
+        if left >= parts:
+            self.step_sizes.append(left)
+        elif left and batch_size + left >= 2 * parts:
+            both = self.step_sizes.pop() + left
+            self.step_sizes += [both - both // 2, both // 2]
+        # else: micro-batches of one image and fewer left than ranks: these few rest for one epoch
+
+    def __len__(self) -> int:
+        return len(self.step_sizes) * self.parts
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes ``epoch`` the next one, as in ``torch.utils.data.DistributedSampler``."""
+        self.epoch = epoch
+
+    def order(self, epoch: int) -> Tensor:
+        """The order of the images in an epoch, (N,) int64: a function of the seed and the epoch alone."""
+        if self.seed is None:
+            return torch.arange(self.size)
+        return torch.from_numpy(np.random.default_rng((self.seed, epoch)).permutation(self.size))
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self.order(self.epoch)[: sum(self.step_sizes)]
+        self.epoch += 1
+        for step in order.split(self.step_sizes):
+            yield from step.tensor_split(self.parts)
+
+
+def _as_fetched(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return batch
+
+
+def data_loader(source: ImageSet, sampler: MicroBatchSampler) -> pytorch.DataLoader:
+    """Makes the loader that Determined shards, repeats and skips in.
+
+    Args:
+        source: the images.
+        sampler: which images make a micro-batch.
+    """
+    return pytorch.DataLoader(Batches(source), batch_sampler=sampler, collate_fn=_as_fetched)

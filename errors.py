@@ -1,0 +1,33 @@
+"""The one exception that means "the user can mend this"."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class InvalidInput(ValueError):
+    """Bad configuration or data.
+
+    Every fault is one line that names the key or file, its value and what to do. ``train.py`` prints the lines on
+    stderr and exits with code 2; on a cluster they end the trial as an invalid hyperparameter set.
+
+    Args:
+        faults: one line, or several when more than one thing is wrong.
+    """
+
+    def __init__(self, faults: str | Iterable[str]) -> None:
+        self.faults = [faults] if isinstance(faults, str) else list(faults)
+        super().__init__("\n".join(self.faults))
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error without its line breaks, or its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def nearest(key: object, known: Iterable[object]) -> str:
+    """Says which of the known keys a mistyped one may be, for an error line."""
+    names = sorted(str(k) for k in known)
+    close = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names)}"

@@ -1,0 +1,198 @@
+"""An experiment file, as Determined's own, read and checked on this machine."""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from errors import InvalidInput, nearest, one_line
+
+# https://docs.determined.ai/latest/reference/training/experiment-config-reference.html
+FIELDS = """bind_mounts checkpoint_policy checkpoint_storage data debug description entrypoint environment
+    hyperparameters integrations labels log_policies max_restarts min_checkpoint_period min_validation_period name
+    optimizations pbs perform_initial_validation preemption_timeout profiling project records_per_epoch reproducibility
+    resources retention_policy scheduling_unit searcher security slurm tensorboard_storage workspace""".split()
+PERIOD_UNITS = ("batches", "records", "epochs")
+LENGTH_UNITS = ("batches", "epochs")
+CHECKPOINT_POLICIES = ("best", "all", "none")
+SAMPLED_TYPES = ("int", "double", "log", "categorical")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A checked experiment configuration with one value for every hyperparameter.
+
+    Attributes:
+        config: the whole configuration, as Determined has it.
+        hyperparameters: what a trial gets.
+    """
+
+    config: dict[str, Any]
+    hyperparameters: dict[str, Any]
+
+    @property
+    def seed(self) -> int:
+        """The one seed of everything random: weights, order of the images."""
+        return int(_section(self.config, "reproducibility").get("experiment_seed") or 0)
+
+    @property
+    def max_length(self) -> tuple[str, int]:
+        """The training length: ``("batches" | "epochs", N)``."""
+        return next(iter(self.hyperparameters["max_length"].items()))
+
+    def period(self, field: str) -> tuple[str, int] | None:
+        """A period such as ``min_validation_period``: (unit, N), or None if there is none."""
+        section = _section(self.config, field)
+        return next(((unit, n) for unit, n in section.items() if n), None)
+
+    @property
+    def scheduling_unit(self) -> int:
+        """Optimizer steps between two reports of training metrics."""
+        return int(self.config.get("scheduling_unit") or 100)
+
+    @property
+    def metric(self) -> str:
+        """The validation metric by which checkpoints and trials are compared."""
+        return str(_section(self.config, "searcher").get("metric", "accuracy"))
+
+    @property
+    def smaller_is_better(self) -> bool:
+        """Whether smaller values of ``metric`` are better."""
+        return bool(_section(self.config, "searcher").get("smaller_is_better", True))
+
+
+def _section(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
+    return config.get(field) or {}
+
+
+def load(path: str, overrides: Iterable[str] = ()) -> Experiment:
+    """Reads an experiment file for training on this machine.
+
+    Args:
+        path: the file.
+        overrides: ``PATH=VALUE`` each: puts VALUE, read as YAML, in the place of what stands at the dotted PATH.
+
+    Raises:
+        InvalidInput: if the file or an override cannot be read, or with a line for each field that is wrong.
+    """
+    config = read(path)
+    for override in overrides:
+        _override(config, override)
+    return check(config)
+
+
+def read(path: str) -> dict[str, Any]:
+    """Reads the file without checking its fields."""
+    try:
+        config = _yaml(pathlib.Path(path).read_text())
+    except FileNotFoundError:
+        raise InvalidInput(f"--config: {path}: no such file; give an experiment file, e.g. const.yaml") from None
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
+        raise InvalidInput(f"--config: {path}: not a YAML file ({one_line(error)}); mend it") from error
+    if not isinstance(config, dict):
+        raise InvalidInput(f"--config: {path}: holds no experiment configuration; see const.yaml for one")
+    return config
+
+
+def _yaml(text: str) -> Any:
+    return YAML(typ="safe", pure=True).load(text)
+
+
+def _override(config: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.split(".")
+    if not equals or not all(keys):
+        raise InvalidInput(f"--set: {override!r}: must be PATH=VALUE, e.g. data.dataset=digits")
+    try:
+        value = _yaml(text)
+    except YAMLError as error:
+        raise InvalidInput(f"--set {path}: {text!r}: not YAML ({one_line(error)}); quote it") from error
+    inner = config
+    for depth, key in enumerate(keys[:-1], 1):
+        if inner.get(key) is None:
+            inner[key] = {}
+        inner = inner[key]
+        if not isinstance(inner, dict):
+            parent = ".".join(keys[:depth])
+            raise InvalidInput(f"--set {path}: unknown path; {parent} is {inner!r} and has no keys")
+    inner[keys[-1]] = value
+
+
+def check(config: dict[str, Any]) -> Experiment:
+    """Checks the fields that are not left to ``data.py`` and ``engine_config.py``.
+
+    Raises:
+        InvalidInput: with a line for each field that is wrong.
+    """
+    faults = [f"{k}: {v!r}: unknown field; {nearest(k, FIELDS)}" for k, v in config.items() if k not in FIELDS]
+    mappings = ("hyperparameters", "searcher", "reproducibility", "resources")
+    wrong = [k for k in mappings if config.get(k) is not None and not isinstance(config[k], dict)]
+    faults += [f"{k}: {config[k]!r}: must be a mapping" for k in wrong]
+    if "reproducibility" not in wrong:
+        faults += _reproducibility_faults(_section(config, "reproducibility"))
+    for field in ("min_validation_period", "min_checkpoint_period"):
+        if config.get(field) is not None:
+            faults += _unit_faults(field, config[field], PERIOD_UNITS, least=0)
+    unit = config.get("scheduling_unit")
+    if unit is not None and not _is_count(unit, 1):
+        faults.append(f"scheduling_unit: {unit!r}: must be a whole number of at least 1")
+    policy = config.get("checkpoint_policy")
+    if policy is not None and policy not in CHECKPOINT_POLICIES:
+        faults.append(f"checkpoint_policy: {policy!r}: must be one of {', '.join(CHECKPOINT_POLICIES)}")
+    hyperparameters: dict[str, Any] = {}
+    if "hyperparameters" not in wrong:
+        hyperparameters = copy.deepcopy(dict(_section(config, "hyperparameters")))
+        faults += _take_constants("hyperparameters", hyperparameters)
+        length = hyperparameters.get("max_length")
+        faults += _unit_faults("hyperparameters.max_length", length, LENGTH_UNITS, least=1)
+    if faults:
+        raise InvalidInput(faults)
+    return Experiment(config, hyperparameters)
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _reproducibility_faults(section: Mapping[str, Any]) -> list[str]:
+    faults = []
+    for key, value in section.items():
+        if key != "experiment_seed":
+            faults.append(f"reproducibility.{key}: {value!r}: unknown key; {nearest(key, ['experiment_seed'])}")
+        elif not _is_count(value, 0) or value >= 2**31:
+            faults.append(f"reproducibility.experiment_seed: {value!r}: must be a whole number from 0 to 2147483647")
+    return faults
+
+
+def _unit_faults(field: str, value: Any, units: tuple[str, ...], least: int) -> list[str]:
+    form = " or ".join(f"{{{unit}: N}}" for unit in units)
+    if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in units:
+        return [f"{field}: {value!r}: must be {form}"]
+    unit, number = next(iter(value.items()))
+    if not _is_count(number, least):
+        return [f"{field}.{unit}: {number!r}: must be a whole number of at least {least}"]
+    return []
+
+
+def _take_constants(path: str, section: dict[str, Any]) -> list[str]:
+    """Puts the value in the place of every ``{type: const, val: VALUE}``; a range is a fault."""
+    faults = []
+    for key, value in section.items():
+        if not isinstance(value, dict):
+            continue
+        kind = value.get("type")
+        if kind == "const" and "val" in value:
+            section[key] = value["val"]
+        elif kind in SAMPLED_TYPES:
+            faults.append(
+                f"{path}.{key}: {value!r}: is a range to search; --set {path}.{key}=VALUE trains with one value"
+            )
+        else:
+            faults += _take_constants(f"{path}.{key}", value)
+    return faults

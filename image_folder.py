@@ -1,0 +1,184 @@
+"""Folders of image files, decoded once in parallel and kept in a cache file.
+
+``ROOT/train/<class>/*`` and ``ROOT/test/<class>/*``, in any common format, size and mode.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import multiprocessing
+import os
+import pathlib
+import sys
+import warnings
+
+import joblib
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torchvision.datasets.folder import make_dataset
+from tqdm import tqdm
+
+from errors import InvalidInput, one_line
+from host_lock import host_lock
+
+SPLITS = ("train", "test")
+_CACHE_FORMAT = 1
+_CHUNK = 64  # files a worker decodes at a time
+_EXTENSIONS = ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .tga .jp2 .avif".split()
+
+
+def load(root: pathlib.Path, split: str, image_size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...]]:
+    """Reads one split of an image folder, from the cache where that is still true to the folder.
+
+    Args:
+        root: the folder with ``train`` and ``test`` in it.
+        split: ``train`` or ``test``.
+        image_size: height and width to scale to, in pixels; other shapes are cropped in the middle.
+
+    Returns:
+        Images (N, 3, image_size, image_size) uint8, labels (N,) int64 and the class names.
+
+    Raises:
+        InvalidInput: if a folder is missing or empty, the splits' classes differ, or a file is not readable.
+    """
+    classes = _classes(root)
+    files = _files(root, split, classes)
+    fingerprint = _fingerprint(root, files, classes, image_size)
+    with host_lock(root, "images") as folder:
+        cache = folder / f".images-{split}-{image_size}.pt"
+        kept = _read_cache(cache, fingerprint)
+        if kept is None:
+            labels = torch.tensor([label for _, label in files])
+            images = _decode(files, image_size, split)
+            _write_cache(cache, {"fingerprint": fingerprint, "images": images, "labels": labels})
+            kept = _read_cache(cache, fingerprint)
+    if kept is None:
+        raise InvalidInput(f"{cache}: cannot be read back after writing; check the disk")
+    return kept["images"], kept["labels"], tuple(classes)
+
+
+def _subfolders(folder: pathlib.Path) -> list[str]:
+    return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
+
+
+def _classes(root: pathlib.Path) -> list[str]:
+    """The class names, which must be the same in both splits."""
+    for split in SPLITS:
+        if not (root / split).is_dir():
+            raise InvalidInput(
+                f"data.root: {root}: has no folder {split!r}; it needs train/<class>/* and test/<class>/*"
+            )
+    train, test = (_subfolders(root / split) for split in SPLITS)
+    if len(train) < 2:
+        found = f"only the class {train[0]!r}" if train else "no class folder"
+        raise InvalidInput(
+            f"data.root: {root / 'train'}: holds {found}; it needs a folder each for two classes or more"
+        )
+    if train != test:
+        here, there = sorted(set(train) - set(test)), sorted(set(test) - set(train))
+        raise InvalidInput(
+            f"data.root: {root}: the classes of test differ from those of train (only in train: "
+            f"{', '.join(here) or 'none'}; only in test: {', '.join(there) or 'none'}); make them the same"
+        )
+    return train
+
+
+def _files(root: pathlib.Path, split: str, classes: list[str]) -> list[tuple[str, int]]:
+    """The (path, label) of every image file, in a fixed order."""
+    index = {name: label for label, name in enumerate(classes)}
+    files = sorted(make_dataset(str(root / split), index, extensions=tuple(_EXTENSIONS), allow_empty=True))
+    held = {label for _, label in files}
+    empty = [name for name, label in index.items() if label not in held]
+    if empty:
+        raise InvalidInput(
+            f"data.root: {root / split / empty[0]}: holds no image ({' '.join(_EXTENSIONS)});"
+            " add some or remove the folder"
+        )
+    return files
+
+
+def _fingerprint(root: pathlib.Path, files: list[tuple[str, int]], classes: list[str], image_size: int) -> str:
+    """Changes whenever a file is added, removed, renamed or written, or the cache would be made in another way."""
+    digest = hashlib.sha256(repr((_CACHE_FORMAT, image_size, classes)).encode())
+    for path, label in files:
+        status = os.stat(path)
+        digest.update(repr((os.path.relpath(path, root), label, status.st_size, status.st_mtime_ns)).encode())
+    return digest.hexdigest()
+
+
+def _read_cache(cache: pathlib.Path, fingerprint: str) -> dict | None:
+    """What the cache holds, mapped into memory and so shared by the ranks of a host; None if it is of no use."""
+    if not cache.exists():
+        return None
+    try:
+        kept = torch.load(cache, map_location="cpu", mmap=True, weights_only=True)
+        return kept if kept["fingerprint"] == fingerprint else None
+    except Exception:  # a damaged file fails in many ways, and decoding again mends them all
+        return None
+
+
+def _write_cache(cache: pathlib.Path, kept: dict) -> None:
+    """Writes the cache so that it is either whole or not there."""
+    partial = cache.with_suffix(".partial")
+    try:
+        with open(partial, "wb") as file:
+            torch.save(kept, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, cache)
+    except (OSError, RuntimeError) as error:
+        partial.unlink(missing_ok=True)
+        raise InvalidInput(
+            f"{cache}: the decoded images could not be written ({error}); free some disk space"
+        ) from error
+
+
+def _decode(files: list[tuple[str, int]], image_size: int, split: str) -> torch.Tensor:
+    """Decodes every file on all cores, with a progress bar: uint8 (N, 3, image_size, image_size)."""
+    images = np.empty((len(files), 3, image_size, image_size), dtype=np.uint8)
+    chunks = [[path for path, _ in files[i : i + _CHUNK]] for i in range(0, len(files), _CHUNK)]
+    # The workers touch Pillow and numpy only, so forking, which costs nothing, is safe whatever threads there are.
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+    workers = min(joblib.cpu_count(), len(chunks))
+    bar = tqdm(total=len(files), desc=f"decoding {split}", unit=" images", disable=not sys.stderr.isatty())
+    with bar, concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork beside threads
+        done = 0
+        try:
+            for decoded in pool.map(_decode_chunk, chunks, [image_size] * len(chunks)):
+                images[done : done + len(decoded)] = decoded
+                done += len(decoded)
+                bar.update(len(decoded))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return torch.from_numpy(images)
+
+
+def _decode_chunk(paths: list[str], image_size: int) -> np.ndarray:
+    return np.stack([decode_image(path, image_size) for path in paths])
+
+
+def decode_image(path: str | os.PathLike[str], image_size: int) -> np.ndarray:
+    """Reads an image file upright and in RGB, scaled and cropped in the middle: uint8 (3, image_size, image_size).
+
+    Raises:
+        InvalidInput: if the file cannot be read as an image.
+    """
+    try:
+        with Image.open(path) as image:
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip at 255
+                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+            elif upright.mode == "P":  # a palette may hold transparency, which only RGBA can take over
+                upright = upright.convert("RGBA")
+            rgb = upright.convert("RGB")
+        if rgb.size != (image_size, image_size):
+            rgb = ImageOps.fit(rgb, (image_size, image_size), Image.Resampling.BILINEAR)
+        return np.asarray(rgb).transpose(2, 0, 1)
+    except Exception as error:  # Pillow's formats each raise errors of their own
+        raise InvalidInput(
+            f"{os.fspath(path)}: not a readable image ({one_line(error)}); mend or remove the file"
+        ) from error

@@ -1,0 +1,65 @@
+"""Classification metrics from counts, exact however the images are split into micro-batches and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from determined import pytorch
+from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import override
+
+
+class ClassificationMetrics(pytorch.MetricReducer):
+    """Accumulates a confusion matrix and the summed loss on the device, without waiting for it.
+
+    Args:
+        classes: the class names.
+    """
+
+    def __init__(self, classes: Sequence[str]) -> None:
+        self.classes = tuple(classes)
+        self.reset()
+
+    @override
+    def reset(self) -> None:
+        self._counts: Tensor | None = None
+        self._loss: Tensor | None = None
+
+    @torch.no_grad()
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Adds a batch.
+
+        Args:
+            logits: (B, C) float32.
+            labels: (B,) int64.
+        """
+        if self._counts is None or self._loss is None:
+            self._counts = torch.zeros(len(self.classes) ** 2, dtype=torch.int64, device=logits.device)
+            self._loss = torch.zeros((), dtype=torch.float64, device=logits.device)
+        cells = labels * len(self.classes) + logits.argmax(1)
+        self._counts.scatter_add_(0, cells, torch.ones_like(cells))
+        self._loss += F.cross_entropy(logits, labels, reduction="sum")
+
+    @override
+    def per_slot_reduce(self) -> tuple[np.ndarray, float]:
+        if self._counts is None or self._loss is None:
+            return np.zeros((len(self.classes),) * 2, dtype=np.int64), 0.0
+        return self._counts.view(len(self.classes), -1).cpu().numpy(), self._loss.item()
+
+    @override
+    def cross_slot_reduce(self, per_slot_metrics: list[tuple[np.ndarray, float]]) -> dict[str, Any]:
+        """Gives ``accuracy``, ``loss``, ``images`` and ``accuracy/<class>``, as plain numbers."""
+        confusion = np.sum([counts for counts, _ in per_slot_metrics], axis=0)  # (C, C): rows are true classes
+        images = int(confusion.sum())
+        metrics: dict[str, Any] = {
+            "accuracy": int(confusion.trace()) / max(images, 1),
+            "loss": sum(loss for _, loss in per_slot_metrics) / max(images, 1),
+            "images": images,
+        }
+        for name, row, right in zip(self.classes, confusion.sum(1), confusion.diagonal(), strict=True):
+            metrics[f"accuracy/{name}"] = int(right) / max(int(row), 1)
+        return metrics

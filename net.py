@@ -1,0 +1,45 @@
+"""The network of the PyTorch CIFAR-10 tutorial, which knows nothing of training.
+
+Source: https://pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Net(nn.Module):
+    """Two convolutions and three fully connected layers; 62,006 parameters for 10 classes.
+
+    Args:
+        num_classes: the number of classes, and so the width of the last layer.
+    """
+
+    image_size = 32
+
+    def __init__(self, num_classes: int = 10) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 6, 5)
+        self.pool = nn.MaxPool2d(2, 2)
+        self.conv2 = nn.Conv2d(6, 16, 5)
+        self.fc1 = nn.Linear(16 * 5 * 5, 120)
+        self.fc2 = nn.Linear(120, 84)
+        self.fc3 = nn.Linear(84, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Gives the class scores (logits).
+
+        Args:
+            x: images (B, 3, 32, 32), normalised to [-1, 1].
+
+        Returns:
+            Logits (B, num_classes), in the dtype of ``x``.
+        """
+        x = self.pool(F.relu(self.conv1(x)))  # (B, 6, 14, 14)
+        x = self.pool(F.relu(self.conv2(x)))  # (B, 16, 5, 5)
+        x = torch.flatten(x, 1)  # (B, 400)
+        x = F.relu(self.fc1(x))
+        x = F.relu(self.fc2(x))
+        return self.fc3(x)

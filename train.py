@@ -1,0 +1,132 @@
+"""Trains a ``CIFARTrial``: on a Determined cluster, on GPUs, or on the CPU cores of this machine.
+
+    one process:       python3 train.py --config const.yaml
+    one host, N ranks: deepspeed --num_gpus N train.py --config distributed.yaml     (GPUs or CPU cores)
+                       torchrun --nproc-per-node N train.py --config distributed.yaml
+    a cluster:         det experiment create const.yaml .     (runs this file under determined.launch.deepspeed)
+
+    another value:     --set data.dataset=digits --set hyperparameters.overwrite_deepspeed_args.optimizer.params.lr=0.01
+    one batch:         --test
+    only check:        --check [--slots N]     (prints the DeepSpeed configuration that would be used)
+
+The run's folder (--output) holds summary.json, metrics.jsonl and the checkpoints. Exit codes: 0 done, 2 bad
+configuration or data, 130 interrupted, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import experiment
+from errors import InvalidInput
+
+DEFAULT_CONFIG = "const.yaml"
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default=DEFAULT_CONFIG, metavar="FILE", help="experiment file (%(default)s)")
+    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", dest="overrides", help="replace it")
+    parser.add_argument("--resume", metavar="latest|UUID", help="go on from a checkpoint of --output")
+    parser.add_argument("--output", metavar="FOLDER", help="the run's folder (runs/<config>-<time>)")
+    parser.add_argument("--test", action="store_true", help="train, validate and save one batch")
+    parser.add_argument("--check", action="store_true", help="check, print the DeepSpeed configuration, train nothing")
+    parser.add_argument("--slots", type=int, metavar="N", help="with --check: for N processes")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains as the command line says and gives the exit code."""
+    args = parse(argv)
+    try:
+        if args.check:
+            return check(args)
+        return run(args)
+    except InvalidInput as error:
+        if int(os.environ.get("RANK", 0)) == 0:  # every rank finds the same faults
+            for fault in error.faults:
+                print(f"train.py: {fault}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def check(args: argparse.Namespace) -> int:
+    """Checks the experiment file for a number of processes and prints the resolved DeepSpeed configuration."""
+    loaded = experiment.load(args.config, args.overrides)
+    import torch
+
+    import harness  # noqa: F401  # sets DeepSpeed up before it is imported
+    from data import DataConfig
+    from engine_config import resolve
+
+    DataConfig.parse(loaded.config.get("data"))
+    slots = args.slots or (loaded.config.get("resources") or {}).get("slots_per_trial") or 1
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(json.dumps(resolve(loaded.hyperparameters, slots, device), indent=2))
+    return 0
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, and off a cluster writes the summary and prints the accuracy."""
+    loaded = experiment.load(args.config, args.overrides)
+    import harness
+    from local_run import find_checkpoint
+    from model_def import CIFARTrial
+
+    if args.resume and not args.output:
+        raise InvalidInput(f"--resume: {args.resume}: of which run? give its folder as --output")
+    output = pathlib.Path(
+        args.output or f"runs/{pathlib.Path(args.config).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    )
+    with harness.trial_context(loaded, output) as context:
+        checkpoint = find_checkpoint(context.output, args.resume) if args.resume else None
+        trial = CIFARTrial(context)
+        started = time.perf_counter()
+        controller = harness.fit(trial, context, loaded, checkpoint, args.test)
+        summary = summarize(trial, controller, time.perf_counter() - started)
+        if controller.local:
+            (context.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+            print(f"accuracy {summary['validation']['accuracy']:.4f}")
+    return 0
+
+
+def summarize(trial: Any, controller: Any, seconds: float) -> dict[str, Any]:
+    """What ``summary.json`` says. Every rank has to call it, for the weights are gathered from all of them."""
+    import weights
+
+    digest = weights.sha256(weights.consolidate(trial.model_engine))
+    if not controller.local:
+        return {}
+    validation = controller.local.validation
+    return {
+        "steps": controller.state.batches_trained,
+        "epochs": controller.state.epochs_trained,
+        "world_size": controller.context.distributed.size,
+        "zero_stage": trial.model_engine.zero_optimization_stage(),
+        "dtype": str(trial.dtype).removeprefix("torch."),
+        "seconds": seconds,
+        "images_per_second": controller.local.images / max(controller.local.training_seconds, 1e-9),
+        "validation": {
+            "accuracy": validation["accuracy"],
+            "loss": validation["loss"],
+            "per_class_accuracy": {name: validation[f"accuracy/{name}"] for name in trial.train_set.classes},
+            "images": validation["images"],
+        },
+        "weights_sha256": digest,
+        "checkpoint": controller.last_checkpoint.uuid,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
