@@ -11,6 +11,7 @@ This is the only file that touches Determined's private names. What it mends in 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -103,8 +104,6 @@ def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path())
         )
         context.output = output
         yield context
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def _share_out_cores() -> None:
@@ -149,6 +148,9 @@ def _local_processes() -> core.DistributedContext:
 
 def _start_torch_distributed() -> None:
     """Starts torch's process group and DeepSpeed's; one process alone needs no launcher and no port."""
+    if torch.distributed.is_initialized():
+        return  # by an earlier run in this process
+    atexit.register(torch.distributed.destroy_process_group)
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
