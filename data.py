@@ -180,6 +180,17 @@ def _image_folder(config: DataConfig, split: str) -> ImageSet:
     return ImageSet(*image_folder.load(pathlib.Path(config.root), split, config.image_size))
 
 
+def count(config: DataConfig, split: str) -> int:
+    """How many images a split has, without decoding them.
+
+    Raises:
+        InvalidInput: as ``load`` does for an image folder.
+    """
+    if config.dataset == "imagefolder":
+        return image_folder.count(pathlib.Path(config.root), split)
+    return {"cifar10": {"train": 50_000, "test": 10_000}, "digits": {"train": 1437, "test": 360}}[config.dataset][split]
+
+
 DATASETS: dict[str, Callable[[DataConfig, str], ImageSet]] = {
     "cifar10": _cifar10,
     "digits": _digits,
@@ -242,14 +253,7 @@ class MicroBatchSampler(BatchSampler):
             )
         self.size, self.parts, self.seed = size, parts, seed
         self.epoch = 0
-        steps, left = divmod(size, batch_size)
-        self.step_sizes = [batch_size] * steps
-        if left >= parts:
-            self.step_sizes.append(left)
-        elif left and batch_size + left >= 2 * parts:
-            both = self.step_sizes.pop() + left
-            self.step_sizes += [both - both // 2, both // 2]
-        # else: micro-batches of one image and fewer left than ranks: these few rest for one epoch
+        self.step_sizes = step_sizes(size, batch_size, parts)
 
     def __len__(self) -> int:
         return len(self.step_sizes) * self.parts
@@ -269,6 +273,19 @@ class MicroBatchSampler(BatchSampler):
         self.epoch += 1
         for step in order.split(self.step_sizes):
             yield from step.tensor_split(self.parts)
+
+
+def step_sizes(size: int, batch_size: int, parts: int) -> list[int]:
+    """The images in each optimizer step of an epoch; see ``MicroBatchSampler``."""
+    steps, left = divmod(size, batch_size)
+    sizes = [batch_size] * steps
+    if left >= parts:
+        sizes.append(left)
+    elif left and sizes and batch_size + left >= 2 * parts:
+        both = sizes.pop() + left
+        sizes += [both - both // 2, both // 2]
+    # else: micro-batches of one image and fewer left than ranks: these few rest for one epoch
+    return sizes
 
 
 def _as_fetched(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -7,49 +7,82 @@ The three forms of Determined's DeepSpeed usage guide: ``deepspeed_config: FILE`
 from __future__ import annotations
 
 import copy
-import functools
-import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from determined.pytorch.deepspeed import overwrite_deepspeed_config
 
+import hyperparameters
+from engine_rules import (
+    BATCH_KEYS,
+    accepted,
+    built_faults,
+    combination_faults,
+    enabled,
+    key_faults,
+    known_keys,
+    offloads,
+    optimizer_class,
+    schedule_class,
+    schedule_faults,
+    zero_stage,
+)
 from errors import InvalidInput, nearest, one_line
+from hyperparameters import is_count
 
-# Hyperparameters that are this trial's, not DeepSpeed's.
-OWN_KEYS = ("net", "max_length", "deepspeed_config", "overwrite_deepspeed_args")
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # Where each schedule keeps its peak; WarmupCosineLR scales the optimizer's learning rate and so has none.
 PEAK_KEYS = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr"}
+# The base's parameters carry over to another optimizer or schedule as far as that one takes them.
+INHERITING = {"optimizer": optimizer_class, "scheduler": schedule_class}
 
 
-def resolve(hparams: Mapping[str, Any], slots: int, device: str) -> dict[str, Any]:
+def resolve(
+    hparams: Mapping[str, Any], slots: int, device: str, steps: Callable[[int, int], int] | None = None
+) -> dict[str, Any]:
     """Makes the configuration that ``deepspeed.initialize`` takes, and checks it before anything is built.
 
     Args:
         hparams: the trial's hyperparameters, in any of the three forms.
         slots: the number of processes.
         device: ``cpu`` or ``cuda``.
+        steps: gives the optimizer steps of the whole training for a ``train_batch_size`` and the micro-batches in it;
+            None if that is not known.
 
     Returns:
-        The merged configuration with all three batch fields, the schedule's peak and an optimizer that the device
-        runs without compiling.
+        The merged configuration with all three batch fields, the schedule's peak and length, and an optimizer that
+        the device runs without compiling.
 
     Raises:
         InvalidInput: with one line for each thing that is wrong.
     """
-    base, overrides = _forms(hparams)
-    merged = overwrite_deepspeed_config(base, overrides)
-    faults = _unknown_keys(merged) + _resolve_batch_size(merged, slots)
+    faults = hyperparameters.faults(hparams, slots)
     if faults:
         raise InvalidInput(faults)
-    _follow_learning_rate(merged, overrides)
-    _avoid_compiling(merged, device)
-    return merged
+    base, overrides = _forms(hparams)
+    _inherit(base, overrides)
+    faults = _merge_faults(base, overrides)
+    if faults:
+        raise InvalidInput(faults)
+    config = overwrite_deepspeed_config(base, overrides)
+    _modernise(config)
+    replicas = slots // hparams.get("pipe_parallel_size", 1)
+    faults = key_faults(config)
+    faults += combination_faults(config, hparams, device) if not faults else []
+    faults += _resolve_batch_size(config, replicas)
+    if faults:
+        raise InvalidInput(faults)
+    _follow_learning_rate(config, overrides)
+    _follow_length(config, replicas, steps)
+    _avoid_compiling(config, device)
+    _sum_in_fp32(config)
+    faults = schedule_faults(config) or built_faults(config)
+    if faults:
+        raise InvalidInput(faults)
+    return config
 
 
 def engine_dtype(engine: deepspeed.DeepSpeedEngine) -> torch.dtype:
@@ -61,13 +94,9 @@ def engine_dtype(engine: deepspeed.DeepSpeedEngine) -> torch.dtype:
 
 def _forms(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The base configuration and what overrides it, from whichever form the hyperparameters have."""
-    inline = {key: copy.deepcopy(value) for key, value in hparams.items() if key not in OWN_KEYS}
+    inline = {key: copy.deepcopy(value) for key, value in hparams.items() if key not in hyperparameters.OWN}
     source = hparams.get("deepspeed_config")
     overrides = hparams.get("overwrite_deepspeed_args") or {}
-    if not isinstance(overrides, Mapping):
-        raise InvalidInput(
-            f"hyperparameters.overwrite_deepspeed_args: {overrides!r}: must be a mapping of DeepSpeed's keys"
-        )
     if source is None:
         if overrides:
             raise InvalidInput(
@@ -76,7 +105,7 @@ def _forms(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
             )
         return {}, inline
     if inline:
-        known = [*OWN_KEYS, *known_keys()]
+        known = [*hyperparameters.OWN, *known_keys()]
         raise InvalidInput(
             f"hyperparameters.{key}: {value!r}: "
             + (
@@ -89,10 +118,8 @@ def _forms(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return _read(source), copy.deepcopy(dict(overrides))
 
 
-def _read(source: Any) -> dict[str, Any]:
+def _read(source: str) -> dict[str, Any]:
     """Reads a DeepSpeed configuration file, beside the working directory's files or this one."""
-    if not isinstance(source, str):
-        raise InvalidInput(f"hyperparameters.deepspeed_config: {source!r}: must be a file's name, e.g. ds_config.json")
     candidates = [pathlib.Path(source), pathlib.Path(__file__).parent / source]
     path = next((p for p in candidates if p.is_file()), None)
     if path is None:
@@ -108,55 +135,42 @@ def _read(source: Any) -> dict[str, Any]:
     return config
 
 
-class _Recorder(dict):
-    """A configuration that notes every key it is asked for."""
-
-    asked: set[str]
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.asked = set()
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(key)
-        return super().get(key, default)
-
-    def __contains__(self, key: object) -> bool:
-        self.asked.add(str(key))
-        return super().__contains__(key)
-
-    def keys(self) -> Any:
-        return self  # so that "key in config.keys()" is noted too
-
-    def __copy__(self) -> _Recorder:
-        return self
+def _inherit(base: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Takes from the base what another optimizer or schedule has no use for."""
+    for key, find in INHERITING.items():
+        kind = _at(overrides, key).get("type")
+        old = _at(base, key)
+        if isinstance(kind, str) and kind != old.get("type") and isinstance(old.get("params"), dict):
+            cls = find(kind)
+            if cls is not None:
+                base[key]["params"] = {k: v for k, v in old["params"].items() if k in accepted(cls)}
 
 
-@functools.cache
-def known_keys() -> frozenset[str]:
-    """The top-level keys of the installed DeepSpeed, found by watching it read a configuration."""
-    recorder = _Recorder(train_micro_batch_size_per_gpu=1)
-    DeepSpeedConfig(recorder)
-    return frozenset(recorder.asked | {"optimizer", "scheduler"})
-
-
-def _unknown_keys(config: Mapping[str, Any]) -> list[str]:
+def _merge_faults(base: Any, overrides: Mapping[str, Any], path: str = "") -> list[str]:
+    """Finds mappings that would overwrite what is none, which Determined's merging cannot do."""
     faults = []
-    for key, value in config.items():
-        if key in known_keys():
-            continue
-        head, _, rest = key.partition(".")
-        if rest and head in known_keys():
-            nested = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), value)
-            mend = f"write it nested: {json.dumps(nested)}"
-        else:
-            mend = nearest(key, known_keys())
-        faults.append(f"{key}: {value!r}: DeepSpeed knows no such key; {mend}")
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and key in base:
+            if isinstance(base[key], Mapping):
+                faults += _merge_faults(base[key], value, f"{path}{key}.")
+            elif base[key] is not None:
+                faults.append(f"{path}{key}: {dict(value)!r}: must be a single value such as {base[key]!r}")
+            else:
+                base[key] = {}
     return faults
 
 
-def _resolve_batch_size(config: dict[str, Any], slots: int) -> list[str]:
-    """Fills in the batch fields that are missing, for the processes at hand.
+def _modernise(config: dict[str, Any]) -> None:
+    """Puts what older configurations say into today's keys, and leaves out sections that say nothing."""
+    zero = config.get("zero_optimization")
+    if isinstance(zero, dict) and isinstance(zero.get("cpu_offload"), bool) and zero.pop("cpu_offload"):
+        zero.setdefault("offload_optimizer", {"device": "cpu"})
+    for key in [key for key, value in config.items() if value is None]:
+        del config[key]
+
+
+def _resolve_batch_size(config: dict[str, Any], replicas: int) -> list[str]:
+    """Fills in the batch fields that are missing, for the model replicas at hand.
 
     train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel size.
     """
@@ -164,7 +178,7 @@ def _resolve_batch_size(config: dict[str, Any], slots: int) -> list[str]:
     faults = [
         f"{key}: {value!r}: must be a whole number of at least 1"
         for key, value in given.items()
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1
+        if not is_count(value, 1)
     ]
     if faults:
         return faults
@@ -174,23 +188,24 @@ def _resolve_batch_size(config: dict[str, Any], slots: int) -> list[str]:
     if total is None:
         assert micro is not None
         accumulate = accumulate or 1
-        total = micro * accumulate * slots
+        total = micro * accumulate * replicas
     elif micro is None:
         accumulate = accumulate or 1
-        micro = total // (accumulate * slots)
+        micro = total // (accumulate * replicas)
     else:
-        accumulate = accumulate or total // (micro * slots)
-    if micro * accumulate * slots != total:
-        return [_batch_fault(given, slots)]
+        accumulate = accumulate or total // (micro * replicas)
+    if micro * accumulate * replicas != total:
+        return [_batch_fault(given, replicas)]
     config.update(zip(BATCH_KEYS, (total, micro, accumulate), strict=True))
     return []
 
 
-def _batch_fault(given: dict[str, int], slots: int) -> str:
+def _batch_fault(given: dict[str, int], replicas: int) -> str:
     """Says by what ``train_batch_size`` must be divisible, and its nearest values that are."""
     total = given["train_batch_size"]
-    factors = [f"{slots} processes"] + [f"{key} {value}" for key, value in given.items() if key != BATCH_KEYS[0]]
-    unit = slots
+    unit_name = "process" if replicas == 1 else "processes"
+    factors = [f"{replicas} {unit_name}"] + [f"{key} {value}" for key, value in given.items() if key != BATCH_KEYS[0]]
+    unit = replicas
     for key in BATCH_KEYS[1:]:
         unit *= given.get(key, 1)
     if len(given) == len(BATCH_KEYS):
@@ -225,8 +240,47 @@ def _at(config: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
     return config
 
 
+def _follow_length(config: dict[str, Any], replicas: int, steps: Callable[[int, int], int] | None) -> None:
+    """Fits the schedule's lengths to the training where they are not given."""
+    scheduler = config.get("scheduler")
+    if scheduler is None:
+        return
+    params = scheduler.setdefault("params", {})
+    if scheduler["type"] == "OneCycle":
+        params.setdefault("cycle_min_lr", params["cycle_max_lr"] / 10)
+        cls = optimizer_class(config["optimizer"]["type"])
+        if cls is not None and "betas" not in accepted(cls):
+            params.setdefault("cycle_momentum", False)  # it cycles the first beta
+    if steps is None:
+        return
+    total = steps(config["train_batch_size"], replicas * config["gradient_accumulation_steps"])
+    takes = accepted(schedule_class(scheduler["type"]))
+    if "total_num_steps" in takes:
+        params.setdefault("total_num_steps", total)
+    if "warmup_num_steps" in takes:
+        params.setdefault("warmup_num_steps", min(1000, max(2, total // 10)))
+    if "cycle_first_step_size" in takes:
+        params.setdefault("cycle_first_step_size", max(1, total // 2))
+
+
 def _avoid_compiling(config: dict[str, Any], device: str) -> None:
     """On a CPU takes torch's Adam, where DeepSpeed would first compile a kernel of its own for over a minute."""
-    optimizer = config.get("optimizer") or {}
-    if device == "cpu" and optimizer.get("type", "").lower() in ("adam", "adamw"):
+    optimizer = config["optimizer"]
+    if device == "cpu" and optimizer["type"].lower() in ("adam", "adamw"):
         optimizer.setdefault("params", {}).setdefault("torch_adam", True)
+    if device == "cpu" and offloads(config, "offload_optimizer"):
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+    if optimizer["type"].lower() not in DEEPSPEED_OPTIMIZERS:
+        config.setdefault("zero_allow_untested_optimizer", True)  # all of torch's step element by element
+
+
+def _sum_in_fp32(config: dict[str, Any]) -> None:
+    """Adds gradients up in fp32 over ranks and micro-batches, where bf16 would lose more with every rank.
+
+    Source: https://github.com/deepspeedai/DeepSpeed/issues/3979
+    """
+    if not (enabled(config, "bf16") or enabled(config, "bfloat16")):
+        return
+    config.setdefault("communication_data_type", "fp32")
+    if zero_stage(config) > 0:  # without ZeRO the engine accumulates in the dtype of the weights only
+        config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")

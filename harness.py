@@ -20,6 +20,7 @@ import pathlib
 import random
 import socket
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,11 @@ from local_run import LocalTrain
 # DeepSpeed would compile its own shared-memory all-reduce for most of a minute; gloo does the same with the same bits
 # on every machine.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+if get_accelerator().device_name() == "cpu":
+    # DeepSpeed refuses fp16 on processors without instructions for it, on which torch computes it all the same, slowly.
+    get_accelerator().is_fp16_supported = lambda: True
+# DeepSpeed calls torch's collectives by names that torch is about to rename.
+warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
 
 
 class TrialContext(det_ds.DeepSpeedTrialContext):

@@ -59,6 +59,11 @@ def load(root: pathlib.Path, split: str, image_size: int) -> tuple[torch.Tensor,
     return kept["images"], kept["labels"], tuple(classes)
 
 
+def count(root: pathlib.Path, split: str) -> int:
+    """How many image files a split has; raises as ``load`` does."""
+    return len(_files(root, split, _classes(root)))
+
+
 def _subfolders(folder: pathlib.Path) -> list[str]:
     return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
 

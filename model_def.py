@@ -6,20 +6,27 @@ cores. Source of the form: https://docs.determined.ai/latest/model-dev-guide/api
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import deepspeed
+import torch
 from attrdict import AttrDict
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import PipelineModule
 from determined import pytorch
 from determined.pytorch.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import data
 import engine_config
 from metrics import ClassificationMetrics
-from net import Net
+from net import Net, NetMoE, layers
+
+MOE_KEYS = ("num_experts", "ep_world_size", "mlp_type", "top_k", "min_capacity", "noisy_gate_policy")
+MOE_LOSS_COEFFICIENT = 0.01  # as in https://arxiv.org/abs/2101.03961, section 2.2
 
 
 class CIFARTrial(DeepSpeedTrial):
@@ -32,29 +39,57 @@ class CIFARTrial(DeepSpeedTrial):
         errors.InvalidInput: if the configuration or the data cannot work.
     """
 
+    layer_names: list[str] | None = None  # of a pipeline
+
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
         self.args = AttrDict(context.get_hparams())
         config = experiment_config(context)
         self.seed = int(config.get("reproducibility", {}).get("experiment_seed") or 0)
-        ds_config = engine_config.resolve(context.get_hparams(), context.distributed.size, context.device.type)
-
         data_config = data.DataConfig.parse(config.get("data"))
+        ds_config = engine_config.resolve(
+            context.get_hparams(),
+            context.distributed.size,
+            context.device.type,
+            steps_of(self.args.get("max_length"), data_config),
+        )
         self.train_set = data.load(data_config, "train")
         self.test_set = data.load(data_config, "test")
-
-        model = Net(len(self.train_set.classes))
-        parameters = filter(lambda p: p.requires_grad, model.parameters())
-        model_engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
-        self.model_engine = context.wrap_model_engine(model_engine)
-        self.dtype = engine_config.engine_dtype(self.model_engine)
-        self.train_sampler = self._sampler(
-            self.train_set,
-            self.model_engine.train_batch_size(),
-            self.model_engine.gradient_accumulation_steps(),
-            self.seed,
-        )
         self.metrics = context.wrap_reducer(ClassificationMetrics(self.train_set.classes), for_training=False)
+
+        with contextlib.redirect_stdout(None):  # DeepSpeed prints its process groups and layers
+            model = self._build(ds_config["train_micro_batch_size_per_gpu"])
+            parameters: Any = filter(lambda p: p.requires_grad, model.parameters())
+            if self.args.get("moe") and self.args.get("moe_param_group", True):
+                grouped = {"params": list(parameters), "name": "parameters"}
+                parameters = split_params_into_different_moe_groups_for_optimizer(grouped)
+            engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
+        self.model_engine = context.wrap_model_engine(engine)
+        self.dtype = engine_config.engine_dtype(engine)
+        self.train_sampler = self._sampler(self.train_set, engine.train_batch_size(), self._accumulation, self.seed)
+
+    def _build(self, micro_batch: int) -> nn.Module:
+        """The network in the form that the hyperparameters ask for: plain, of experts, or cut into stages."""
+        args, classes = self.args, len(self.train_set.classes)
+        if args.get("moe"):
+            chosen = {key: args[key] for key in MOE_KEYS if args.get(key) is not None}
+            return NetMoE(classes, micro_batch=max(2, micro_batch), **chosen)
+        plain = Net(classes)
+        if args.get("pipe_parallel_size", 1) == 1:
+            return plain
+        named = layers(plain)
+        self.layer_names = [name for name, _ in named]
+        return PipelineModule(
+            layers=[layer for _, layer in named],
+            num_stages=args.pipe_parallel_size,
+            loss_fn=self._pipeline_loss,
+            partition_method=args.get("partition_method", "parameters"),
+            dynamic_shape=True,  # an epoch's last step may be smaller
+        )
+
+    @property
+    def _accumulation(self) -> int:
+        return self.model_engine.gradient_accumulation_steps()
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
         """Micro-batches of the training images, shuffled by (seed, epoch)."""
@@ -63,29 +98,53 @@ class CIFARTrial(DeepSpeedTrial):
     def build_validation_data_loader(self) -> pytorch.DataLoader:
         """Micro-batches of the test images, in order, every image once."""
         micro_batch = max(2, self.model_engine.train_micro_batch_size_per_gpu())  # two can always be shared out
-        return data.data_loader(
-            self.test_set, self._sampler(self.test_set, micro_batch * self.model_engine.dp_world_size)
-        )
+        accumulation = self._accumulation if self.context.use_pipeline_parallel else 1
+        batch_size = micro_batch * accumulation * self.model_engine.dp_world_size
+        return data.data_loader(self.test_set, self._sampler(self.test_set, batch_size, accumulation))
 
     def train_batch(
         self, dataloader_iter: Iterator[pytorch.TorchData] | None, epoch_idx: int, batch_idx: int
     ) -> dict[str, Tensor]:
-        """Trains on one micro-batch; the engine steps the optimizer when enough of them have come.
+        """Trains on one micro-batch, or in a pipeline on all those of a step.
 
         Returns:
-            ``loss``: the mean cross-entropy of the micro-batch, a scalar on the device.
+            ``loss``: the mean cross-entropy, a scalar on the device; with experts also ``load_balancing_loss``.
         """
-        inputs, labels = self._next(dataloader_iter)
+        batches = self._prepared(dataloader_iter)
+        if self.context.use_pipeline_parallel:
+            return {"loss": self.model_engine.train_batch(batches).detach()}
+        inputs, labels = next(batches)
         loss = F.cross_entropy(self.model_engine(inputs).float(), labels)
+        losses = {"loss": loss.detach()}
+        if self.args.get("moe"):
+            balance = self.model_engine.module.load_balancing_loss
+            losses["load_balancing_loss"] = balance.detach()
+            loss = loss + self.args.get("moe_loss_coefficient", MOE_LOSS_COEFFICIENT) * balance
         self.model_engine.backward(loss)
-        self.model_engine.step()
-        return {"loss": loss.detach()}
+        self.model_engine.step()  # steps the optimizer when enough micro-batches have come
+        return losses
 
     def evaluate_batch(self, dataloader_iter: Iterator[pytorch.TorchData] | None, batch_idx: int) -> dict[str, Any]:
-        """Counts one micro-batch; the reducer gives the metrics over all of them."""
-        inputs, labels = self._next(dataloader_iter)
-        self.metrics.update(self.model_engine(inputs).float(), labels)
+        """Counts one micro-batch, or in a pipeline several; the reducer gives the metrics over all of them."""
+        batches = self._prepared(dataloader_iter)
+        if self.context.use_pipeline_parallel:
+            self.model_engine.eval_batch(batches)
+        else:
+            inputs, labels = next(batches)
+            self.metrics.update(self.model_engine(inputs).float(), labels)
         return {}
+
+    def _pipeline_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """The loss on the last stage, which alone sees what the network gives and so counts it in validation."""
+        if not torch.is_grad_enabled():
+            self.metrics.update(outputs.float(), labels)
+        return F.cross_entropy(outputs.float(), labels)
+
+    def _prepared(self, dataloader_iter: Iterator[pytorch.TorchData] | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """The micro-batches on the device, in the engine's dtype; none on a pipeline's middle stages."""
+        for batch in dataloader_iter or ():
+            inputs, labels = self.context.to_device(batch)
+            yield inputs.to(self.dtype), labels
 
     def _sampler(
         self, source: data.ImageSet, batch_size: int, accumulation: int = 1, seed: int | None = None
@@ -93,10 +152,15 @@ class CIFARTrial(DeepSpeedTrial):
         parts = self.model_engine.dp_world_size * accumulation
         return data.MicroBatchSampler(len(source), batch_size, parts, seed)
 
-    def _next(self, dataloader_iter: Iterator[pytorch.TorchData] | None) -> tuple[Tensor, Tensor]:
-        assert dataloader_iter is not None, "every rank of a data-parallel trial has a loader"
-        inputs, labels = self.context.to_device(next(dataloader_iter))
-        return inputs.to(self.dtype), labels
+
+def steps_of(max_length: Mapping[str, int] | None, data_config: data.DataConfig) -> Callable[[int, int], int] | None:
+    """Gives the function from ``train_batch_size`` and its micro-batches to the optimizer steps of the training."""
+    if max_length is None:
+        return None
+    if "batches" in max_length:
+        return lambda batch_size, parts: max_length["batches"]
+    images = data.count(data_config, "train")
+    return lambda batch_size, parts: max_length["epochs"] * len(data.step_sizes(images, batch_size, parts))
 
 
 def experiment_config(context: DeepSpeedTrialContext) -> dict[str, Any]:

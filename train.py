@@ -69,11 +69,13 @@ def check(args: argparse.Namespace) -> int:
     import harness  # noqa: F401  # sets DeepSpeed up before it is imported
     from data import DataConfig
     from engine_config import resolve
+    from model_def import steps_of
 
-    DataConfig.parse(loaded.config.get("data"))
+    data_config = DataConfig.parse(loaded.config.get("data"))
     slots = args.slots or (loaded.config.get("resources") or {}).get("slots_per_trial") or 1
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(json.dumps(resolve(loaded.hyperparameters, slots, device), indent=2))
+    steps = steps_of(loaded.hyperparameters["max_length"], data_config)
+    print(json.dumps(resolve(loaded.hyperparameters, slots, device, steps), indent=2))
     return 0
 
 
@@ -105,7 +107,7 @@ def summarize(trial: Any, controller: Any, seconds: float) -> dict[str, Any]:
     """What ``summary.json`` says. Every rank has to call it, for the weights are gathered from all of them."""
     import weights
 
-    digest = weights.sha256(weights.consolidate(trial.model_engine))
+    digest = weights.sha256(weights.consolidate(trial.model_engine, trial.layer_names))
     if not controller.local:
         return {}
     validation = controller.local.validation

@@ -4,7 +4,7 @@ import json
 import pathlib
 
 import pytest
-from conftest import DIGITS, PROJECT, execute, launcher, overrides, train_many
+from conftest import DIGITS, PROJECT, Run, execute, launcher, overrides, train_many
 
 SHORT = overrides(hyperparameters__max_length="{epochs: 2}", min_validation_period="{epochs: 1}")
 BATCH = "hyperparameters__overwrite_deepspeed_args__train_batch_size"
@@ -88,7 +88,7 @@ def test_processes(train, by, processes, batch):
 
 def test_one_set_of_weights_has_one_accuracy(tmp_path, image_folder):
     """52 images, judged by the initial weights in 1, 2 and 3 processes and micro-batches of 2 to 30."""
-    runs = []
+    runs: list[Run] = []
     for processes in (1, 2, 3):
         rows = {}
         for batch in (6, 30):

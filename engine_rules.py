@@ -1,0 +1,352 @@
+"""What makes a DeepSpeed configuration wrong, each rule with one line that names the key, its value and the mend.
+
+Keys, types and ranges are those of the installed DeepSpeed and torch, asked rather than copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import deepspeed
+import pydantic
+import torch
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+
+from errors import nearest, one_line
+from hyperparameters import Rule, is_bool, is_count, is_number, one_of
+
+MICRO_BATCH = "train_micro_batch_size_per_gpu"
+BATCH_KEYS = ("train_batch_size", MICRO_BATCH, "gradient_accumulation_steps")
+ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # DeepSpeed's own, taken off before torch's Adam
+
+
+# ------------------------------------------------------------------------------------------- DeepSpeed's keys
+
+
+class _Recorder(dict):
+    """A configuration that notes every key it is asked for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def keys(self) -> Any:
+        return self  # so that "key in config.keys()" is noted too
+
+    def __copy__(self) -> _Recorder:
+        return self
+
+
+@functools.cache
+def known_keys(section: str | None = None) -> frozenset[str]:
+    """The keys that the installed DeepSpeed reads, found by watching it read a configuration.
+
+    Args:
+        section: a top-level key whose own keys are asked for; empty if DeepSpeed does not say.
+    """
+    recorder = _Recorder()
+    with contextlib.suppress(Exception):  # the empty configuration lacks a batch size; not every key holds a mapping
+        DeepSpeedConfig(_Recorder({MICRO_BATCH: 1, section: recorder}) if section else recorder)
+    return frozenset(recorder.asked if section else recorder.asked | set(BATCH_KEYS) | {"optimizer", "scheduler"})
+
+
+@functools.cache
+def _defaults() -> Any:
+    return DeepSpeedConfig({MICRO_BATCH: 1})
+
+
+def key_faults(config: Mapping[str, Any]) -> list[str]:
+    """Checks every key and value by itself, at every level."""
+    faults = []
+    for key, value in config.items():
+        if key in known_keys():
+            faults += _value_faults(key, value)
+        else:
+            faults.append(_unknown(key, value))
+    return faults + _optimizer_faults(config) + _scheduler_faults(config)
+
+
+def _unknown(key: str, value: Any) -> str:
+    head, _, rest = str(key).partition(".")
+    if rest and head in known_keys():
+        nested = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), value)
+        return f"{key}: {value!r}: DeepSpeed knows no dotted keys; write it nested: {json.dumps(nested)}"
+    return f"{key}: {value!r}: DeepSpeed knows no such key; {nearest(key, known_keys())}"
+
+
+def _value_faults(key: str, value: Any) -> list[str]:
+    """Checks one top-level key other than the optimizer, the scheduler and the batch sizes."""
+    if key in ("optimizer", "scheduler", *BATCH_KEYS):
+        return []
+    if key == "steps_per_print":
+        return [] if is_count(value, 1) else [f"{key}: {value!r}: must be a whole number of at least 1"]
+    default = getattr(_defaults(), key, None)
+    if isinstance(default, bool) and not isinstance(value, bool):
+        return [f"{key}: {value!r}: must be true or false"]
+    if isinstance(default, float) and not is_number(value):
+        return [f"{key}: {value!r}: must be a number of at least 0"]
+    if isinstance(value, Mapping):
+        known = known_keys(key)
+        unknown = [inner for inner in value if known and inner not in known] if not _is_model(key) else []
+        if unknown:
+            return [f"{key}.{inner}: {value[inner]!r}: DeepSpeed knows no such key; {nearest(inner, known)}"
+                    for inner in unknown]  # fmt: skip
+    elif _is_model(key):
+        return [f"{key}: {value!r}: must be a mapping, e.g. {{{_some_key(key)}: ...}}"]
+    try:
+        DeepSpeedConfig({MICRO_BATCH: 1, key: value})
+    except pydantic.ValidationError as error:
+        return [_model_fault(key, detail) for detail in error.errors()]
+    except Exception as error:  # DeepSpeed's own checks raise errors of many types
+        return [f"{key}: {value!r}: DeepSpeed refuses it ({one_line(error)}); mend or remove it"]
+    return []
+
+
+_MODELS = {"zero_optimization": "zero_config", "fp16": "float16_config", "bf16": "bfloat16_config",
+           "bfloat16": "bfloat16_config", "comms_logger": "comms_config", "compile": "compile_config"}  # fmt: skip
+
+
+def _is_model(key: str) -> bool:
+    """Whether DeepSpeed describes the section by a pydantic model, which checks keys and values by itself."""
+    return key in _MODELS
+
+
+def _some_key(key: str) -> str:
+    return "stage" if key == "zero_optimization" else "enabled"
+
+
+def _model_fault(section: str, detail: Any) -> str:
+    path, value = [section, *map(str, detail["loc"])], detail["input"]
+    if detail["type"] == "extra_forbidden":
+        fields: Any = type(getattr(_defaults(), _MODELS.get(section, ""), None))
+        known = getattr(fields, "model_fields", {}) if len(path) == 2 else {}
+        hint = nearest(path[-1], known) if known else "remove it"
+        return f"{'.'.join(path)}: {value!r}: DeepSpeed knows no such key; {hint}"
+    return f"{'.'.join(path)}: {value!r}: {detail['msg'][:1].lower()}{detail['msg'][1:]}; change it"
+
+
+# ------------------------------------------------------------------------------------- optimizer and schedule
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer] | None:
+    """The torch class whose parameters an optimizer of DeepSpeed takes, or None if it has none."""
+    if name.lower() in ("adam", "adamw"):
+        return torch.optim.AdamW
+    if name.lower() == "adagrad":
+        return torch.optim.Adagrad
+    found = getattr(torch.optim, name, None)
+    usable = inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)
+    return found if usable and name not in ("Optimizer", "LBFGS", "SparseAdam") else None
+
+
+def optimizer_names() -> list[str]:
+    """The optimizers that run on any device."""
+    return ["Adam", "AdamW", *(n for n in dir(torch.optim) if n[:4] != "Adam" and optimizer_class(n)), "Adamax"]
+
+
+def schedule_class(name: str) -> Any:
+    """DeepSpeed's class of a schedule, or None if there is none of that name."""
+    return getattr(lr_schedules, name) if name in lr_schedules.VALID_LR_SCHEDULES else None
+
+
+def accepted(cls: Any) -> set[str]:
+    """The parameters that an optimizer's or a schedule's class takes."""
+    return set(inspect.signature(cls.__init__).parameters) - {"self", "params", "optimizer", "last_batch_iteration"}
+
+
+_PARAMS: dict[str, Rule] = {
+    **dict.fromkeys(
+        ("lr", "weight_decay", "eps", "warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr"),
+        (is_number, "must be a number of at least 0"),
+    ),
+    "momentum": (lambda v: is_number(v, 0, 1), "must be a number from 0 to below 1"),
+    "betas": (
+        lambda v: isinstance(v, (list, tuple)) and len(v) == 2 and all(is_number(each, 0, 1) for each in v),
+        "must be two numbers from 0 to below 1",
+    ),
+    **dict.fromkeys(
+        ("warmup_num_steps", "total_num_steps", "cycle_first_step_size", "cycle_second_step_size"),
+        (lambda v: is_count(v, 1), "must be a whole number of at least 1"),
+    ),
+    "warmup_type": one_of("log", "linear"),
+    "torch_adam": (is_bool, "must be true or false"),
+    "adam_w_mode": (is_bool, "must be true or false"),
+}
+
+
+def _section_faults(key: str, section: Any, names: list[str], known: Callable[[str], set[str] | None]) -> list[str]:
+    """Checks ``{type: NAME, params: {...}}``."""
+    if not isinstance(section, Mapping):
+        return [f"{key}: {section!r}: must be a mapping with type and params"]
+    faults = [f"{key}.{k}: {v!r}: DeepSpeed knows no such key; {nearest(k, ('type', 'params'))}"
+              for k, v in section.items() if k not in ("type", "params", "legacy_fusion")]  # fmt: skip
+    kind, params = section.get("type"), section.get("params", {})
+    if not isinstance(params, Mapping):
+        return [*faults, f"{key}.params: {params!r}: must be a mapping"]
+    allowed = known(kind) if isinstance(kind, str) else None
+    if allowed is None:
+        return [*faults, f"{key}.type: {kind!r}: unknown; {nearest(kind, names)}"]
+    for name, value in params.items():
+        holds, must = _PARAMS.get(name, (lambda _: True, ""))
+        if allowed and name not in allowed:
+            faults.append(f"{key}.params.{name}: {value!r}: {kind} takes no such parameter; {nearest(name, allowed)}")
+        elif not holds(value):
+            faults.append(f"{key}.params.{name}: {value!r}: {must}")
+    return faults
+
+
+def _optimizer_parameters(name: str) -> set[str] | None:
+    cls = optimizer_class(name)
+    if cls is None:  # DeepSpeed's own for GPUs do not say what they take
+        return set() if name.lower() in DEEPSPEED_OPTIMIZERS else None
+    return accepted(cls) | (set(ADAM_SWITCHES) if cls is torch.optim.AdamW else set())
+
+
+def _optimizer_faults(config: Mapping[str, Any]) -> list[str]:
+    section = config.get("optimizer")
+    if section is None:
+        return ["optimizer: missing; give one, e.g. {type: Adam, params: {lr: 0.001}}"]
+    faults = _section_faults("optimizer", section, optimizer_names(), _optimizer_parameters)
+    if not faults and "lr" not in section.get("params", {}):
+        faults.append("optimizer.params.lr: missing; give the learning rate")
+    return faults
+
+
+def _scheduler_faults(config: Mapping[str, Any]) -> list[str]:
+    section = config.get("scheduler")
+    if section is None:
+        return []
+    return _section_faults("scheduler", section, lr_schedules.VALID_LR_SCHEDULES, _scheduler_parameters)
+
+
+def _scheduler_parameters(name: str) -> set[str] | None:
+    cls = schedule_class(name)
+    return None if cls is None else accepted(cls)
+
+
+def schedule_faults(config: Mapping[str, Any]) -> list[str]:
+    """Checks the schedule's lengths against each other, once they are all there."""
+    section = config.get("scheduler") or {}
+    params = section.get("params", {})
+    if section.get("type") not in ("WarmupDecayLR", "WarmupCosineLR"):
+        return []
+    if "total_num_steps" not in params:
+        return ["scheduler.params.total_num_steps: missing; give it, or hyperparameters.max_length"]
+    total, warmup = params["total_num_steps"], params.get("warmup_num_steps", 1000)
+    if warmup >= total:
+        return [
+            f"scheduler.params.warmup_num_steps: {warmup}: leaves none of the {total} steps to decay in;"
+            f" use less, e.g. {max(2, total // 10)}"
+        ]
+    return []
+
+
+def built_faults(config: Mapping[str, Any]) -> list[str]:
+    """Builds the optimizer and the schedule on one small parameter, which finds what their classes refuse."""
+    params = {k: v for k, v in config["optimizer"].get("params", {}).items() if k not in ADAM_SWITCHES}
+    cls = optimizer_class(config["optimizer"]["type"])
+    if cls is None:
+        return []
+    try:
+        optimizer = cls([torch.nn.Parameter(torch.zeros(1))], **params)
+    except Exception as error:
+        return [f"optimizer.params: {params!r}: {cls.__name__} refuses them ({one_line(error)}); mend them"]
+    if config.get("scheduler") is None:
+        return []
+    section = config["scheduler"]
+    try:
+        schedule = schedule_class(section["type"])(optimizer, **section.get("params", {}))
+        schedule.step()
+    except Exception as error:
+        given = section.get("params", {})
+        return [f"scheduler.params: {given!r}: {section['type']} refuses them ({one_line(error)}); mend them"]
+    return []
+
+
+# ---------------------------------------------------------------------------------------------- combinations
+
+
+def zero_stage(config: Mapping[str, Any]) -> int:
+    """The ZeRO stage that a configuration asks for."""
+    section = config.get("zero_optimization")
+    return section.get("stage", 0) if isinstance(section, Mapping) else 0
+
+
+def offloads(config: Mapping[str, Any], what: str) -> bool:
+    """Whether ``offload_optimizer`` or ``offload_param`` is on."""
+    section = (config.get("zero_optimization") or {}).get(what) or {}
+    return section.get("device", "none") not in (None, "none")
+
+
+def enabled(config: Mapping[str, Any], section: str) -> bool:
+    """Whether ``{enabled: true}`` stands in a section."""
+    return bool((config.get(section) or {}).get("enabled", False))
+
+
+def combination_faults(config: Mapping[str, Any], hparams: Mapping[str, Any], device: str) -> list[str]:
+    """Checks what goes with what: the constraints of Determined's DeepSpeed guide and DeepSpeed's own.
+
+    Source: https://docs.determined.ai/latest/model-dev-guide/api-guides/apis-howto/deepspeed/deepspeed.html
+    """
+    faults = []
+    stage = zero_stage(config)
+    at = f"zero_optimization.stage: {stage}:"
+    if hparams.get("pipe_parallel_size", 1) > 1 and stage > 1:
+        faults.append(f"{at} a pipeline goes with ZeRO stage 0 or 1 only; set it to 1, or pipe_parallel_size to 1")
+    if offloads(config, "offload_param") and stage != 3:
+        faults.append(f"{at} offload_param works with ZeRO stage 3 only; set it to 3 or remove offload_param")
+    if offloads(config, "offload_optimizer") and stage not in (2, 3):
+        faults.append(f"{at} offload_optimizer works with ZeRO stage 2 and 3 only; set it to 2 or remove it")
+    for what in ("offload_optimizer", "offload_param"):
+        faults += _nvme_faults(config, what)
+    if hparams.get("moe") and stage == 3:
+        faults.append(f"{at} mixture of experts does not go with ZeRO stage 3; set it to 2 or less, or moe to false")
+    if hparams.get("moe") and stage > 0 and hparams.get("moe_param_group") is False:
+        faults.append(
+            f"hyperparameters.moe_param_group: False: ZeRO stage {stage} needs a group of parameters each for experts;"
+            " set it to true"
+        )
+    if enabled(config, "fp16") and (enabled(config, "bf16") or enabled(config, "bfloat16")):
+        faults.append("bf16.enabled: True: fp16 is enabled too; set one of them to false")
+    name = (config.get("optimizer") or {}).get("type", "")
+    if device == "cpu" and name.lower() in DEEPSPEED_OPTIMIZERS and optimizer_class(name) is None:
+        faults.append(f"optimizer.type: {name!r}: needs a GPU; on a CPU use one of {', '.join(optimizer_names())}")
+    if not faults:
+        faults += _refused_whole(config)
+    return faults
+
+
+def _nvme_faults(config: Mapping[str, Any], what: str) -> list[str]:
+    section = (config.get("zero_optimization") or {}).get(what) or {}
+    if section.get("device") != "nvme":
+        return []
+    key = f"zero_optimization.{what}"
+    if not section.get("nvme_path"):
+        return [f"{key}.nvme_path: {section.get('nvme_path')!r}: missing; give a folder on the NVMe disk"]
+    if not deepspeed.ops.__compatible_ops__.get("async_io"):
+        return [f"{key}.device: 'nvme': DeepSpeed finds no libaio on this machine; install it or use device: cpu"]
+    return []
+
+
+def _refused_whole(config: Mapping[str, Any]) -> list[str]:
+    """What DeepSpeed itself refuses of the whole, but for the batch sizes, which depend on the processes."""
+    whole = {key: value for key, value in config.items() if key not in BATCH_KEYS}
+    try:
+        DeepSpeedConfig({**whole, MICRO_BATCH: 1})
+    except Exception as error:
+        return [f"deepspeed_config: DeepSpeed refuses the whole ({one_line(error)}); mend what it names"]
+    return []

@@ -1,0 +1,108 @@
+"""The hyperparameters of ``CIFARTrial`` itself; every other one is DeepSpeed's, and checked in ``engine_rules.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import net
+
+Rule = tuple[Callable[[Any], bool], str]  # what holds of a good value, and what to say of another
+
+
+def is_count(value: Any, least: int) -> bool:
+    """Whether the value is a whole number of at least ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: Any, least: float = 0.0, below: float = float("inf")) -> bool:
+    """Whether the value is a number from ``least`` to less than ``below``."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < below
+
+
+def is_bool(value: Any) -> bool:
+    """Whether the value is true or false."""
+    return isinstance(value, bool)
+
+
+def one_of(*choices: Any) -> Rule:
+    """The rule that a value is one of the choices."""
+    return lambda value: value in choices, f"must be one of {', '.join(map(str, choices))}"
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(is_count(each, 1) for each in value)
+
+
+# The hyperparameters of CIFARTrial itself: the rule of each and what to say. Every other one is DeepSpeed's.
+OWN: dict[str, Rule] = {
+    "net": one_of("net"),
+    "max_length": (lambda v: isinstance(v, Mapping), "must be {epochs: N} or {batches: N}"),
+    "deepspeed_config": (lambda v: v is None or isinstance(v, str), "must be a file's name, e.g. ds_config.json"),
+    "overwrite_deepspeed_args": (
+        lambda v: v is None or isinstance(v, Mapping),
+        "must be a mapping of DeepSpeed's keys",
+    ),
+    "moe": (is_bool, "must be true or false"),
+    "num_experts": (_counts, "must be a list with the experts of each MoE layer, e.g. [2]"),
+    "ep_world_size": (lambda v: is_count(v, 1), "must be a whole number of at least 1"),
+    "mlp_type": one_of("standard", "residual"),
+    "top_k": one_of(1, 2),
+    "min_capacity": (lambda v: is_count(v, 0), "must be a whole number of at least 0"),
+    "noisy_gate_policy": one_of(None, "None", "RSample", "Jitter"),
+    "moe_param_group": (is_bool, "must be true or false"),
+    "moe_loss_coefficient": (is_number, "must be a number of at least 0"),
+    "pipe_parallel_size": (lambda v: is_count(v, 1), "must be a whole number of at least 1"),
+    "partition_method": (
+        lambda v: v in ("parameters", "uniform") or (isinstance(v, str) and v.startswith("type:") and len(v) > 5),
+        "must be one of parameters, uniform, type:REGEX",
+    ),
+}
+MOE_ONLY = ("num_experts", "ep_world_size", "mlp_type", "top_k", "min_capacity", "noisy_gate_policy", "moe_param_group",
+            "moe_loss_coefficient")  # fmt: skip
+
+
+def faults(hparams: Mapping[str, Any], slots: int) -> list[str]:
+    """Checks the hyperparameters that are this trial's, each by itself and against the processes."""
+    found = []
+    for key, (holds, must) in OWN.items():
+        if key in hparams and not holds(hparams[key]):
+            found.append(f"hyperparameters.{key}: {hparams[key]!r}: {must}")
+    if found:
+        return found
+    if "moe" not in hparams:
+        found += [
+            f"hyperparameters.{key}: {hparams[key]!r}: does nothing without moe; set hyperparameters.moe: true"
+            for key in MOE_ONLY
+            if key in hparams
+        ]
+    if hparams.get("moe"):
+        found += _moe_faults(hparams, slots)
+    stages = hparams.get("pipe_parallel_size", 1)
+    layers = len(net.layers(net.Net()))
+    if slots % stages:
+        found.append(f"hyperparameters.pipe_parallel_size: {stages}: does not divide {slots} processes; use a divisor")
+    if stages > layers:
+        found.append(f"hyperparameters.pipe_parallel_size: {stages}: Net has {layers} layers; use at most {layers}")
+    if "partition_method" in hparams and stages == 1:
+        method = hparams["partition_method"]
+        found.append(f"hyperparameters.partition_method: {method!r}: does nothing without a pipeline; "
+                      "set hyperparameters.pipe_parallel_size: 2 or more")  # fmt: skip
+    return found
+
+
+def _moe_faults(hparams: Mapping[str, Any], slots: int) -> list[str]:
+    faults = []
+    ranks = hparams.get("ep_world_size", 1)
+    if slots % ranks:
+        faults.append(f"hyperparameters.ep_world_size: {ranks}: does not divide {slots} processes; use a divisor")
+    for experts in hparams.get("num_experts", ()):
+        if experts % ranks:
+            faults.append(f"hyperparameters.num_experts: {experts}: does not divide among ep_world_size {ranks} ranks; "
+                          f"use a multiple of {ranks}")  # fmt: skip
+        if experts < hparams.get("top_k", 1):
+            faults.append(f"hyperparameters.top_k: {hparams['top_k']}: more than num_experts {experts}; use 1")
+    if hparams.get("pipe_parallel_size", 1) > 1:
+        faults.append("hyperparameters.moe: true: mixture of experts does not go with a pipeline; "
+                      "set pipe_parallel_size: 1 or moe: false")  # fmt: skip
+    return faults
