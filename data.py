@@ -6,6 +6,7 @@ in ``image_folder.py``.
 
 from __future__ import annotations
 
+import http.client
 import os
 import pathlib
 import shutil
@@ -79,13 +80,13 @@ class DataConfig:
             if key not in cls.__annotations__:
                 faults.append(f"data.{key}: {value!r}: unknown key; {nearest(key, cls.__annotations__)}")
         parsed = cls(**{k: v for k, v in section.items() if k in cls.__annotations__})
-        if parsed.dataset not in DATASETS:
+        if not isinstance(parsed.dataset, str) or parsed.dataset not in DATASETS:
             faults.append(f"data.dataset: {parsed.dataset!r}: unknown dataset; use one of {', '.join(DATASETS)}")
-        if not isinstance(parsed.root, str) or not parsed.root:
+        if not isinstance(parsed.root, str) or not parsed.root or "\0" in parsed.root:
             faults.append(f"data.root: {parsed.root!r}: must be a folder's path")
         if not isinstance(parsed.download, bool):
             faults.append(f"data.download: {parsed.download!r}: must be true or false")
-        if parsed.image_size != IMAGE_SIZE:
+        if type(parsed.image_size) is not int or parsed.image_size != IMAGE_SIZE:
             faults.append(f"data.image_size: {parsed.image_size!r}: Net takes {IMAGE_SIZE}; use {IMAGE_SIZE}")
         if faults:
             raise InvalidInput(faults)
@@ -149,6 +150,8 @@ def _cifar10_on_disk(root: pathlib.Path, split: str) -> torchvision.datasets.CIF
         return _CIFAR(str(root), train=split == "train", download=False)
     except RuntimeError:
         return None
+    except OSError as error:
+        raise InvalidInput(f"data.root: {root}: cannot be read ({one_line(error)}); give another folder") from error
 
 
 def _fetch_cifar10(root: pathlib.Path, may_download: bool) -> None:
@@ -165,12 +168,12 @@ def _fetch_cifar10(root: pathlib.Path, may_download: bool) -> None:
     try:
         partial.mkdir()
         if usable:  # what is in the right place already is not downloaded again
-            os.link(archive, partial / _CIFAR.filename)
+            (partial / _CIFAR.filename).symlink_to(archive.resolve())
         _CIFAR(str(partial), download=True)
         if unpacked.exists():
             shutil.rmtree(unpacked)
         os.replace(partial / _CIFAR.base_folder, unpacked)
-    except (OSError, RuntimeError) as error:  # URLError is an OSError; torchvision raises RuntimeError for a checksum
+    except (OSError, RuntimeError, http.client.HTTPException) as error:  # RuntimeError: torchvision's for a checksum
         raise InvalidInput(f"data.root: {root}: {what}, and getting it failed ({one_line(error)}); {mend}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -231,9 +234,9 @@ class MicroBatchSampler(BatchSampler):
 
     Micro-batch ``(step * gradient_accumulation_steps + a) * ranks + rank`` is the ``a``-th of a step on a rank: so does
     ``determined.pytorch`` deal batches out to ranks. So the images of a step are the same for any number of
-    processes and any accumulation, ranks see disjoint images, and an epoch is a whole number of optimizer steps.
-    The last step takes what is left over; if that is too little to give every micro-batch an image, it shares with
-    the step before.
+    processes and any accumulation (but for an uneven end of the epoch), ranks see disjoint images, and an epoch is a
+    whole number of optimizer steps. The last step takes what is left over; if that is too little to give every
+    micro-batch an image, it shares with the step before.
 
     Args:
         size: how many images there are.
@@ -246,11 +249,6 @@ class MicroBatchSampler(BatchSampler):
     """
 
     def __init__(self, size: int, batch_size: int, parts: int, seed: int | None = None) -> None:
-        if size < parts:
-            raise InvalidInput(
-                f"train_batch_size: {batch_size}: one step is {parts} micro-batches, but there are only {size} images;"
-                " use fewer processes or accumulation steps"
-            )
         self.size, self.parts, self.seed = size, parts, seed
         self.epoch = 0
         self.step_sizes = step_sizes(size, batch_size, parts)
@@ -277,6 +275,11 @@ class MicroBatchSampler(BatchSampler):
 
 def step_sizes(size: int, batch_size: int, parts: int) -> list[int]:
     """The images in each optimizer step of an epoch; see ``MicroBatchSampler``."""
+    if size < parts:
+        raise InvalidInput(
+            f"train_batch_size: {batch_size}: one step is {parts} micro-batches, but there are only {size} images;"
+            " use fewer processes or accumulation steps"
+        )
     steps, left = divmod(size, batch_size)
     sizes = [batch_size] * steps
     if left >= parts:

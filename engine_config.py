@@ -243,6 +243,8 @@ def _at(config: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
 def _follow_length(config: dict[str, Any], replicas: int, steps: Callable[[int, int], int] | None) -> None:
     """Fits the schedule's lengths to the training where they are not given."""
     scheduler = config.get("scheduler")
+    parts = replicas * config["gradient_accumulation_steps"]
+    total = None if steps is None else steps(config["train_batch_size"], parts)
     if scheduler is None:
         return
     params = scheduler.setdefault("params", {})
@@ -251,9 +253,8 @@ def _follow_length(config: dict[str, Any], replicas: int, steps: Callable[[int, 
         cls = optimizer_class(config["optimizer"]["type"])
         if cls is not None and "betas" not in accepted(cls):
             params.setdefault("cycle_momentum", False)  # it cycles the first beta
-    if steps is None:
+    if total is None:
         return
-    total = steps(config["train_batch_size"], replicas * config["gradient_accumulation_steps"])
     takes = accepted(schedule_class(scheduler["type"]))
     if "total_num_steps" in takes:
         params.setdefault("total_num_steps", total)

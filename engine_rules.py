@@ -6,13 +6,13 @@ Keys, types and ranges are those of the installed DeepSpeed and torch, asked rat
 from __future__ import annotations
 
 import contextlib
+import ctypes.util
 import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import deepspeed
 import pydantic
 import torch
 from deepspeed.runtime import lr_schedules
@@ -337,7 +337,7 @@ def _nvme_faults(config: Mapping[str, Any], what: str) -> list[str]:
     key = f"zero_optimization.{what}"
     if not section.get("nvme_path"):
         return [f"{key}.nvme_path: {section.get('nvme_path')!r}: missing; give a folder on the NVMe disk"]
-    if not deepspeed.ops.__compatible_ops__.get("async_io"):
+    if ctypes.util.find_library("aio") is None:
         return [f"{key}.device: 'nvme': DeepSpeed finds no libaio on this machine; install it or use device: cpu"]
     return []
 

@@ -150,7 +150,10 @@ def check(config: dict[str, Any]) -> Experiment:
         hyperparameters = copy.deepcopy(dict(_section(config, "hyperparameters")))
         faults += _take_constants("hyperparameters", hyperparameters)
         length = hyperparameters.get("max_length")
-        faults += _unit_faults("hyperparameters.max_length", length, LENGTH_UNITS, least=1)
+        wrong_length = _unit_faults("hyperparameters.max_length", length, LENGTH_UNITS, least=1)
+        faults += wrong_length
+        if not wrong_length and isinstance(length, dict) and "searcher" not in wrong:
+            faults += _search_length_faults(_section(config, "searcher"), *next(iter(length.items())))
     if faults:
         raise InvalidInput(faults)
     return Experiment(config, hyperparameters)
@@ -177,6 +180,20 @@ def _unit_faults(field: str, value: Any, units: tuple[str, ...], least: int) -> 
     unit, number = next(iter(value.items()))
     if not _is_count(number, least):
         return [f"{field}.{unit}: {number!r}: must be a whole number of at least {least}"]
+    return []
+
+
+def _search_length_faults(searcher: Mapping[str, Any], unit: str, length: int) -> list[str]:
+    """Checks that a search that stops trials early counts in the training's unit, up to its length."""
+    metric, longest = searcher.get("time_metric"), searcher.get("max_time")
+    if metric is None and longest is None:
+        return []
+    if metric != unit:
+        return [
+            f"searcher.time_metric: {metric!r}: hyperparameters.max_length counts {unit}; use the same unit in both"
+        ]
+    if longest != length:
+        return [f"searcher.max_time: {longest!r}: hyperparameters.max_length is {length} {unit}; make them the same"]
     return []
 
 

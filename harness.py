@@ -40,12 +40,12 @@ from typing_extensions import override
 from experiment import Experiment
 from local_run import LocalTrain
 
-# DeepSpeed would compile its own shared-memory all-reduce for most of a minute; gloo does the same with the same bits
-# on every machine.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 if get_accelerator().device_name() == "cpu":
     # DeepSpeed refuses fp16 on processors without instructions for it, on which torch computes it all the same, slowly.
     get_accelerator().is_fp16_supported = lambda: True
+    # DeepSpeed would compile a shared-memory all-reduce for most of a minute; gloo's gives the same bits everywhere.
+    _builder = get_accelerator().create_op_builder
+    get_accelerator().create_op_builder = lambda op: None if op == "ShareMemCommBuilder" else _builder(op)
 # DeepSpeed calls torch's collectives by names that torch is about to rename.
 warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
 

@@ -37,7 +37,7 @@ def host_lock(root: pathlib.Path, name: str) -> Iterator[pathlib.Path]:
     try:
         root.mkdir(parents=True, exist_ok=True)
         folder = _writable_folder(root)
-        lock = filelock.FileLock(folder / f".{name}.lock")
+        lock = filelock.FileLock(folder / f".{name}.lock", mode=0o666)
         try:
             lock.acquire(timeout=5)
         except filelock.Timeout:

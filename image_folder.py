@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import hashlib
 import multiprocessing
 import os
@@ -90,10 +91,15 @@ def _classes(root: pathlib.Path) -> list[str]:
     return train
 
 
+def _is_hidden(path: pathlib.Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
 def _files(root: pathlib.Path, split: str, classes: list[str]) -> list[tuple[str, int]]:
     """The (path, label) of every image file, in a fixed order."""
     index = {name: label for label, name in enumerate(classes)}
-    files = sorted(make_dataset(str(root / split), index, extensions=tuple(_EXTENSIONS), allow_empty=True))
+    found = make_dataset(str(root / split), index, extensions=tuple(_EXTENSIONS), allow_empty=True)
+    files = sorted((path, label) for path, label in found if not _is_hidden(pathlib.Path(path).relative_to(root)))
     held = {label for _, label in files}
     empty = [name for name, label in index.items() if label not in held]
     if empty:
@@ -109,7 +115,9 @@ def _fingerprint(root: pathlib.Path, files: list[tuple[str, int]], classes: list
     digest = hashlib.sha256(repr((_CACHE_FORMAT, image_size, classes)).encode())
     for path, label in files:
         status = os.stat(path)
-        digest.update(repr((os.path.relpath(path, root), label, status.st_size, status.st_mtime_ns)).encode())
+        digest.update(
+            repr((os.path.relpath(path, root), label, status.st_size, status.st_mtime_ns, status.st_ctime_ns)).encode()
+        )
     return digest.hexdigest()
 
 
@@ -174,7 +182,12 @@ def decode_image(path: str | os.PathLike[str], image_size: int) -> np.ndarray:
     """
     try:
         with Image.open(path) as image:
-            upright = ImageOps.exif_transpose(image)
+            image.load()
+            upright: Image.Image = image
+            with contextlib.suppress(Exception):  # damaged EXIF leaves the pixels readable
+                upright = ImageOps.exif_transpose(image)
+            if upright.mode == "F" or (upright.mode == "I" and np.asarray(upright).max() > 0xFFFF):
+                raise ValueError(f"pixels of mode {upright.mode}, which have no fixed range")
             if upright.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip at 255
                 upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
             elif upright.mode == "P":  # a palette may hold transparency, which only RGBA can take over

@@ -67,6 +67,7 @@ class LocalTrain(core.DummyTrainContext):
         self.steps, self.steps_per_epoch = steps, len(step_sizes)
         self.images_until = [0, *itertools.accumulate(step_sizes)]
         self.reported = done
+        self._forget_after(done)
         self.images = 0
         self.training_seconds = 0.0
         self.since = time.perf_counter()
@@ -132,6 +133,13 @@ class LocalTrain(core.DummyTrainContext):
     @override
     def upload_tensorboard_files(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    def _forget_after(self, done: int) -> None:
+        """Leaves of an earlier run in the same folder only what this one goes on from."""
+        (self.output / "summary.json").unlink(missing_ok=True)
+        metrics = self.output / "metrics.jsonl"
+        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+        metrics.write_text("".join(line for line in lines if json.loads(line)["steps_completed"] <= done and done))
 
     def _keep(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
         with open(self.output / "metrics.jsonl", "a") as file:

@@ -79,13 +79,16 @@ class CIFARTrial(DeepSpeedTrial):
             return plain
         named = layers(plain)
         self.layer_names = [name for name, _ in named]
-        return PipelineModule(
+        stage = PipelineModule(
             layers=[layer for _, layer in named],
             num_stages=args.pipe_parallel_size,
             loss_fn=self._pipeline_loss,
             partition_method=args.get("partition_method", "parameters"),
             dynamic_shape=True,  # an epoch's last step may be smaller
         )
+        for parameter in stage.parameters():  # or DeepSpeed clips by the norm of the first stage's gradients alone
+            parameter.model_parallel = True
+        return stage
 
     @property
     def _accumulation(self) -> int:
@@ -104,25 +107,27 @@ class CIFARTrial(DeepSpeedTrial):
 
     def train_batch(
         self, dataloader_iter: Iterator[pytorch.TorchData] | None, epoch_idx: int, batch_idx: int
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """Trains on one micro-batch, or in a pipeline on all those of a step.
 
         Returns:
-            ``loss``: the mean cross-entropy, a scalar on the device; with experts also ``load_balancing_loss``.
+            ``loss``: the mean cross-entropy, a scalar on the device; ``learning_rate``: that of the step; with experts
+            also ``load_balancing_loss``.
         """
         batches = self._prepared(dataloader_iter)
+        metrics: dict[str, Any] = {"learning_rate": self.model_engine.get_lr()[0]}
         if self.context.use_pipeline_parallel:
-            return {"loss": self.model_engine.train_batch(batches).detach()}
+            return {"loss": self.model_engine.train_batch(batches).detach(), **metrics}
         inputs, labels = next(batches)
         loss = F.cross_entropy(self.model_engine(inputs).float(), labels)
-        losses = {"loss": loss.detach()}
+        metrics["loss"] = loss.detach()
         if self.args.get("moe"):
             balance = self.model_engine.module.load_balancing_loss
-            losses["load_balancing_loss"] = balance.detach()
+            metrics["load_balancing_loss"] = balance.detach()
             loss = loss + self.args.get("moe_loss_coefficient", MOE_LOSS_COEFFICIENT) * balance
         self.model_engine.backward(loss)
         self.model_engine.step()  # steps the optimizer when enough micro-batches have come
-        return losses
+        return metrics
 
     def evaluate_batch(self, dataloader_iter: Iterator[pytorch.TorchData] | None, batch_idx: int) -> dict[str, Any]:
         """Counts one micro-batch, or in a pipeline several; the reducer gives the metrics over all of them."""
@@ -157,10 +162,13 @@ def steps_of(max_length: Mapping[str, int] | None, data_config: data.DataConfig)
     """Gives the function from ``train_batch_size`` and its micro-batches to the optimizer steps of the training."""
     if max_length is None:
         return None
-    if "batches" in max_length:
-        return lambda batch_size, parts: max_length["batches"]
     images = data.count(data_config, "train")
-    return lambda batch_size, parts: max_length["epochs"] * len(data.step_sizes(images, batch_size, parts))
+
+    def steps(batch_size: int, parts: int) -> int:
+        epoch = len(data.step_sizes(images, batch_size, parts))
+        return max_length["batches"] if "batches" in max_length else max_length["epochs"] * epoch
+
+    return steps
 
 
 def experiment_config(context: DeepSpeedTrialContext) -> dict[str, Any]:

@@ -1,0 +1,136 @@
+"""Every engine mode, trained for real with 1 and 2 processes."""
+
+import json
+
+import pytest
+from conftest import PROJECT, overrides, train_many
+
+DEEPSPEED = "hyperparameters__overwrite_deepspeed_args__"
+STEPS = 30
+SHORT = overrides(
+    data__dataset="digits", hyperparameters__max_length=f"{{batches: {STEPS}}}", scheduling_unit=1
+) + overrides(**{f"{DEEPSPEED}scheduler__params__warmup_num_steps": 5})
+LR = overrides(**{f"{DEEPSPEED}optimizer__params__lr": 0.004})
+
+# What each file in experiments/ has the engine report: ZeRO stage, dtype, and with how many processes it runs.
+MODES = {
+    "digits": (0, "float32", (1, 2)),
+    "zero1": (1, "float32", (1, 2)),
+    "zero2": (2, "float32", (1, 2)),
+    "zero3": (3, "float32", (1, 2)),
+    "bf16": (1, "bfloat16", (1, 2)),
+    "fp16": (0, "float16", (1, 2)),
+    "accumulate": (0, "float32", (1, 2)),
+    "offload": (3, "float32", (1, 2)),
+    "moe": (1, "float32", (1, 2)),
+    "moe-residual": (0, "float32", (1, 2)),
+    "pipeline": (1, "float32", (2,)),  # last, for DeepSpeed keeps its stages for the rest of the process
+}
+# Modes that have no file of their own, as changes to one that has.
+EXPERTS_ON_TWO_RANKS = overrides(hyperparameters__ep_world_size=2, **{f"{DEEPSPEED}zero_optimization__stage": 2})
+
+
+def test_every_experiment_is_in_the_table():
+    assert {file.stem for file in PROJECT.glob("experiments/*.yaml")} == set(MODES)
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def mode_runs(request, tmp_path_factory):
+    processes = request.param
+    rows = {
+        mode: ["--config", f"experiments/{mode}.yaml", *SHORT, *LR]
+        for mode, (_, _, runs_with) in MODES.items()
+        if processes in runs_with
+    }
+    if processes == 2:
+        rows = {"experts on two ranks": [*rows["moe"], *EXPERTS_ON_TWO_RANKS], **rows}
+    return processes, train_many(tmp_path_factory.mktemp(f"modes{processes}"), rows, processes)
+
+
+def losses(run):
+    return [entry["loss"] for entry in run.metrics if entry["group"] == "training"]
+
+
+def test_modes(mode_runs):
+    """One test a number of processes, for the runs share a launch; a failure names the mode."""
+    processes, runs = mode_runs
+    for mode, run in runs.items():
+        stage, dtype, _ = MODES.get(mode, (2, "float32", None))
+        assert run.code == 0, f"{mode}: {run.stderr}"
+        summary = run.summary
+        assert (summary["zero_stage"], summary["dtype"], summary["world_size"]) == (stage, dtype, processes), mode
+        assert (summary["steps"], summary["validation"]["images"]) == (STEPS, 360), mode
+        assert len(summary["validation"]["per_class_accuracy"]) == 10, mode
+        first, last = losses(run)[:5], losses(run)[-5:]
+        assert sum(last) < 0.97 * sum(first), f"{mode}: {first} {last}"
+        assert "load_balancing_loss" in run.metrics[0] or not mode.startswith(("moe", "experts"))
+        assert not run.stderr, f"{mode}: {run.stderr}"
+
+
+SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}  # Adam would blow rounding up where gradients vanish
+PARITY = {"train_batch_size": 32, "optimizer": SGD, "gradient_clipping": 1.0, "max_length": {"batches": STEPS}}
+
+
+def parity_rows(processes):
+    variants = {f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)}
+    if processes == 1:
+        variants |= {f"accumulate{n}": {"gradient_accumulation_steps": n} for n in (2, 4)}
+    else:
+        variants |= {f"pipeline{s}": {"pipe_parallel_size": 2, "zero_optimization": {"stage": s}} for s in (0, 1)}
+    start = ["--config", "const.yaml", *overrides(data__dataset="digits", scheduling_unit=1)]
+    return {name: [*start, *overrides(hyperparameters=json.dumps({**PARITY, **v}))] for name, v in variants.items()}
+
+
+def test_parity_in_fp32(tmp_path_factory):
+    """One seed, one global batch: ZeRO, processes, accumulation and a pipeline leave every step's loss as it is."""
+    one, two = (train_many(tmp_path_factory.mktemp("parity"), parity_rows(n), n) for n in (1, 2))
+    for name, run in [*one.items(), *two.items()]:
+        assert run.code == 0, f"{name}: {run.stderr}"
+    plain = losses(one["zero0"])
+    assert len(plain) == STEPS
+    assert plain[-1] < 0.6 * plain[0]
+    for runs in (one, two):
+        for name, run in runs.items():
+            tolerance = 1e-5 if name.startswith("accumulate") else 1e-4
+            assert losses(run) == pytest.approx(plain, rel=tolerance), name
+            assert run.summary["validation"]["accuracy"] == one["zero0"].summary["validation"]["accuracy"], name
+
+
+SCHEDULES = {
+    "WarmupLR": {"warmup_num_steps": 4},
+    "WarmupDecayLR": {"warmup_num_steps": 4},
+    "WarmupCosineLR": {"warmup_num_steps": 4},
+    "OneCycle": {},
+}
+RATE = 0.0123
+
+
+def forms(folder, schedule):
+    """One schedule and learning rate, said in each of the three forms; the base file's rate is another."""
+    optimizer = {"type": "Adam", "params": {"lr": RATE, "betas": [0.8, 0.999]}}
+    scheduler = {"type": schedule, "params": SCHEDULES[schedule]}
+    file = folder / f"{schedule}.json"
+    file.write_text(json.dumps({"train_batch_size": 32, "optimizer": optimizer, "scheduler": scheduler}))
+    override = {"optimizer": {"params": {"lr": RATE}}, "scheduler": scheduler}
+    return {
+        "file": {"deepspeed_config": str(file)},
+        "override": {"deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": override},
+        "inline": {"train_batch_size": 32, "optimizer": optimizer, "scheduler": scheduler},
+    }
+
+
+def test_every_schedule_peaks_at_the_optimizers_learning_rate(tmp_path):
+    rows = {}
+    for schedule in SCHEDULES:
+        for form, hparams in forms(tmp_path, schedule).items():
+            chosen = json.dumps({**hparams, "max_length": {"batches": 12}})
+            rows[f"{schedule}-{form}"] = [
+                *("--config", "experiments/digits.yaml", "--set", f"hyperparameters={chosen}"),
+                *overrides(scheduling_unit=1),
+            ]
+    for name, run in train_many(tmp_path, rows).items():
+        assert run.code == 0, f"{name}: {run.stderr}"
+        rates = [entry["learning_rate"] for entry in run.metrics if entry["group"] == "training"]
+        assert max(rates) == pytest.approx(RATE, rel=1e-6), name
+        # The lengths follow the training's: what decays has decayed by its end, what does not has not.
+        assert (rates[-1] < 0.5 * RATE) == (not name.startswith("WarmupLR")), f"{name}: {rates}"
