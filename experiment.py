@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import determined as det
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -85,6 +86,20 @@ def load(path: str, overrides: Iterable[str] = ()) -> Experiment:
     for override in overrides:
         _override(config, override)
     return check(config)
+
+
+def from_cluster() -> Experiment | None:
+    """The experiment of the Determined trial that this process runs in; None off a cluster.
+
+    Its fields were checked by the master, which also chose the hyperparameters.
+    """
+    info = det.get_cluster_info()
+    if info is None or info.task_type != "TRIAL":
+        return None
+    faults = _unit_faults("hyperparameters.max_length", info.trial.hparams.get("max_length"), LENGTH_UNITS, least=1)
+    if faults:
+        raise InvalidInput(faults)
+    return Experiment(info.trial._config, info.trial.hparams)
 
 
 def read(path: str) -> dict[str, Any]:

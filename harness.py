@@ -37,8 +37,9 @@ from determined import core, pytorch
 from determined.pytorch import deepspeed as det_ds
 from typing_extensions import override
 
+from errors import InvalidInput, one_line
 from experiment import Experiment
-from local_run import LocalTrain
+from local_run import LocalPreempt, LocalTrain
 
 if get_accelerator().device_name() == "cpu":
     # DeepSpeed refuses fp16 on processors without instructions for it, on which torch computes it all the same, slowly.
@@ -73,6 +74,8 @@ def on_cluster() -> bool:
 def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path()) -> Iterator[TrialContext]:
     """Sets up processes, seeds and Determined's services, and gives the context for a trial.
 
+    On a cluster, bad configuration ends the trial as an invalid hyperparameter set, and is not tried again.
+
     Args:
         experiment: the experiment, from the cluster or from a file.
         output: off a cluster, the run's folder; all ranks take the chief's.
@@ -91,13 +94,14 @@ def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path())
         steps_completed = 0
         distributed = _local_processes()
         output = distributed.broadcast(output)
-        output.mkdir(parents=True, exist_ok=True)
+        _make_folder(output)
     _seed_everything(seed)
     storage = None if on_cluster() else str(output / "checkpoints")
     tensorboard = core.TensorboardMode.MANUAL
     with core.init(distributed=distributed, checkpoint_storage=storage, tensorboard_mode=tensorboard) as core_context:
         if not on_cluster():
             core_context.train = LocalTrain(output, experiment.metric, experiment.smaller_is_better)
+            core_context.preempt = LocalPreempt(core_context.distributed).start()
         context = TrialContext(
             core_context=core_context,
             trial_seed=seed,
@@ -109,7 +113,20 @@ def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path())
             enable_tensorboard_logging=on_cluster(),
         )
         context.output = output
-        yield context
+        try:
+            yield context
+        except InvalidInput as error:
+            if on_cluster():
+                print(error, file=sys.stderr)
+                raise det.InvalidHP(str(error)) from error
+            raise
+
+
+def _make_folder(output: pathlib.Path) -> None:
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"--output: {output}: cannot be made ({one_line(error)}); give another folder") from error
 
 
 def _share_out_cores() -> None:
@@ -246,6 +263,18 @@ def fit(
     )
     controller.run()
     return controller
+
+
+def latest_checkpoint() -> str | None:
+    """On a cluster, the checkpoint that a paused or restarted trial goes on from."""
+    info = det.get_cluster_info()
+    return info.latest_checkpoint if info is not None and on_cluster() else None
+
+
+def stopped(context: TrialContext) -> bool:
+    """Whether a signal stopped the training, off a cluster."""
+    preempt = context._core.preempt
+    return isinstance(preempt, LocalPreempt) and preempt.requested
 
 
 def _steps_completed(context: TrialContext, latest_checkpoint: str | None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pathlib
+import signal
 import sys
 import time
 from typing import Any, TextIO
@@ -34,6 +35,38 @@ def find_checkpoint(output: pathlib.Path, which: str) -> str:
         return which
     found = f"it holds {', '.join(sorted(whole))}" if whole else "it holds no checkpoint"
     raise InvalidInput(f"--resume: {which}: not found in {output / 'checkpoints'}; {found}")
+
+
+class LocalPreempt(core.DummyPreemptContext):
+    """Stops the training as a cluster would: SIGINT or SIGTERM lets it finish its steps and save a checkpoint.
+
+    A second signal ends the process at once.
+    """
+
+    signalled = False  # this rank
+    requested = False  # any rank, and known to all
+
+    @override
+    def start(self) -> LocalPreempt:
+        super().start()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._request)
+        return self
+
+    def _request(self, number: int, frame: object) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+        self.signalled = True
+
+    @override
+    def close(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    @override
+    def should_preempt(self, auto_ack: bool = True) -> bool:
+        self.requested = any(self._dist.allgather(self.signalled))
+        return self.requested
 
 
 class LocalTrain(core.DummyTrainContext):

@@ -57,8 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             for fault in error.faults:
                 print(f"train.py: {fault}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 def check(args: argparse.Namespace) -> int:
@@ -81,7 +79,7 @@ def check(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, and off a cluster writes the summary and prints the accuracy."""
-    loaded = experiment.load(args.config, args.overrides)
+    loaded = experiment.from_cluster() or experiment.load(args.config, args.overrides)
     import harness
     from local_run import find_checkpoint
     from model_def import CIFARTrial
@@ -92,10 +90,14 @@ def run(args: argparse.Namespace) -> int:
         args.output or f"runs/{pathlib.Path(args.config).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     )
     with harness.trial_context(loaded, output) as context:
-        checkpoint = find_checkpoint(context.output, args.resume) if args.resume else None
+        checkpoint = find_checkpoint(context.output, args.resume) if args.resume else harness.latest_checkpoint()
         trial = CIFARTrial(context)
         started = time.perf_counter()
         controller = harness.fit(trial, context, loaded, checkpoint, args.test)
+        if harness.stopped(context):
+            if controller.local:
+                print(f"stopped; go on with --resume latest --output {context.output}", file=sys.stderr)
+            return 130
         summary = summarize(trial, controller, time.perf_counter() - started)
         if controller.local:
             (context.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

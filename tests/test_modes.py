@@ -72,7 +72,7 @@ PARITY = {"train_batch_size": 32, "optimizer": SGD, "gradient_clipping": 1.0, "m
 
 
 def parity_rows(processes):
-    variants = {f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)}
+    variants: dict[str, dict] = {f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)}
     if processes == 1:
         variants |= {f"accumulate{n}": {"gradient_accumulation_steps": n} for n in (2, 4)}
     else:

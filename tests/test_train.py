@@ -1,8 +1,12 @@
 """Whole runs of train.py: real processes, the real trainer and engine, real images."""
 
 import json
+import os
 import pathlib
+import signal
+import subprocess
 
+import psutil
 import pytest
 from conftest import DIGITS, PROJECT, Run, execute, launcher, overrides, train_many
 
@@ -48,6 +52,31 @@ def test_resume_gives_the_same_weights(train):
     assert rest.summary["steps"] == 90
     assert rest.summary["weights_sha256"] == straight.summary["weights_sha256"]
     assert rest.summary["validation"] == straight.summary["validation"]
+
+
+@pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
+def test_a_signal_saves_a_checkpoint_to_go_on_from(tmp_path, processes, number):
+    """The rank that gets the signal tells the others, and what is resumed ends on the straight run's weights."""
+    long = [*DIGITS, *overrides(hyperparameters__max_length="{batches: 200}", scheduling_unit=10)]
+    row = [*launcher("python" if processes == 1 else "torchrun", processes), "train.py", *long, "--output"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    straight = execute([*row, str(tmp_path / "straight")], tmp_path / "straight")
+    assert straight.code == 0, straight.stderr
+    process = subprocess.Popen(
+        [*row, str(tmp_path / "run")], cwd=PROJECT, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "step 30/" in line:
+            workers = psutil.Process(process.pid).children() if processes > 1 else [process]
+            workers[-1].send_signal(number)
+    code = process.wait(60)
+    assert code == 130 if processes == 1 else code != 0
+    metadata = [json.loads(path.read_text()) for path in (tmp_path / "run").glob("checkpoints/*/metadata.json")]
+    assert len(metadata) == 1 and 30 <= metadata[0]["steps_completed"] < 200
+    rest = execute([*row, str(tmp_path / "run"), "--resume", "latest"], tmp_path / "run")
+    assert rest.code == 0, rest.stderr
+    assert rest.summary["weights_sha256"] == straight.summary["weights_sha256"]
 
 
 # A period and the steps at which it validates; there are 45 steps an epoch.
