@@ -19,20 +19,16 @@ from determined.pytorch.deepspeed import overwrite_deepspeed_config
 import hyperparameters
 from engine_rules import (
     BATCH_KEYS,
-    accepted,
-    built_faults,
     combination_faults,
     enabled,
     key_faults,
     known_keys,
     offloads,
-    optimizer_class,
-    schedule_class,
-    schedule_faults,
     zero_stage,
 )
 from errors import InvalidInput, nearest, one_line
 from hyperparameters import is_count
+from optimizer_rules import accepted, built_faults, optimizer_class, schedule_class, schedule_faults
 
 # Where each schedule keeps its peak; WarmupCosineLR scales the optimizer's learning rate and so has none.
 PEAK_KEYS = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr"}

@@ -8,22 +8,19 @@ from __future__ import annotations
 import contextlib
 import ctypes.util
 import functools
-import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pydantic
-import torch
-from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 
 from errors import nearest, one_line
-from hyperparameters import Rule, is_bool, is_count, is_number, one_of
+from hyperparameters import is_count, is_number
+from optimizer_rules import optimizer_class, optimizer_faults, optimizer_names, scheduler_faults
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 BATCH_KEYS = ("train_batch_size", MICRO_BATCH, "gradient_accumulation_steps")
-ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # DeepSpeed's own, taken off before torch's Adam
 
 
 # ------------------------------------------------------------------------------------------- DeepSpeed's keys
@@ -77,7 +74,7 @@ def key_faults(config: Mapping[str, Any]) -> list[str]:
             faults += _value_faults(key, value)
         else:
             faults.append(_unknown(key, value))
-    return faults + _optimizer_faults(config) + _scheduler_faults(config)
+    return faults + optimizer_faults(config) + scheduler_faults(config)
 
 
 def _unknown(key: str, value: Any) -> str:
@@ -137,144 +134,6 @@ def _model_fault(section: str, detail: Any) -> str:
         hint = nearest(path[-1], known) if known else "remove it"
         return f"{'.'.join(path)}: {value!r}: DeepSpeed knows no such key; {hint}"
     return f"{'.'.join(path)}: {value!r}: {detail['msg'][:1].lower()}{detail['msg'][1:]}; change it"
-
-
-# ------------------------------------------------------------------------------------- optimizer and schedule
-
-
-def optimizer_class(name: str) -> type[torch.optim.Optimizer] | None:
-    """The torch class whose parameters an optimizer of DeepSpeed takes, or None if it has none."""
-    if name.lower() in ("adam", "adamw"):
-        return torch.optim.AdamW
-    if name.lower() == "adagrad":
-        return torch.optim.Adagrad
-    found = getattr(torch.optim, name, None)
-    usable = inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)
-    return found if usable and name not in ("Optimizer", "LBFGS", "SparseAdam") else None
-
-
-def optimizer_names() -> list[str]:
-    """The optimizers that run on any device."""
-    return ["Adam", "AdamW", *(n for n in dir(torch.optim) if n[:4] != "Adam" and optimizer_class(n)), "Adamax"]
-
-
-def schedule_class(name: str) -> Any:
-    """DeepSpeed's class of a schedule, or None if there is none of that name."""
-    return getattr(lr_schedules, name) if name in lr_schedules.VALID_LR_SCHEDULES else None
-
-
-def accepted(cls: Any) -> set[str]:
-    """The parameters that an optimizer's or a schedule's class takes."""
-    return set(inspect.signature(cls.__init__).parameters) - {"self", "params", "optimizer", "last_batch_iteration"}
-
-
-_PARAMS: dict[str, Rule] = {
-    **dict.fromkeys(
-        ("lr", "weight_decay", "eps", "warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr"),
-        (is_number, "must be a number of at least 0"),
-    ),
-    "momentum": (lambda v: is_number(v, 0, 1), "must be a number from 0 to below 1"),
-    "betas": (
-        lambda v: isinstance(v, (list, tuple)) and len(v) == 2 and all(is_number(each, 0, 1) for each in v),
-        "must be two numbers from 0 to below 1",
-    ),
-    **dict.fromkeys(
-        ("warmup_num_steps", "total_num_steps", "cycle_first_step_size", "cycle_second_step_size"),
-        (lambda v: is_count(v, 1), "must be a whole number of at least 1"),
-    ),
-    "warmup_type": one_of("log", "linear"),
-    "torch_adam": (is_bool, "must be true or false"),
-    "adam_w_mode": (is_bool, "must be true or false"),
-}
-
-
-def _section_faults(key: str, section: Any, names: list[str], known: Callable[[str], set[str] | None]) -> list[str]:
-    """Checks ``{type: NAME, params: {...}}``."""
-    if not isinstance(section, Mapping):
-        return [f"{key}: {section!r}: must be a mapping with type and params"]
-    faults = [f"{key}.{k}: {v!r}: DeepSpeed knows no such key; {nearest(k, ('type', 'params'))}"
-              for k, v in section.items() if k not in ("type", "params", "legacy_fusion")]  # fmt: skip
-    kind, params = section.get("type"), section.get("params", {})
-    if not isinstance(params, Mapping):
-        return [*faults, f"{key}.params: {params!r}: must be a mapping"]
-    allowed = known(kind) if isinstance(kind, str) else None
-    if allowed is None:
-        return [*faults, f"{key}.type: {kind!r}: unknown; {nearest(kind, names)}"]
-    for name, value in params.items():
-        holds, must = _PARAMS.get(name, (lambda _: True, ""))
-        if allowed and name not in allowed:
-            faults.append(f"{key}.params.{name}: {value!r}: {kind} takes no such parameter; {nearest(name, allowed)}")
-        elif not holds(value):
-            faults.append(f"{key}.params.{name}: {value!r}: {must}")
-    return faults
-
-
-def _optimizer_parameters(name: str) -> set[str] | None:
-    cls = optimizer_class(name)
-    if cls is None:  # DeepSpeed's own for GPUs do not say what they take
-        return set() if name.lower() in DEEPSPEED_OPTIMIZERS else None
-    return accepted(cls) | (set(ADAM_SWITCHES) if cls is torch.optim.AdamW else set())
-
-
-def _optimizer_faults(config: Mapping[str, Any]) -> list[str]:
-    section = config.get("optimizer")
-    if section is None:
-        return ["optimizer: missing; give one, e.g. {type: Adam, params: {lr: 0.001}}"]
-    faults = _section_faults("optimizer", section, optimizer_names(), _optimizer_parameters)
-    if not faults and "lr" not in section.get("params", {}):
-        faults.append("optimizer.params.lr: missing; give the learning rate")
-    return faults
-
-
-def _scheduler_faults(config: Mapping[str, Any]) -> list[str]:
-    section = config.get("scheduler")
-    if section is None:
-        return []
-    return _section_faults("scheduler", section, lr_schedules.VALID_LR_SCHEDULES, _scheduler_parameters)
-
-
-def _scheduler_parameters(name: str) -> set[str] | None:
-    cls = schedule_class(name)
-    return None if cls is None else accepted(cls)
-
-
-def schedule_faults(config: Mapping[str, Any]) -> list[str]:
-    """Checks the schedule's lengths against each other, once they are all there."""
-    section = config.get("scheduler") or {}
-    params = section.get("params", {})
-    if section.get("type") not in ("WarmupDecayLR", "WarmupCosineLR"):
-        return []
-    if "total_num_steps" not in params:
-        return ["scheduler.params.total_num_steps: missing; give it, or hyperparameters.max_length"]
-    total, warmup = params["total_num_steps"], params.get("warmup_num_steps", 1000)
-    if warmup >= total:
-        return [
-            f"scheduler.params.warmup_num_steps: {warmup}: leaves none of the {total} steps to decay in;"
-            f" use less, e.g. {max(2, total // 10)}"
-        ]
-    return []
-
-
-def built_faults(config: Mapping[str, Any]) -> list[str]:
-    """Builds the optimizer and the schedule on one small parameter, which finds what their classes refuse."""
-    params = {k: v for k, v in config["optimizer"].get("params", {}).items() if k not in ADAM_SWITCHES}
-    cls = optimizer_class(config["optimizer"]["type"])
-    if cls is None:
-        return []
-    try:
-        optimizer = cls([torch.nn.Parameter(torch.zeros(1))], **params)
-    except Exception as error:
-        return [f"optimizer.params: {params!r}: {cls.__name__} refuses them ({one_line(error)}); mend them"]
-    if config.get("scheduler") is None:
-        return []
-    section = config["scheduler"]
-    try:
-        schedule = schedule_class(section["type"])(optimizer, **section.get("params", {}))
-        schedule.step()
-    except Exception as error:
-        given = section.get("params", {})
-        return [f"scheduler.params: {given!r}: {section['type']} refuses them ({one_line(error)}); mend them"]
-    return []
 
 
 # ---------------------------------------------------------------------------------------------- combinations

@@ -11,27 +11,20 @@ This is the only file that touches Determined's private names. What it mends in 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
-import os
 import pathlib
-import random
-import socket
 import sys
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
-if not torch.cuda.is_available():  # before DeepSpeed looks for an accelerator, and warns that it found none
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+import processes
 
 import deepspeed
 import determined as det
 import numpy as np
+import torch
 from deepspeed.accelerator import get_accelerator
 from determined import core, pytorch
 from determined.pytorch import deepspeed as det_ds
@@ -40,15 +33,6 @@ from typing_extensions import override
 from errors import InvalidInput, one_line
 from experiment import Experiment
 from local_run import LocalPreempt, LocalTrain
-
-if get_accelerator().device_name() == "cpu":
-    # DeepSpeed refuses fp16 on processors without instructions for it, on which torch computes it all the same, slowly.
-    get_accelerator().is_fp16_supported = lambda: True
-    # DeepSpeed would compile a shared-memory all-reduce for most of a minute; gloo's gives the same bits everywhere.
-    _builder = get_accelerator().create_op_builder
-    get_accelerator().create_op_builder = lambda op: None if op == "ShareMemCommBuilder" else _builder(op)
-# DeepSpeed calls torch's collectives by names that torch is about to rename.
-warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
 
 
 class TrialContext(det_ds.DeepSpeedTrialContext):
@@ -82,7 +66,7 @@ def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path())
     """
     for name in ("determined.pytorch", "DeepSpeed"):
         logging.getLogger(name).addFilter(_not_misleading)
-    _share_out_cores()
+    processes.share_out_cores()
     if on_cluster():
         info = det.get_cluster_info()
         assert info is not None
@@ -92,10 +76,10 @@ def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path())
     else:
         seed, num_gpus = experiment.seed, torch.cuda.device_count()
         steps_completed = 0
-        distributed = _local_processes()
+        distributed = processes.local_processes()
         output = distributed.broadcast(output)
         _make_folder(output)
-    _seed_everything(seed)
+    processes.seed_everything(seed)
     storage = None if on_cluster() else str(output / "checkpoints")
     tensorboard = core.TensorboardMode.MANUAL
     with core.init(distributed=distributed, checkpoint_storage=storage, tensorboard_mode=tensorboard) as core_context:
@@ -129,72 +113,12 @@ def _make_folder(output: pathlib.Path) -> None:
         raise InvalidInput(f"--output: {output}: cannot be made ({one_line(error)}); give another folder") from error
 
 
-def _share_out_cores() -> None:
-    """Gives each local process its part of the cores; with all the cores each they are several times slower."""
-    local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    if "OMP_NUM_THREADS" not in os.environ and local_size > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
-
-
-def _seed_everything(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def _cluster_processes() -> core.DistributedContext | None:
     if not det._DistributedBackend().use_deepspeed():
-        _start_torch_distributed()
+        processes.start_torch_distributed()
         return None
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return core.DistributedContext.from_deepspeed()
-
-
-def _local_processes() -> core.DistributedContext:
-    """Joins the processes that ``deepspeed`` or ``torchrun`` started, or is the only one."""
-    _start_torch_distributed()
-    env = os.environ
-    size = int(env["WORLD_SIZE"])
-    pub_port, pull_port = _free_ports(2) if size > 1 else (0, 0)  # fixed ones would keep a host to one run at a time
-    return core.DistributedContext(
-        rank=int(env["RANK"]),
-        size=size,
-        local_rank=int(env["LOCAL_RANK"]),
-        local_size=int(env.get("LOCAL_SIZE") or env.get("LOCAL_WORLD_SIZE") or 1),
-        cross_rank=int(env.get("CROSS_RANK") or env.get("GROUP_RANK") or 0),
-        cross_size=int(env.get("CROSS_SIZE") or env.get("GROUP_WORLD_SIZE") or 1),
-        chief_ip=env.get("DET_CHIEF_IP") or env.get("MASTER_ADDR"),
-        pub_port=pub_port,
-        pull_port=pull_port,
-    )
-
-
-def _start_torch_distributed() -> None:
-    """Starts torch's process group and DeepSpeed's; one process alone needs no launcher and no port."""
-    if torch.distributed.is_initialized():
-        return  # by an earlier run in this process
-    atexit.register(torch.distributed.destroy_process_group)
-    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        deepspeed.init_distributed(auto_mpi_discovery=False)
-        return
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    backend = get_accelerator().communication_backend_name()
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-    deepspeed.init_distributed(auto_mpi_discovery=False)
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that are free on rank 0's host, the same on every rank."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("", 0))
-        ports = [each.getsockname()[1] for each in sockets]
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    torch.distributed.broadcast_object_list(ports, src=0, device=device)
-    return ports
 
 
 def _not_misleading(record: logging.LogRecord) -> bool:

@@ -61,19 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Checks the experiment file for a number of processes and prints the resolved DeepSpeed configuration."""
+    if args.slots is not None and args.slots < 1:
+        raise InvalidInput(f"--slots: {args.slots}: must be at least 1")
     loaded = experiment.load(args.config, args.overrides)
-    import torch
+    import processes
 
-    import harness  # noqa: F401  # sets DeepSpeed up before it is imported
     from data import DataConfig
     from engine_config import resolve
     from model_def import steps_of
 
     data_config = DataConfig.parse(loaded.config.get("data"))
     slots = args.slots or (loaded.config.get("resources") or {}).get("slots_per_trial") or 1
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     steps = steps_of(loaded.hyperparameters["max_length"], data_config)
-    print(json.dumps(resolve(loaded.hyperparameters, slots, device, steps), indent=2))
+    print(json.dumps(resolve(loaded.hyperparameters, slots, processes.device_type(), steps), indent=2))
     return 0
 
 

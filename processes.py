@@ -1,0 +1,98 @@
+"""The processes of a run and what DeepSpeed needs of each: cores, seeds, a process group, an accelerator.
+
+Imported before DeepSpeed, which looks for an accelerator when it is imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import random
+import socket
+import warnings
+
+import torch
+
+if not torch.cuda.is_available():  # before DeepSpeed looks for an accelerator, and warns that it found none
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import numpy as np
+from deepspeed.accelerator import get_accelerator
+from determined import core
+
+if get_accelerator().device_name() == "cpu":
+    # DeepSpeed refuses fp16 on processors without instructions for it, on which torch computes it all the same, slowly.
+    get_accelerator().is_fp16_supported = lambda: True
+    # DeepSpeed would compile a shared-memory all-reduce for most of a minute; gloo's gives the same bits everywhere.
+    _builder = get_accelerator().create_op_builder
+    get_accelerator().create_op_builder = lambda op: None if op == "ShareMemCommBuilder" else _builder(op)
+# DeepSpeed calls torch's collectives by names that torch is about to rename.
+warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
+
+
+def device_type() -> str:
+    """``cuda`` where there is a GPU, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def share_out_cores() -> None:
+    """Gives each local process its part of the cores; with all the cores each they are several times slower."""
+    local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    if "OMP_NUM_THREADS" not in os.environ and local_size > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python, numpy and torch alike on every rank."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def local_processes() -> core.DistributedContext:
+    """Joins the processes that ``deepspeed`` or ``torchrun`` started, or is the only one."""
+    start_torch_distributed()
+    env = os.environ
+    size = int(env["WORLD_SIZE"])
+    pub_port, pull_port = _free_ports(2) if size > 1 else (0, 0)  # fixed ones would keep a host to one run at a time
+    return core.DistributedContext(
+        rank=int(env["RANK"]),
+        size=size,
+        local_rank=int(env["LOCAL_RANK"]),
+        local_size=int(env.get("LOCAL_SIZE") or env.get("LOCAL_WORLD_SIZE") or 1),
+        cross_rank=int(env.get("CROSS_RANK") or env.get("GROUP_RANK") or 0),
+        cross_size=int(env.get("CROSS_SIZE") or env.get("GROUP_WORLD_SIZE") or 1),
+        chief_ip=env.get("DET_CHIEF_IP") or env.get("MASTER_ADDR"),
+        pub_port=pub_port,
+        pull_port=pull_port,
+    )
+
+
+def start_torch_distributed() -> None:
+    """Starts torch's process group and DeepSpeed's; one process alone needs no launcher and no port."""
+    if torch.distributed.is_initialized():
+        return  # by an earlier run in this process
+    atexit.register(torch.distributed.destroy_process_group)
+    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        deepspeed.init_distributed(auto_mpi_discovery=False)
+        return
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    backend = get_accelerator().communication_backend_name()
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(auto_mpi_discovery=False)
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that are free on rank 0's host, the same on every rank."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("", 0))
+        ports = [each.getsockname()[1] for each in sockets]
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    torch.distributed.broadcast_object_list(ports, src=0, device=device)
+    return ports
