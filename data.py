@@ -291,7 +291,8 @@ def step_sizes(size: int, batch_size: int, parts: int) -> list[int]:
     return sizes
 
 
-def _as_fetched(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def as_fetched(batch: Any) -> Any:
+    """Collates nothing: ``Batches`` gives whole micro-batches."""
     return batch
 
 
@@ -302,4 +303,4 @@ def data_loader(source: ImageSet, sampler: MicroBatchSampler) -> pytorch.DataLoa
         source: the images.
         sampler: which images make a micro-batch.
     """
-    return pytorch.DataLoader(Batches(source), batch_sampler=sampler, collate_fn=_as_fetched)
+    return pytorch.DataLoader(Batches(source), batch_sampler=sampler, collate_fn=as_fetched)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+
 import net
 
 Rule = tuple[Callable[[Any], bool], str]  # what holds of a good value, and what to say of another
@@ -43,6 +45,7 @@ OWN: dict[str, Rule] = {
         lambda v: v is None or isinstance(v, Mapping),
         "must be a mapping of DeepSpeed's keys",
     ),
+    "weights": (lambda v: v is None or isinstance(v, str), "must be the path of a state_dict, e.g. a run's net.pt"),
     "moe": (is_bool, "must be true or false"),
     "num_experts": (_counts, "must be a list with the experts of each MoE layer, e.g. [2]"),
     "ep_world_size": (lambda v: is_count(v, 1), "must be a whole number of at least 1"),
@@ -79,7 +82,8 @@ def faults(hparams: Mapping[str, Any], slots: int) -> list[str]:
     if hparams.get("moe"):
         found += _moe_faults(hparams, slots)
     stages = hparams.get("pipe_parallel_size", 1)
-    layers = len(net.layers(net.Net()))
+    with torch.device("meta"):  # which draws no random numbers
+        layers = len(net.layers(net.Net()))
     if slots % stages:
         found.append(f"hyperparameters.pipe_parallel_size: {stages}: does not divide {slots} processes; use a divisor")
     if stages > layers:

@@ -63,3 +63,13 @@ class ClassificationMetrics(pytorch.MetricReducer):
         for name, row, right in zip(self.classes, confusion.sum(1), confusion.diagonal(), strict=True):
             metrics[f"accuracy/{name}"] = int(right) / max(int(row), 1)
         return metrics
+
+
+def summary_of(metrics: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    """The validation part of ``summary.json``, from the metrics that ``ClassificationMetrics`` gives."""
+    return {
+        "accuracy": metrics["accuracy"],
+        "loss": metrics["loss"],
+        "per_class_accuracy": {name: metrics[f"accuracy/{name}"] for name in classes},
+        "images": metrics["images"],
+    }

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 import data
 import engine_config
+import weights
 from metrics import ClassificationMetrics
 from net import Net, NetMoE, layers
 
@@ -73,8 +74,8 @@ class CIFARTrial(DeepSpeedTrial):
         args, classes = self.args, len(self.train_set.classes)
         if args.get("moe"):
             chosen = {key: args[key] for key in MOE_KEYS if args.get(key) is not None}
-            return NetMoE(classes, micro_batch=max(2, micro_batch), **chosen)
-        plain = Net(classes)
+            return self._start_from(NetMoE(classes, micro_batch=max(2, micro_batch), **chosen))
+        plain = self._start_from(Net(classes))
         if args.get("pipe_parallel_size", 1) == 1:
             return plain
         named = layers(plain)
@@ -89,6 +90,11 @@ class CIFARTrial(DeepSpeedTrial):
         for parameter in stage.parameters():  # or DeepSpeed clips by the norm of the first stage's gradients alone
             parameter.model_parallel = True
         return stage
+
+    def _start_from(self, net: Net) -> Net:
+        if self.args.get("weights"):
+            weights.load_into(net, self.args.weights)
+        return net
 
     @property
     def _accumulation(self) -> int:

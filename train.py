@@ -9,7 +9,8 @@
     one batch:         --test
     only check:        --check [--slots N]     (prints the DeepSpeed configuration that would be used)
 
-The run's folder (--output) holds summary.json, metrics.jsonl and the checkpoints. Exit codes: 0 done, 2 bad
+The run's folder (--output) holds summary.json, metrics.jsonl, the checkpoints, and net.pt: the trained weights as a
+plain fp32 state_dict. Exit codes: 0 done, 2 bad
 configuration or data, 130 interrupted, 1 anything else.
 """
 
@@ -106,13 +107,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summarize(trial: Any, controller: Any, seconds: float) -> dict[str, Any]:
-    """What ``summary.json`` says. Every rank has to call it, for the weights are gathered from all of them."""
-    import weights
+    """Writes ``net.pt`` and gives what ``summary.json`` says.
 
-    digest = weights.sha256(weights.consolidate(trial.model_engine, trial.layer_names))
+    Every rank has to call it, for the weights are gathered from all of them.
+    """
+    import torch
+
+    import weights
+    from metrics import summary_of
+
+    whole = weights.consolidate(trial.model_engine, trial.layer_names)
     if not controller.local:
         return {}
-    validation = controller.local.validation
+    torch.save(whole, controller.context.output / "net.pt")
     return {
         "steps": controller.state.batches_trained,
         "epochs": controller.state.epochs_trained,
@@ -121,13 +128,8 @@ def summarize(trial: Any, controller: Any, seconds: float) -> dict[str, Any]:
         "dtype": str(trial.dtype).removeprefix("torch."),
         "seconds": seconds,
         "images_per_second": controller.local.images / max(controller.local.training_seconds, 1e-9),
-        "validation": {
-            "accuracy": validation["accuracy"],
-            "loss": validation["loss"],
-            "per_class_accuracy": {name: validation[f"accuracy/{name}"] for name in trial.train_set.classes},
-            "images": validation["images"],
-        },
-        "weights_sha256": digest,
+        "validation": summary_of(controller.local.validation, trial.train_set.classes),
+        "weights_sha256": weights.sha256(whole),
         "checkpoint": controller.last_checkpoint.uuid,
     }
 

@@ -1,17 +1,20 @@
-"""The weights of an engine, whole and in fp32, however its ranks hold them."""
+"""The weights of a network, whole and in fp32: out of an engine, however its ranks hold them, and into a network."""
 
 from __future__ import annotations
 
 import hashlib
+import pickle
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-import deepspeed
 import torch
-from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.utils import groups, safe_get_full_fp32_param
-from torch import Tensor
+from torch import Tensor, nn
+
+from errors import InvalidInput, one_line
+
+if TYPE_CHECKING:  # what is plain PyTorch here does without DeepSpeed
+    import deepspeed
 
 _EXPERT = re.compile(r"^(?P<layer>.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(?P<local>\d+)(?P<rest>.*)$")
 
@@ -29,6 +32,9 @@ def consolidate(engine: deepspeed.DeepSpeedEngine, layer_names: list[str] | None
     Returns:
         The weights and buffers by name, in the order of the names.
     """
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
+
     masters = dict(_masters(engine))
     held: dict[str, Tensor] = {}
     for name, parameter in engine.module.named_parameters():
@@ -67,10 +73,42 @@ def _name(engine: deepspeed.DeepSpeedEngine, name: str, layer_names: list[str] |
     found = _EXPERT.match(name)
     if not found:
         return name
+    from deepspeed.utils import groups
+
     layer = engine.module.get_submodule(found["layer"])
     first = groups._get_expert_parallel_rank(layer.expert_group_name) * layer.num_local_experts
     expert = first + int(found["local"])
     return f"{found['layer']}.deepspeed_moe.experts.deepspeed_experts.{expert}{found['rest']}"
+
+
+def of_module(module: nn.Module) -> dict[str, Tensor]:
+    """The weights and buffers of a plain network on the CPU in fp32, in the order of their names."""
+    return {name: weight.detach().float().cpu() for name, weight in sorted(module.state_dict().items())}
+
+
+def load_into(module: nn.Module, path: str) -> None:
+    """Puts the weights of a file into a network.
+
+    Args:
+        module: the network.
+        path: a ``state_dict`` that ``torch.save`` wrote, e.g. a run's ``net.pt``.
+
+    Raises:
+        InvalidInput: if the file cannot be read, or holds the weights of another network.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise InvalidInput(f"weights: {path}: not a readable state_dict ({one_line(error)}); give a net.pt") from error
+    wanted = module.state_dict()
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise InvalidInput(f"weights: {path}: holds no state_dict; give a net.pt")
+    for name in sorted(wanted.keys() | found.keys()):
+        here = tuple(found[name].shape) if name in found else "none"
+        there = tuple(wanted[name].shape) if name in wanted else "none"
+        if here != there:
+            raise InvalidInput(f"weights: {path}: {name} is {here}, but {there} in this network; give its own weights")
+    module.load_state_dict(found)
 
 
 def sha256(weights: dict[str, Tensor]) -> str:
