@@ -112,6 +112,11 @@ def train(args: argparse.Namespace) -> None:
                 scaler.update()
                 optimizer.zero_grad()
                 schedule.step()
+                if rank == 0 and len(losses) % 2000 == 0:  # as often as the tutorial
+                    print(
+                        f"epoch {epoch + 1}/{args.epochs}  micro-batch {len(losses)}  {mean(losses[-2000:])}",
+                        flush=True,
+                    )
                 if len(losses) == (args.max_steps or 0) * args.accumulate:
                     break
         training_seconds += time.perf_counter() - epoch_started
@@ -180,6 +185,11 @@ def make_schedule(args: argparse.Namespace, optimizer: optim.Optimizer, epoch: i
     if args.schedule == "cosine":
         return optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.max_steps or args.epochs * epoch)
     return optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+
+
+def mean(losses: list[Tensor]) -> str:
+    """The mean of the last losses, for a line of progress; waits for the device."""
+    return f"loss {torch.stack(losses).mean().item():.4f}"
 
 
 def autocast(args: argparse.Namespace, device: torch.device) -> contextlib.AbstractContextManager[Any]:

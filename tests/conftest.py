@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
 import pathlib
 import signal
@@ -12,8 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from sklearn.datasets import load_digits
+
+from errors import InvalidInput
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 TIME_LIMIT = 240  # seconds a run may take
@@ -123,3 +127,36 @@ def image_folder(tmp_path_factory) -> pathlib.Path:
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray((image * 15).astype(np.uint8)).resize((48, 40)).save(folder / f"{index:03}.png")
     return root
+
+
+def fault(call, *arguments) -> str:
+    """The one line of the InvalidInput that a call must raise."""
+    with pytest.raises(InvalidInput) as caught:
+        call(*arguments)
+    (line,) = caught.value.faults
+    assert "\n" not in line
+    return line
+
+
+def fork(*works):
+    """Starts each in a forked process, all at the same moment; one that raises exits with 1."""
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(len(works))
+
+    def run(work):
+        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+        barrier.wait(30)
+        work()
+
+    processes = [context.Process(target=run, args=(work,)) for work in works]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def all_at_once(*works) -> None:
+    """Runs each to its end in a process of its own."""
+    processes = fork(*works)
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * len(works)
