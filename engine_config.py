@@ -6,9 +6,10 @@ The three forms of Determined's DeepSpeed usage guide: ``deepspeed_config: FILE`
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -79,6 +80,17 @@ def resolve(
     if faults:
         raise InvalidInput(faults)
     return config
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Turns what DeepSpeed refuses while it builds an engine, beyond the rules here, into ``InvalidInput``."""
+    try:
+        yield
+    except (AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        raise InvalidInput(
+            f"deepspeed_config: DeepSpeed cannot build an engine from it ({one_line(error)}); change what it names"
+        ) from error
 
 
 def engine_dtype(engine: deepspeed.DeepSpeedEngine) -> torch.dtype:

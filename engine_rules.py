@@ -127,7 +127,8 @@ def _some_key(key: str) -> str:
 
 
 def _model_fault(section: str, detail: Any) -> str:
-    path, value = [section, *map(str, detail["loc"])], detail["input"]
+    inner = [str(each) for each in detail["loc"]]
+    path, value = [section, *(inner[1:] if inner[:1] == [section] else inner)], detail["input"]
     if detail["type"] == "extra_forbidden":
         fields: Any = type(getattr(_defaults(), _MODELS.get(section, ""), None))
         known = getattr(fields, "model_fields", {}) if len(path) == 2 else {}
@@ -170,6 +171,11 @@ def combination_faults(config: Mapping[str, Any], hparams: Mapping[str, Any], de
         faults.append(f"{at} offload_param works with ZeRO stage 3 only; set it to 3 or remove offload_param")
     if offloads(config, "offload_optimizer") and stage not in (2, 3):
         faults.append(f"{at} offload_optimizer works with ZeRO stage 2 and 3 only; set it to 2 or remove it")
+    sums = (config.get("data_types") or {}).get("grad_accum_dtype")
+    if sums not in (None, "fp32", "fp16", "bf16"):
+        faults.append(f"data_types.grad_accum_dtype: {sums!r}: must be one of fp32, fp16, bf16")
+    elif sums is not None and stage == 0 and sums != _dtype(config):
+        faults.append(f"data_types.grad_accum_dtype: {sums!r}: without ZeRO it has to be {_dtype(config)}; remove it")
     for what in ("offload_optimizer", "offload_param"):
         faults += _nvme_faults(config, what)
     if hparams.get("moe") and stage == 3:
@@ -187,6 +193,12 @@ def combination_faults(config: Mapping[str, Any], hparams: Mapping[str, Any], de
     if not faults:
         faults += _refused_whole(config)
     return faults
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    if enabled(config, "fp16"):
+        return "fp16"
+    return "bf16" if enabled(config, "bf16") or enabled(config, "bfloat16") else "fp32"
 
 
 def _nvme_faults(config: Mapping[str, Any], what: str) -> list[str]:

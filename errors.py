@@ -30,4 +30,6 @@ def nearest(key: object, known: Iterable[object]) -> str:
     """Says which of the known keys a mistyped one may be, for an error line."""
     names = sorted(str(k) for k in known)
     close = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names)}"
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"use one of {', '.join(names)}" if len(names) <= 16 else "remove it"

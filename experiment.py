@@ -25,6 +25,26 @@ CHECKPOINT_POLICIES = ("best", "all", "none")
 SAMPLED_TYPES = ("int", "double", "log", "categorical")
 
 
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_metric(value: Any) -> bool:
+    return value in ("accuracy", "loss", "images") or (isinstance(value, str) and value.startswith("accuracy/"))
+
+
+# Fields of one value: what holds of a good one, and what to say of another.
+FIELD_RULES = (
+    ("resources.slots_per_trial", lambda v: _is_count(v, 1), "must be a whole number of at least 1"),
+    ("searcher.metric", _is_metric, "no validation reports it; use accuracy, loss or accuracy/CLASS"),
+    ("searcher.smaller_is_better", lambda v: isinstance(v, bool), "must be true or false"),
+    ("perform_initial_validation", lambda v: isinstance(v, bool), "must be true or false"),
+    ("profiling", lambda v: isinstance(v, dict), "must be a mapping, e.g. {enabled: true}"),
+    ("scheduling_unit", lambda v: _is_count(v, 1), "must be a whole number of at least 1"),
+    ("checkpoint_policy", lambda v: v in CHECKPOINT_POLICIES, f"must be one of {', '.join(CHECKPOINT_POLICIES)}"),
+)
+
+
 @dataclass(frozen=True)
 class Experiment:
     """A checked experiment configuration with one value for every hyperparameter.
@@ -154,12 +174,12 @@ def check(config: dict[str, Any]) -> Experiment:
     for field in ("min_validation_period", "min_checkpoint_period"):
         if config.get(field) is not None:
             faults += _unit_faults(field, config[field], PERIOD_UNITS, least=0)
-    unit = config.get("scheduling_unit")
-    if unit is not None and not _is_count(unit, 1):
-        faults.append(f"scheduling_unit: {unit!r}: must be a whole number of at least 1")
-    policy = config.get("checkpoint_policy")
-    if policy is not None and policy not in CHECKPOINT_POLICIES:
-        faults.append(f"checkpoint_policy: {policy!r}: must be one of {', '.join(CHECKPOINT_POLICIES)}")
+    for path, holds, must in FIELD_RULES:
+        section, _, field = path.rpartition(".")
+        holder = config if not section else config.get(section) if section not in wrong else None
+        value = (holder or {}).get(field)
+        if value is not None and not holds(value):
+            faults.append(f"{path}: {value!r}: {must}")
     hyperparameters: dict[str, Any] = {}
     if "hyperparameters" not in wrong:
         hyperparameters = copy.deepcopy(dict(_section(config, "hyperparameters")))
@@ -172,10 +192,6 @@ def check(config: dict[str, Any]) -> Experiment:
     if faults:
         raise InvalidInput(faults)
     return Experiment(config, hyperparameters)
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _reproducibility_faults(section: Mapping[str, Any]) -> list[str]:

@@ -64,7 +64,8 @@ class CIFARTrial(DeepSpeedTrial):
             if self.args.get("moe") and self.args.get("moe_param_group", True):
                 grouped = {"params": list(parameters), "name": "parameters"}
                 parameters = split_params_into_different_moe_groups_for_optimizer(grouped)
-            engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
+            with engine_config.refusals():
+                engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
         self.model_engine = context.wrap_model_engine(engine)
         self.dtype = engine_config.engine_dtype(engine)
         self.train_sampler = self._sampler(self.train_set, engine.train_batch_size(), self._accumulation, self.seed)
