@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -64,8 +63,6 @@ def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path())
         experiment: the experiment, from the cluster or from a file.
         output: off a cluster, the run's folder; all ranks take the chief's.
     """
-    for name in ("determined.pytorch", "DeepSpeed"):
-        logging.getLogger(name).addFilter(_not_misleading)
     processes.share_out_cores()
     if on_cluster():
         info = det.get_cluster_info()
@@ -119,14 +116,6 @@ def _cluster_processes() -> core.DistributedContext | None:
         return None
     deepspeed.init_distributed(auto_mpi_discovery=False)
     return core.DistributedContext.from_deepspeed()
-
-
-def _not_misleading(record: logging.LogRecord) -> bool:
-    """Keeps back two warnings that come at every start and ask for nothing."""
-    message = record.getMessage()
-    needs_apex = "Missing package APEX" in message  # not true since DeepSpeed 0.3
-    no_rate_yet = "learning rate from scheduler before it has started" in message  # DeepSpeed's own engine asks for it
-    return not (needs_apex or no_rate_yet)
 
 
 # ------------------------------------------------------------------------------------------------- training

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import random
 import socket
@@ -28,6 +29,18 @@ if get_accelerator().device_name() == "cpu":
     # DeepSpeed would compile a shared-memory all-reduce for most of a minute; gloo's gives the same bits everywhere.
     _builder = get_accelerator().create_op_builder
     get_accelerator().create_op_builder = lambda op: None if op == "ShareMemCommBuilder" else _builder(op)
+
+
+def _not_misleading(record: logging.LogRecord) -> bool:
+    """Keeps back two warnings that come at every start and ask for nothing."""
+    message = record.getMessage()
+    needs_apex = "Missing package APEX" in message  # not true since DeepSpeed 0.3
+    no_rate_yet = "learning rate from scheduler before it has started" in message  # DeepSpeed's own engine asks for it
+    return not (needs_apex or no_rate_yet)
+
+
+for _name in ("determined.pytorch", "DeepSpeed"):
+    logging.getLogger(_name).addFilter(_not_misleading)
 # DeepSpeed calls torch's collectives by names that torch is about to rename.
 warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
 
