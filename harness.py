@@ -94,13 +94,23 @@ def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path())
             enable_tensorboard_logging=on_cluster(),
         )
         context.output = output
-        try:
+        with faults_end_the_trial():
             yield context
-        except InvalidInput as error:
-            if on_cluster():
-                print(error, file=sys.stderr)
-                raise det.InvalidHP(str(error)) from error
-            raise
+
+
+@contextlib.contextmanager
+def faults_end_the_trial() -> Iterator[None]:
+    """On a cluster turns ``InvalidInput`` into ``det.InvalidHP``, so that a search goes on with the next trial.
+
+    The faults stay in the trial's log, and the trial is not restarted.
+    """
+    try:
+        yield
+    except InvalidInput as error:
+        if on_cluster():
+            print(error, file=sys.stderr)
+            raise det.InvalidHP(str(error)) from error
+        raise
 
 
 def _make_folder(output: pathlib.Path) -> None:
