@@ -67,9 +67,9 @@ def test_modes(mode_runs):
         assert not run.stderr, f"{mode}: {run.stderr}"
 
 
-# Adam and larger steps blow rounding up: where gradients vanish, and where it decides between equals in a pool.
-SGD = {"type": "SGD", "params": {"lr": 0.02, "momentum": 0.9}}
-PARITY = {"train_batch_size": 32, "optimizer": SGD, "gradient_clipping": 1.0, "max_length": {"batches": STEPS}}
+# Adam and unclipped steps blow rounding up: where gradients vanish, and where it decides between equals in a pool.
+SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
+PARITY = {"train_batch_size": 32, "optimizer": SGD, "gradient_clipping": 0.2, "max_length": {"batches": STEPS}}
 
 
 def parity_rows(processes):
@@ -89,7 +89,7 @@ def test_parity_in_fp32(tmp_path_factory):
         assert run.code == 0, f"{name}: {run.stderr}"
     plain = losses(one["zero0"])
     assert len(plain) == STEPS
-    assert plain[-1] < plain[0] - 0.04
+    assert plain[-1] < plain[0] - 0.1
     for runs in (one, two):
         for name, run in runs.items():
             tolerance = 1e-5 if name.startswith("accumulate") else 1e-4
