@@ -69,7 +69,7 @@ def resolve(
     replicas = slots // hparams.get("pipe_parallel_size", 1)
     faults = key_faults(config)
     faults += combination_faults(config, hparams, device) if not faults else []
-    faults += _resolve_batch_size(config, replicas)
+    faults += _resolve_batch_size(config, replicas) or _capacity_faults(config, hparams)
     if faults:
         raise InvalidInput(faults)
     _follow_learning_rate(config, overrides)
@@ -87,7 +87,15 @@ def refusals() -> Iterator[None]:
     """Turns what DeepSpeed refuses while it builds an engine, beyond the rules here, into ``InvalidInput``."""
     try:
         yield
-    except (AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise InvalidInput(
             f"deepspeed_config: DeepSpeed cannot build an engine from it ({one_line(error)}); change what it names"
         ) from error
@@ -206,6 +214,13 @@ def _resolve_batch_size(config: dict[str, Any], replicas: int) -> list[str]:
         return [_batch_fault(given, replicas)]
     config.update(zip(BATCH_KEYS, (total, micro, accumulate), strict=True))
     return []
+
+
+def _capacity_faults(config: Mapping[str, Any], hparams: Mapping[str, Any]) -> list[str]:
+    micro, capacity = config[BATCH_KEYS[1]], hparams.get("min_capacity", 0)
+    if not hparams.get("moe") or capacity <= micro:
+        return []
+    return [f"hyperparameters.min_capacity: {capacity}: more than a micro-batch of {micro} images; use at most {micro}"]
 
 
 def _batch_fault(given: dict[str, int], replicas: int) -> str:

@@ -91,6 +91,8 @@ def _value_faults(key: str, value: Any) -> list[str]:
         return []
     if key == "steps_per_print":
         return [] if is_count(value, 1) else [f"{key}: {value!r}: must be a whole number of at least 1"]
+    if key == "zero_optimization" and isinstance(value, Mapping) and not is_count(value.get("stage", 0), 0):
+        return [f"{key}.stage: {value['stage']!r}: must be a whole number from 0 to 3"]
     default = getattr(_defaults(), key, None)
     if isinstance(default, bool) and not isinstance(value, bool):
         return [f"{key}: {value!r}: must be true or false"]

@@ -19,6 +19,8 @@ FIELDS = """bind_mounts checkpoint_policy checkpoint_storage data debug descript
     hyperparameters integrations labels log_policies max_restarts min_checkpoint_period min_validation_period name
     optimizations pbs perform_initial_validation preemption_timeout profiling project records_per_epoch reproducibility
     resources retention_policy scheduling_unit searcher security slurm tensorboard_storage workspace""".split()
+# The parser raises Python's own errors for a tagged value such as "!!int x", and for one nested too deep.
+YAML_ERRORS = (YAMLError, ValueError, KeyError, RecursionError)
 PERIOD_UNITS = ("batches", "records", "epochs")
 LENGTH_UNITS = ("batches", "epochs")
 CHECKPOINT_POLICIES = ("best", "all", "none")
@@ -80,7 +82,7 @@ class Experiment:
     @property
     def metric(self) -> str:
         """The validation metric by which checkpoints and trials are compared."""
-        return str(_section(self.config, "searcher").get("metric", "accuracy"))
+        return str(_section(self.config, "searcher").get("metric") or "accuracy")
 
     @property
     def smaller_is_better(self) -> bool:
@@ -128,7 +130,7 @@ def read(path: str) -> dict[str, Any]:
         config = _yaml(pathlib.Path(path).read_text())
     except FileNotFoundError:
         raise InvalidInput(f"--config: {path}: no such file; give an experiment file, e.g. const.yaml") from None
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+    except (OSError, *YAML_ERRORS) as error:
         raise InvalidInput(f"--config: {path}: not a YAML file ({one_line(error)}); mend it") from error
     if not isinstance(config, dict):
         raise InvalidInput(f"--config: {path}: holds no experiment configuration; see const.yaml for one")
@@ -146,7 +148,7 @@ def _override(config: dict[str, Any], override: str) -> None:
         raise InvalidInput(f"--set: {override!r}: must be PATH=VALUE, e.g. data.dataset=digits")
     try:
         value = _yaml(text)
-    except YAMLError as error:
+    except YAML_ERRORS as error:
         raise InvalidInput(f"--set {path}: {text!r}: not YAML ({one_line(error)}); quote it") from error
     inner = config
     for depth, key in enumerate(keys[:-1], 1):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,6 +37,13 @@ def _counts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(is_count(each, 1) for each in value)
 
 
+def _is_pattern(text: str) -> bool:
+    try:
+        return bool(text) and re.compile(text) is not None
+    except re.error:
+        return False
+
+
 # The hyperparameters of CIFARTrial itself: the rule of each and what to say. Every other one is DeepSpeed's.
 OWN: dict[str, Rule] = {
     "net": one_of("net"),
@@ -57,7 +65,9 @@ OWN: dict[str, Rule] = {
     "moe_loss_coefficient": (is_number, "must be a number of at least 0"),
     "pipe_parallel_size": (lambda v: is_count(v, 1), "must be a whole number of at least 1"),
     "partition_method": (
-        lambda v: v in ("parameters", "uniform") or (isinstance(v, str) and v.startswith("type:") and len(v) > 5),
+        lambda v: (
+            v in ("parameters", "uniform") or (isinstance(v, str) and v.startswith("type:") and _is_pattern(v[5:]))
+        ),
         "must be one of parameters, uniform, type:REGEX",
     ),
 }

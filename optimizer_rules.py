@@ -48,7 +48,7 @@ def accepted(cls: Any) -> set[str]:
 _PARAMS: dict[str, Rule] = {
     **dict.fromkeys(
         ("lr", "weight_decay", "eps", "warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr"),
-        (is_number, "must be a number of at least 0"),
+        (lambda v: is_number(v, 0, 1e6), "must be a number from 0 to 1e6"),
     ),
     "momentum": (lambda v: is_number(v, 0, 1), "must be a number from 0 to below 1"),
     "betas": (

@@ -98,7 +98,7 @@ def load_into(module: nn.Module, path: str) -> None:
     """
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise InvalidInput(f"weights: {path}: not a readable state_dict ({one_line(error)}); give a net.pt") from error
     wanted = module.state_dict()
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
