@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 import data
 import experiment
 import weights
+from callbacks import Patience
 from errors import InvalidInput
 from metrics import ClassificationMetrics, summary_of
 from net import Net
@@ -96,7 +97,7 @@ def train(args: argparse.Namespace) -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
     losses: list[Tensor] = []
-    best = Best(args.patience, args.min_improvement)
+    waiting = Patience(args.patience, args.min_improvement)
     training_seconds, started = 0.0, time.perf_counter()
     for epoch in range(args.epochs):
         # 4. Training.
@@ -126,7 +127,7 @@ def train(args: argparse.Namespace) -> None:
         if rank == 0:
             print(f"epoch {epoch + 1}/{args.epochs}  loss {validation['loss']:.4f}  ", end="")
             print(f"accuracy {validation['accuracy']:.4f}", flush=True)
-        if best.stops(validation["loss"]) or len(losses) == (args.max_steps or 0) * args.accumulate:
+        if waiting.stops(validation["loss"]) or len(losses) == (args.max_steps or 0) * args.accumulate:
             break
 
     if rank == 0:
@@ -220,22 +221,6 @@ def evaluate(
     if world_size > 1:
         torch.distributed.all_gather_object(everyone, counts.per_slot_reduce())
     return summary_of(counts.cross_slot_reduce(everyone), test_set.classes)
-
-
-class Best:
-    """Early stopping: tells when the validation loss has not improved for ``patience`` epochs (never if None)."""
-
-    def __init__(self, patience: int | None, min_improvement: float) -> None:
-        self.patience, self.min_improvement = patience, min_improvement
-        self.loss, self.waited = float("inf"), 0
-
-    def stops(self, loss: float) -> bool:
-        """Takes the next epoch's loss."""
-        if loss < self.loss - self.min_improvement:
-            self.loss, self.waited = loss, 0
-        else:
-            self.waited += 1
-        return self.patience is not None and self.waited >= self.patience
 
 
 def save(args: argparse.Namespace, net: nn.Module, losses: list[float], summary: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The one exception that means "the user can mend this"."""
+"""The exceptions that are reported in one line each, without a traceback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class InvalidInput(ValueError):
-    """Bad configuration or data.
+    """Bad configuration or data: the user can mend it.
 
     Every fault is one line that names the key or file, its value and what to do. ``train.py`` prints the lines on
     stderr and exits with code 2; on a cluster they end the trial as an invalid hyperparameter set.
@@ -19,6 +19,13 @@ class InvalidInput(ValueError):
     def __init__(self, faults: str | Iterable[str]) -> None:
         self.faults = [faults] if isinstance(faults, str) else list(faults)
         super().__init__("\n".join(self.faults))
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot go on: a full disk, a loss that is no number any more. The line says why and what was saved.
+
+    ``train.py`` prints it on stderr and exits with code 1.
+    """
 
 
 def one_line(error: BaseException) -> str:

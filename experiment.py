@@ -42,6 +42,8 @@ FIELD_RULES = (
     ("searcher.smaller_is_better", lambda v: isinstance(v, bool), "must be true or false"),
     ("perform_initial_validation", lambda v: isinstance(v, bool), "must be true or false"),
     ("profiling", lambda v: isinstance(v, dict), "must be a mapping, e.g. {enabled: true}"),
+    ("checkpoint_storage.save_trial_best", lambda v: _is_count(v, 0), "must be a whole number of at least 0"),
+    ("checkpoint_storage.save_trial_latest", lambda v: _is_count(v, 0), "must be a whole number of at least 0"),
     ("scheduling_unit", lambda v: _is_count(v, 1), "must be a whole number of at least 1"),
     ("checkpoint_policy", lambda v: v in CHECKPOINT_POLICIES, f"must be one of {', '.join(CHECKPOINT_POLICIES)}"),
 )
@@ -78,6 +80,11 @@ class Experiment:
     def scheduling_unit(self) -> int:
         """Optimizer steps between two reports of training metrics."""
         return int(self.config.get("scheduling_unit") or 100)
+
+    def keep(self, field: str) -> int:
+        """How many checkpoints ``save_trial_best`` or ``save_trial_latest`` say to keep."""
+        value = _section(self.config, "checkpoint_storage").get(field)
+        return 1 if value is None else int(value)  # Determined's defaults
 
     @property
     def metric(self) -> str:
@@ -168,7 +175,7 @@ def check(config: dict[str, Any]) -> Experiment:
         InvalidInput: with a line for each field that is wrong.
     """
     faults = [f"{k}: {v!r}: unknown field; {nearest(k, FIELDS)}" for k, v in config.items() if k not in FIELDS]
-    mappings = ("hyperparameters", "searcher", "reproducibility", "resources")
+    mappings = ("hyperparameters", "searcher", "reproducibility", "resources", "checkpoint_storage")
     wrong = [k for k in mappings if config.get(k) is not None and not isinstance(config[k], dict)]
     faults += [f"{k}: {config[k]!r}: must be a mapping" for k in wrong]
     if "reproducibility" not in wrong:

@@ -5,14 +5,14 @@ This is the only file that touches Determined's private names. What it mends in 
 - the context refuses a machine without a GPU;
 - periods longer than an epoch never come, and a trial always sees epoch 0;
 - every metric is copied to the host in every micro-batch, and gathered over the ranks in every step;
-- a checkpoint cannot be loaded with torch 2.6 or later;
+- a checkpoint cannot be loaded with torch 2.6 or later, and is loaded unchecked before;
 - a resumed trial skips too few micro-batches under gradient accumulation, and none off a cluster.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import os
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -22,15 +22,18 @@ import processes
 
 import deepspeed
 import determined as det
-import numpy as np
+import filelock
 import torch
 from deepspeed.accelerator import get_accelerator
 from determined import core, pytorch
 from determined.pytorch import deepspeed as det_ds
 from typing_extensions import override
 
-from errors import InvalidInput, one_line
+import resume
+from callbacks import LossWatch
+from errors import InvalidInput, TrainingStopped, one_line
 from experiment import Experiment
+from local_checkpoints import LocalCheckpoints
 from local_run import LocalPreempt, LocalTrain
 
 
@@ -74,15 +77,24 @@ def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path())
         seed, num_gpus = experiment.seed, torch.cuda.device_count()
         steps_completed = 0
         distributed = processes.local_processes()
-        output = distributed.broadcast(output)
-        _make_folder(output)
+        output = distributed.broadcast(output.resolve())
     processes.seed_everything(seed)
     storage = None if on_cluster() else str(output / "checkpoints")
     tensorboard = core.TensorboardMode.MANUAL
-    with core.init(distributed=distributed, checkpoint_storage=storage, tensorboard_mode=tensorboard) as core_context:
+    with (
+        contextlib.nullcontext() if on_cluster() else _own_folder(output, distributed),
+        core.init(distributed=distributed, checkpoint_storage=storage, tensorboard_mode=tensorboard) as core_context,
+    ):
         if not on_cluster():
             core_context.train = LocalTrain(output, experiment.metric, experiment.smaller_is_better)
-            core_context.preempt = LocalPreempt(core_context.distributed).start()
+            core_context.preempt = LocalPreempt(core_context.distributed, output).start()
+            core_context.checkpoint = LocalCheckpoints(
+                output / "checkpoints",
+                core_context.distributed,
+                experiment.keep("save_trial_best"),
+                experiment.keep("save_trial_latest"),
+                core_context.train.score,
+            )
         context = TrialContext(
             core_context=core_context,
             trial_seed=seed,
@@ -102,22 +114,36 @@ def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path())
 def faults_end_the_trial() -> Iterator[None]:
     """On a cluster turns ``InvalidInput`` into ``det.InvalidHP``, so that a search goes on with the next trial.
 
-    The faults stay in the trial's log, and the trial is not restarted.
+    The faults stay in the trial's log, and the trial is not restarted. Nor is one whose loss has diverged.
     """
     try:
         yield
-    except InvalidInput as error:
+    except (InvalidInput, TrainingStopped) as error:
         if on_cluster():
             print(error, file=sys.stderr)
             raise det.InvalidHP(str(error)) from error
         raise
 
 
-def _make_folder(output: pathlib.Path) -> None:
+@contextlib.contextmanager
+def _own_folder(output: pathlib.Path, distributed: core.DistributedContext) -> Iterator[None]:
+    """Makes the run's folder and keeps other runs out of it until this one ends, however it ends."""
+    fault, lock = None, filelock.FileLock(output / ".lock")
+    if distributed.rank == 0:
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            lock.acquire(timeout=0)
+        except filelock.Timeout:
+            fault = f"--output: {output}: another run is writing there; wait for its end or give another folder"
+        except OSError as error:
+            fault = f"--output: {output}: cannot be made ({one_line(error)}); give another folder"
+    fault = distributed.broadcast(fault)
+    if fault:
+        raise InvalidInput(fault)
     try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInput(f"--output: {output}: cannot be made ({one_line(error)}); give another folder") from error
+        yield
+    finally:
+        lock.release()
 
 
 def _cluster_processes() -> core.DistributedContext | None:
@@ -166,6 +192,9 @@ def fit(
         The controller, whose ``state`` says what was done.
     """
     batch_size = trial.model_engine.train_batch_size()
+    steps = context.get_initial_batch()
+    if latest_checkpoint and not on_cluster():
+        steps = context._core.checkpoint.get_metadata(latest_checkpoint)["steps_completed"]
     controller = TrialController(
         trial_inst=trial,
         context=context,
@@ -177,7 +206,7 @@ def fit(
         step_zero_validation=bool(experiment.config.get("perform_initial_validation")),
         searcher_metric_name=experiment.metric,
         smaller_is_better=experiment.smaller_is_better,
-        steps_completed=_steps_completed(context, latest_checkpoint),
+        steps_completed=steps,
         latest_checkpoint=latest_checkpoint,
         local_training=not on_cluster(),
         test_mode=test_mode,
@@ -188,10 +217,34 @@ def fit(
     return controller
 
 
-def latest_checkpoint() -> str | None:
-    """On a cluster, the checkpoint that a paused or restarted trial goes on from."""
-    info = det.get_cluster_info()
-    return info.latest_checkpoint if info is not None and on_cluster() else None
+def checkpoint_to_resume(context: TrialContext, which: str | None) -> str | None:
+    """Gives the UUID of the checkpoint to go on from, or None.
+
+    Args:
+        context: from ``trial_context``.
+        which: off a cluster, ``latest`` or a UUID; on one the master says it.
+
+    Raises:
+        InvalidInput: if there is no such checkpoint, or it is damaged.
+    """
+    if on_cluster():
+        info = det.get_cluster_info()
+        assert info is not None
+        return info.latest_checkpoint
+    if which is None:
+        return None
+    found: tuple[str, list[str]] | None = None
+    if context.distributed.rank == 0:
+        checkpoints = context._core.checkpoint
+        assert isinstance(checkpoints, LocalCheckpoints)
+        try:
+            found = checkpoints.find(which), []
+        except InvalidInput as error:
+            found = "", error.faults
+    name, faults = context.distributed.broadcast(found)
+    if faults:
+        raise InvalidInput(faults)
+    return name
 
 
 def stopped(context: TrialContext) -> bool:
@@ -200,30 +253,16 @@ def stopped(context: TrialContext) -> bool:
     return isinstance(preempt, LocalPreempt) and preempt.requested
 
 
-def _steps_completed(context: TrialContext, latest_checkpoint: str | None) -> int:
-    if latest_checkpoint is None or on_cluster():
-        return context.get_initial_batch()
-    with context._core.checkpoint.restore_path(latest_checkpoint) as path:
-        return int(json.loads((path / "metadata.json").read_text())["steps_completed"])
-
-
-class LastCheckpoint(pytorch.PyTorchCallback):
-    """Remembers the UUID of the last whole checkpoint."""
-
-    uuid: str | None = None
-
-    @override
-    def on_checkpoint_upload_end(self, uuid: str) -> None:
-        self.uuid = uuid
-
-
 class TrialController(det_ds.DeepSpeedTrialController):
     """Determined's training loop, with periods that mean what they say and no waiting for the device in a step."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.last_checkpoint = LastCheckpoint()
-        self.callbacks: dict[str, pytorch.PyTorchCallback] = {**self.callbacks, "last": self.last_checkpoint}
+        fp16 = self.trial.dtype == torch.float16
+        once = self.context.use_pipeline_parallel or self.context._manual_grad_accumulation
+        self.micro_batches = 1 if once else self.context.get_num_micro_batches_per_slot()
+        self.watch = LossWatch(self.micro_batches, tolerance=32 if fp16 else 0)
+        self.callbacks: dict[str, pytorch.PyTorchCallback] = {**self.callbacks, "watch": self.watch}
         self.start_from_batch: int = kwargs["steps_completed"]
 
     @property
@@ -238,17 +277,21 @@ class TrialController(det_ds.DeepSpeedTrialController):
         self.start_from_batch = steps * self.context.get_num_micro_batches_per_slot()  # the loader skips micro-batches
         super()._set_data_loaders()
         self.start_from_batch = steps
-        if self.local:
-            length = self.max_length.value
-            assert isinstance(length, int)
-            sizes = self.trial.train_sampler.step_sizes
-            total = length * len(sizes) if isinstance(self.max_length, pytorch.Epoch) else length
-            self.local.begin(1 if self.test_mode else total, sizes, steps)
 
     @override
-    def run(self) -> None:
+    def _run(self) -> None:
+        preempt = self.core_context.preempt
         try:
-            super().run()
+            if self.local:
+                length = self.max_length.value
+                assert isinstance(length, int)
+                sizes = self.trial.train_sampler.step_sizes
+                total = length * len(sizes) if isinstance(self.max_length, pytorch.Epoch) else length
+                self.local.begin(1 if self.test_mode else total, sizes, self.start_from_batch)
+            if self.context.get_stop_requested():
+                return  # early stopping had ended the run that this one resumes
+            with preempt.gracefully() if isinstance(preempt, LocalPreempt) else contextlib.nullcontext():
+                super()._run()
         finally:
             if self.local:
                 self.local.close()
@@ -280,6 +323,7 @@ class TrialController(det_ds.DeepSpeedTrialController):
                 self.local.step()
             for boundary in train_boundaries:
                 boundary.limit_reached = self._reached(boundary, step + 1, epoch_len)
+            self._stop_early(step + 1, train_boundaries)
             if any(boundary.limit_reached for boundary in train_boundaries):
                 return train_boundaries, metrics
 
@@ -290,23 +334,59 @@ class TrialController(det_ds.DeepSpeedTrialController):
             return steps % epoch_len == 0 and boundary.unit.should_stop(steps // epoch_len)
         return boundary.unit.should_stop(steps)
 
+    def _stop_early(self, steps: int, boundaries: list[pytorch._TrainBoundary]) -> None:
+        """Off a cluster, has a signal end the training after this step instead of at the next report."""
+        preempt = self.core_context.preempt
+        if isinstance(preempt, LocalPreempt) and preempt.due(steps):
+            for boundary in boundaries:
+                if boundary.step_type == pytorch._TrainBoundaryType.REPORT:
+                    boundary.limit_reached = True
+
     @override
     def _train_batch(self, epoch_idx: int, batch_idx: int) -> list[dict[str, Any]]:
         """One optimizer step. The metrics stay on the device; ``_aggregate_training_metrics`` fetches them together."""
         if self.context.profiler:
             return super()._train_batch(epoch_idx=epoch_idx, batch_idx=batch_idx)
-        once = self.context.use_pipeline_parallel or self.context._manual_grad_accumulation
-        micro_batches = 1 if once else self.context.get_num_micro_batches_per_slot()
-        return [self.trial.train_batch(self.training_iterator, epoch_idx, batch_idx) for _ in range(micro_batches)]
+        batch = self.trial.train_batch
+        try:
+            return [batch(self.training_iterator, epoch_idx, batch_idx) for _ in range(self.micro_batches)]
+        except Exception as error:  # DeepSpeed's for this is a bare Exception
+            if "loss scale already at minimum" not in str(error):
+                raise
+            rate = self.trial.model_engine.get_lr()[0]
+            reason = f"the gradients overflow at the least loss scale in step {batch_idx + 1} (learning rate {rate:g})"
+            raise self.watch.stopped(reason) from error
 
     @override
     def _aggregate_training_metrics(self, training_metrics: list[dict[str, Any]]) -> dict[str, Any]:
         return super()._aggregate_training_metrics(_fetch(training_metrics))
 
     @override
+    def _save(self, path: pathlib.Path) -> None:
+        here = pathlib.Path.cwd()
+        if self.local_training:
+            os.chdir(pathlib.Path(__file__).parent)  # whose code Determined copies into the checkpoint
+        try:
+            super()._save(path)
+        finally:
+            os.chdir(here)
+        if self.is_chief:
+            resume.save_identity(self.trial, path)
+
+    @override
     def _load(self, load_path: pathlib.Path) -> None:
-        with _numpy_state_allowed():
-            super()._load(load_path)
+        name = str(self.latest_checkpoint)
+        faults: list[str] = []
+        if self.context.distributed.local_rank == 0:
+            try:
+                resume.check(self.trial, load_path, name, self.trial_id)
+            except InvalidInput as error:
+                faults = error.faults
+        for each in self.context.distributed.allgather(faults):
+            if each:
+                raise InvalidInput(each)
+        with resume.fitting(self.trial, load_path, name) as fitting, resume.allowed():
+            super()._load(fitting)
 
     @override
     def _sync_device(self) -> None:
@@ -322,12 +402,3 @@ def _fetch(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
             for each, value in zip(fetched, torch.stack(values).float().cpu().tolist(), strict=True):
                 each[name] = value
     return fetched
-
-
-def _numpy_state_allowed() -> contextlib.AbstractContextManager[Any]:
-    """Lets ``torch.load`` read numpy's RNG state, and nothing else that it would refuse."""
-    if not hasattr(torch.serialization, "safe_globals"):  # before torch 2.5, which Determined can still load
-        return contextlib.nullcontext()
-    array = np.zeros(0, dtype=np.uint32)
-    reconstruct: Any = array.__reduce__()[0]
-    return torch.serialization.safe_globals([reconstruct, np.ndarray, np.dtype, type(array.dtype)])

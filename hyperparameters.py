@@ -44,6 +44,19 @@ def _is_pattern(text: str) -> bool:
         return False
 
 
+def _is_early_stopping(value: Any) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, Mapping) or value.keys() - {"metric", "patience", "min_improvement"}:
+        return False
+    metric = value.get("metric", "loss")
+    return (
+        is_count(value.get("patience"), 1)
+        and is_number(value.get("min_improvement", 0))
+        and (metric in ("loss", "accuracy") or str(metric).startswith("accuracy/"))
+    )
+
+
 # The hyperparameters of CIFARTrial itself: the rule of each and what to say. Every other one is DeepSpeed's.
 OWN: dict[str, Rule] = {
     "net": one_of("net"),
@@ -54,6 +67,10 @@ OWN: dict[str, Rule] = {
         "must be a mapping of DeepSpeed's keys",
     ),
     "weights": (lambda v: v is None or isinstance(v, str), "must be the path of a state_dict, e.g. a run's net.pt"),
+    "early_stopping": (
+        _is_early_stopping,
+        "must be e.g. {metric: loss, patience: 3, min_improvement: 0.01}: validations to wait, and for how much",
+    ),
     "moe": (is_bool, "must be true or false"),
     "num_experts": (_counts, "must be a list with the experts of each MoE layer, e.g. [2]"),
     "ep_world_size": (lambda v: is_count(v, 1), "must be a whole number of at least 1"),

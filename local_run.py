@@ -2,71 +2,107 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import pathlib
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
+import torch
 from determined import core
 from tqdm import tqdm
 from typing_extensions import override
 
-from errors import InvalidInput
-
-
-def find_checkpoint(output: pathlib.Path, which: str) -> str:
-    """Gives the UUID of a whole checkpoint of a run.
-
-    Args:
-        output: the run's folder.
-        which: ``latest`` or a UUID.
-
-    Raises:
-        InvalidInput: if there is no such checkpoint.
-    """
-    # Determined writes a checkpoint's metadata after all else, so one without it is not whole.
-    whole = {path.parent.name: path.stat().st_mtime_ns for path in (output / "checkpoints").glob("*/metadata.json")}
-    if which == "latest" and whole:
-        return max(whole, key=lambda uuid: whole[uuid])
-    if which in whole:
-        return which
-    found = f"it holds {', '.join(sorted(whole))}" if whole else "it holds no checkpoint"
-    raise InvalidInput(f"--resume: {which}: not found in {output / 'checkpoints'}; {found}")
-
 
 class LocalPreempt(core.DummyPreemptContext):
-    """Stops the training as a cluster would: SIGINT or SIGTERM lets it finish its steps and save a checkpoint.
+    """Stops the training as a cluster would: SIGINT or SIGTERM lets it finish a step and save a checkpoint.
 
-    A second signal ends the process at once.
+    A second signal, a second or more after the first, ends the process at once; launchers pass one on several times.
+
+    Args:
+        distributed: the ranks.
+        output: the run's folder, through which the ranks of a host agree on the step after which they stop.
     """
 
-    signalled = False  # this rank
-    requested = False  # any rank, and known to all
+    def __init__(self, distributed: core.DistributedContext, output: pathlib.Path) -> None:
+        super().__init__(distributed)
+        self.requested = False  # by a signal to any rank, and known to all
+        self._stop_file = output / ".stop"
+        self._signalled: float | None = None  # when this rank was
+        self._told = False
+        self._last_step: int | None = None
+        # Only where a step's collectives block the host do ranks stay within a step of one another.
+        self._in_step = distributed.local_size == distributed.size and not torch.cuda.is_available()
+        if distributed.rank == 0:
+            self._stop_file.unlink(missing_ok=True)
 
     @override
     def start(self) -> LocalPreempt:
         super().start()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._request)
+        self._handle(self._interrupt)
         return self
 
-    def _request(self, number: int, frame: object) -> None:
-        for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_DFL)
-        self.signalled = True
+    @contextlib.contextmanager
+    def gracefully(self) -> Iterator[None]:
+        """Lets a signal end the training with a checkpoint; before and after, it ends the process."""
+        self._handle(self._request)
+        try:
+            yield
+        finally:
+            self._handle(self._interrupt)
 
     @override
     def close(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._dist.rank == 0:
+            self._stop_file.unlink(missing_ok=True)
+
+    def due(self, step: int) -> bool:
+        """Whether all ranks are to stop after this step."""
+        if self._dist.size == 1:
+            return self._signalled is not None
+        if not self._in_step:
+            return False  # but at the next report
+        if self._signalled is not None and not self._told:
+            self._tell(step + 1)  # which no other rank can have finished
+        if self._last_step is None and self._stop_file.exists():
+            self._last_step = int(self._stop_file.read_text())
+        return self._last_step is not None and step >= self._last_step
 
     @override
     def should_preempt(self, auto_ack: bool = True) -> bool:
-        self.requested = any(self._dist.allgather(self.signalled))
+        self.requested = any(self._dist.allgather(self._signalled is not None))
         return self.requested
+
+    def _tell(self, step: int) -> None:
+        """Puts the last step where the other ranks see it; the first rank to do so decides."""
+        self._told = True
+        mine = self._stop_file.with_name(f".stop-{self._dist.rank}")
+        mine.write_text(str(step))
+        with contextlib.suppress(FileExistsError):
+            os.link(mine, self._stop_file)
+        mine.unlink()
+
+    def _handle(self, handler: Callable[[int, Any], None]) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    def _request(self, number: int, frame: object) -> None:
+        now = time.monotonic()
+        if self._signalled is None:
+            self._signalled = now
+        elif now - self._signalled > 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
 
 class LocalTrain(core.DummyTrainContext):
@@ -85,8 +121,8 @@ class LocalTrain(core.DummyTrainContext):
         self.output = output
         self.metric = metric
         self.smaller_is_better = smaller_is_better
-        self.best: float | None = None
         self.validation: dict[str, Any] = {}
+        self.validated: dict[int, float] = {}  # the metric by step
         self.bar: Any = None
 
     def begin(self, steps: int, step_sizes: list[int], done: int) -> None:
@@ -143,17 +179,19 @@ class LocalTrain(core.DummyTrainContext):
 
     @override
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
-        self.validation = metrics
-        value = metrics.get(self.metric)
-        if value is not None and (self.best is None or (value < self.best) == self.smaller_is_better):
-            self.best = value
+        self._remember(steps_completed, metrics)
         self._keep("validation", steps_completed, metrics)
         shown = "  ".join(f"{k} {metrics[k]:.4f}" for k in ("accuracy", "loss") if k in metrics)
         self._line(steps_completed, f"validation  {shown}  images {metrics.get('images', 0):,}", always=True)
 
     @override
     def get_experiment_best_validation(self) -> float | None:
-        return self.best
+        return (min if self.smaller_is_better else max)(self.validated.values(), default=None)
+
+    def score(self, step: int) -> float | None:
+        """How good the validation after a step was, the higher the better; None if there was none."""
+        value = self.validated.get(step)
+        return -value if value is not None and self.smaller_is_better else value
 
     @override
     def set_status(self, status: str) -> None:
@@ -170,9 +208,21 @@ class LocalTrain(core.DummyTrainContext):
     def _forget_after(self, done: int) -> None:
         """Leaves of an earlier run in the same folder only what this one goes on from."""
         (self.output / "summary.json").unlink(missing_ok=True)
-        metrics = self.output / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-        metrics.write_text("".join(line for line in lines if json.loads(line)["steps_completed"] <= done and done))
+        metrics, rest = self.output / "metrics.jsonl", self.output / ".metrics.jsonl"
+        with open(rest, "w") as file:
+            for line in metrics.read_text().splitlines() if metrics.exists() and done else ():
+                with contextlib.suppress(ValueError):  # a last line cut off when the run was killed
+                    entry = json.loads(line)
+                    if entry["steps_completed"] <= done:
+                        file.write(f"{line}\n")
+                        if entry["group"] == "validation":
+                            self._remember(entry["steps_completed"], entry)
+        os.replace(rest, metrics)
+
+    def _remember(self, step: int, validation: dict[str, Any]) -> None:
+        self.validation = validation
+        if self.metric in validation:
+            self.validated[step] = validation[self.metric]
 
     def _keep(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
         with open(self.output / "metrics.jsonl", "a") as file:

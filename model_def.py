@@ -23,6 +23,8 @@ from torch.nn import functional as F
 import data
 import engine_config
 import weights
+from callbacks import EarlyStopping
+from errors import InvalidInput, nearest
 from metrics import ClassificationMetrics
 from net import Net, NetMoE, layers
 
@@ -111,6 +113,18 @@ class CIFARTrial(DeepSpeedTrial):
         accumulation = self._accumulation if self.context.use_pipeline_parallel else 1
         batch_size = micro_batch * accumulation * self.model_engine.dp_world_size
         return data.data_loader(self.test_set, self._sampler(self.test_set, batch_size, accumulation))
+
+    def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+        """Early stopping, where it is asked for."""
+        chosen = self.args.get("early_stopping")
+        if not chosen:
+            return {}
+        metric = chosen.get("metric", "loss")
+        known = ("loss", "accuracy", *(f"accuracy/{name}" for name in self.train_set.classes))
+        if metric not in known:
+            key = "hyperparameters.early_stopping.metric"
+            raise InvalidInput(f"{key}: {metric!r}: no validation reports it; {nearest(metric, known)}")
+        return {"early_stopping": EarlyStopping(self.context, **{**chosen, "metric": metric})}
 
     def train_batch(
         self, dataloader_iter: Iterator[pytorch.TorchData] | None, epoch_idx: int, batch_idx: int

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import errno
 import json
 import os
 import pathlib
@@ -27,9 +28,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import experiment
-from errors import InvalidInput
+from errors import InvalidInput, TrainingStopped, one_line
 
 DEFAULT_CONFIG = "const.yaml"
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -58,6 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             for fault in error.faults:
                 print(f"train.py: {fault}", file=sys.stderr)
         return 2
+    except TrainingStopped as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"train.py: {one_line(error)}; make room, then --resume latest goes on", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("train.py: interrupted; what was saved before is as it was", file=sys.stderr)
+        return 130
 
 
 def check(args: argparse.Namespace) -> int:
@@ -82,7 +95,6 @@ def run(args: argparse.Namespace) -> int:
     """Trains, and off a cluster writes the summary and prints the accuracy."""
     loaded = experiment.from_cluster() or experiment.load(args.config, args.overrides)
     import harness
-    from local_run import find_checkpoint
     from model_def import CIFARTrial
 
     if args.resume and not args.output:
@@ -91,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         args.output or f"runs/{pathlib.Path(args.config).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     )
     with harness.trial_context(loaded, output) as context:
-        checkpoint = find_checkpoint(context.output, args.resume) if args.resume else harness.latest_checkpoint()
+        checkpoint = harness.checkpoint_to_resume(context, args.resume)
         trial = CIFARTrial(context)
         started = time.perf_counter()
         controller = harness.fit(trial, context, loaded, checkpoint, args.test)
@@ -130,7 +142,7 @@ def summarize(trial: Any, controller: Any, seconds: float) -> dict[str, Any]:
         "images_per_second": controller.local.images / max(controller.local.training_seconds, 1e-9),
         "validation": summary_of(controller.local.validation, trial.train_set.classes),
         "weights_sha256": weights.sha256(whole),
-        "checkpoint": controller.last_checkpoint.uuid,
+        "checkpoint": controller.watch.checkpoint,
     }
 
 

@@ -93,12 +93,17 @@ def train(tmp_path):
     return run
 
 
-def train_many(folder: pathlib.Path, rows: dict[str, list[str]], processes: int = 1) -> dict[str, Run]:
-    """Runs train.py's ``main`` with each row's arguments, all in one launch: starting DeepSpeed takes seconds."""
+def train_many(
+    folder: pathlib.Path, rows: dict[str, list[str]], processes: int = 1, sigterm_at: int = 0
+) -> dict[str, Run]:
+    """Runs train.py's ``main`` with each row's arguments, all in one launch: starting DeepSpeed takes seconds.
+
+    With ``sigterm_at`` the last rank gets a SIGTERM in that step of every run.
+    """
     table = folder / "rows.json"
     table.write_text(json.dumps({name: [*row, "--output", str(folder / name)] for name, row in rows.items()}))
     command = [*launcher("python" if processes == 1 else "torchrun", processes), "tests/many.py", str(table)]
-    launch = execute(command, folder, PYTHONPATH=str(PROJECT))
+    launch = execute(command, folder, PYTHONPATH=str(PROJECT), SIGTERM_AT=str(sigterm_at))
     done = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.done.json")}
     runs = {}
     for name in rows:
@@ -110,6 +115,15 @@ def train_many(folder: pathlib.Path, rows: dict[str, list[str]], processes: int 
 def overrides(**values: object) -> list[str]:
     """``--set`` arguments; two underscores stand for a dot."""
     return [part for key, value in values.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
+
+
+@pytest.fixture(scope="session", params=[1, 2])
+def mode_runs(request, tmp_path_factory):
+    """A short run in every mode with 1 and with 2 processes: (processes, folder, runs by mode)."""
+    from modes import mode_rows
+
+    folder = tmp_path_factory.mktemp(f"modes{request.param}")
+    return request.param, folder, train_many(folder, mode_rows(request.param), request.param)
 
 
 DIGITS = ["--config", "experiments/digits.yaml"]

@@ -11,6 +11,7 @@ from conftest import DIGITS, PROJECT, Run, execute, launcher, overrides, train_m
 import baseline
 import data
 import experiment
+from callbacks import Patience
 from net import Net
 
 
@@ -138,8 +139,8 @@ def test_schedule(schedule, rate):
 
 def test_early_stopping(tmp_path):
     """Waits for so many epochs in a row without improvement, and not for so little of it."""
-    best = baseline.Best(patience=2, min_improvement=0.1)
-    assert [best.stops(loss) for loss in (1.0, 0.95, 0.85, 0.8, 0.84)] == [False, False, False, False, True]
+    waiting = Patience(patience=2, min_improvement=0.1)
+    assert [waiting.stops(loss) for loss in (1.0, 0.95, 0.85, 0.8, 0.84)] == [False, False, False, False, True]
     still = run_baseline(tmp_path, "--lr", "0", "--batch-size", "256", "--epochs", "9", "--patience", "2")
     assert still.summary["epochs"] == 3
 

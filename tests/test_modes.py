@@ -4,56 +4,16 @@ import json
 
 import pytest
 from conftest import PROJECT, overrides, train_many
-
-DEEPSPEED = "hyperparameters__overwrite_deepspeed_args__"
-STEPS = 30
-SHORT = overrides(
-    data__dataset="digits", hyperparameters__max_length=f"{{batches: {STEPS}}}", scheduling_unit=1
-) + overrides(**{f"{DEEPSPEED}scheduler__params__warmup_num_steps": 5})
-LR = overrides(**{f"{DEEPSPEED}optimizer__params__lr": 0.004})
-
-# What each file in experiments/ has the engine report: ZeRO stage, dtype, and with how many processes it runs.
-MODES = {
-    "digits": (0, "float32", (1, 2)),
-    "zero1": (1, "float32", (1, 2)),
-    "zero2": (2, "float32", (1, 2)),
-    "zero3": (3, "float32", (1, 2)),
-    "bf16": (1, "bfloat16", (1, 2)),
-    "fp16": (0, "float16", (1, 2)),
-    "accumulate": (0, "float32", (1, 2)),
-    "offload": (3, "float32", (1, 2)),
-    "moe": (1, "float32", (1, 2)),
-    "moe-residual": (0, "float32", (1, 2)),
-    "pipeline": (1, "float32", (2,)),  # last, for DeepSpeed keeps its stages for the rest of the process
-}
-# Modes that have no file of their own, as changes to one that has.
-EXPERTS_ON_TWO_RANKS = overrides(hyperparameters__ep_world_size=2, **{f"{DEEPSPEED}zero_optimization__stage": 2})
+from modes import MODES, STEPS, losses
 
 
 def test_every_experiment_is_in_the_table():
     assert {file.stem for file in PROJECT.glob("experiments/*.yaml")} == set(MODES)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def mode_runs(request, tmp_path_factory):
-    processes = request.param
-    rows = {
-        mode: ["--config", f"experiments/{mode}.yaml", *SHORT, *LR]
-        for mode, (_, _, runs_with) in MODES.items()
-        if processes in runs_with
-    }
-    if processes == 2:
-        rows = {"experts on two ranks": [*rows["moe"], *EXPERTS_ON_TWO_RANKS], **rows}
-    return processes, train_many(tmp_path_factory.mktemp(f"modes{processes}"), rows, processes)
-
-
-def losses(run):
-    return [entry["loss"] for entry in run.metrics if entry["group"] == "training"]
-
-
 def test_modes(mode_runs):
     """One test a number of processes, for the runs share a launch; a failure names the mode."""
-    processes, runs = mode_runs
+    processes, _, runs = mode_runs
     for mode, run in runs.items():
         stage, dtype, _ = MODES.get(mode, (2, "float32", None))
         assert run.code == 0, f"{mode}: {run.stderr}"
@@ -69,7 +29,8 @@ def test_modes(mode_runs):
 
 # Adam and unclipped steps blow rounding up: where gradients vanish, and where it decides between equals in a pool.
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
-PARITY = {"train_batch_size": 32, "optimizer": SGD, "gradient_clipping": 0.2, "max_length": {"batches": STEPS}}
+PARITY_STEPS = 30
+PARITY = {"train_batch_size": 32, "optimizer": SGD, "gradient_clipping": 0.2, "max_length": {"batches": PARITY_STEPS}}
 
 
 def parity_rows(processes):
@@ -88,7 +49,7 @@ def test_parity_in_fp32(tmp_path_factory):
     for name, run in [*one.items(), *two.items()]:
         assert run.code == 0, f"{name}: {run.stderr}"
     plain = losses(one["zero0"])
-    assert len(plain) == STEPS
+    assert len(plain) == PARITY_STEPS
     assert plain[-1] < plain[0] - 0.1
     for runs in (one, two):
         for name, run in runs.items():

@@ -1,0 +1,179 @@
+"""The checkpoints of a run off a cluster: seen only when whole, checked before use, the best and the latest kept."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from determined import core
+
+from errors import InvalidInput, TrainingStopped, one_line
+
+_PARTIAL = ".partial-"  # what a checkpoint's folder is called until it is whole, and again while it is removed
+_METADATA = "metadata.json"
+
+
+class LocalCheckpoints:
+    """Stands for Determined's checkpoint storage where there is no cluster.
+
+    A checkpoint is written in a hidden folder, with the size and SHA-256 of every file in its ``metadata.json``, and
+    renamed when it is whole. Only then are older ones removed.
+
+    Args:
+        folder: holds one folder a checkpoint, named by its UUID; all ranks see it.
+        distributed: the ranks.
+        keep_best: how many of the best to keep (``checkpoint_storage.save_trial_best``).
+        keep_latest: how many of the latest to keep, at least one (``checkpoint_storage.save_trial_latest``).
+        score: gives a validation's score by its step, the higher the better; None where there was no validation.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        distributed: core.DistributedContext,
+        keep_best: int,
+        keep_latest: int,
+        score: Callable[[int], float | None],
+    ) -> None:
+        self.folder = folder
+        self.keep_best, self.keep_latest = keep_best, max(1, keep_latest)
+        self._dist, self._score = distributed, score
+        if self._dist.rank == 0:
+            for partial in folder.glob(f"{_PARTIAL}*"):  # of a run that was killed
+                shutil.rmtree(partial, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def store_path(self, metadata: dict[str, Any], *, shard: bool = False) -> Iterator[tuple[pathlib.Path, str]]:
+        """Gives the folder into which all ranks write a new checkpoint, and its UUID.
+
+        Raises:
+            TrainingStopped: if it cannot be written; the checkpoints before it stay as they are.
+        """
+        name = self._dist.broadcast(str(uuid.uuid4()))
+        partial = self.folder / f"{_PARTIAL}{name}"
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            yield partial, name
+            self._dist.allgather(None)
+            if self._dist.rank == 0:
+                described = {**metadata, "time": time.time_ns(), "files": _describe(partial)}
+                _write(partial / _METADATA, json.dumps(described, indent=2))
+                os.rename(partial, self.folder / name)
+                self._prune()
+        except (OSError, RuntimeError) as error:  # RuntimeError: torch's for a failed write
+            free = shutil.disk_usage(self.folder).free / 2**20
+            shutil.rmtree(partial, ignore_errors=True)
+            raise TrainingStopped(
+                f"{self.folder}: the checkpoint of step {metadata['steps_completed']} cannot be written"
+                f" ({one_line(error)}; {free:,.0f} MiB are free there); {self._whole()}"
+            ) from error
+        self._dist.broadcast(None)  # nobody goes on before it is whole
+
+    @contextlib.contextmanager
+    def restore_path(self, storage_id: str, *args: Any, **kwargs: Any) -> Iterator[pathlib.Path]:
+        """Gives the folder of a checkpoint."""
+        yield self.folder / storage_id
+
+    def get_metadata(self, storage_id: str) -> dict[str, Any]:
+        """What was written about a checkpoint, ``steps_completed`` among it."""
+        return json.loads((self.folder / storage_id / _METADATA).read_text())
+
+    def find(self, which: str) -> str:
+        """Gives the UUID of a checkpoint whose files are all as they were written.
+
+        Args:
+            which: ``latest`` or a UUID.
+
+        Raises:
+            InvalidInput: if there is none such; the line offers the last one that is whole.
+        """
+        known = self._known()
+        name = next(iter(known), None) if which == "latest" else which
+        if name is None or name not in known:
+            found = f"it holds {', '.join(known)}" if known else "it holds no checkpoint"
+            raise InvalidInput(f"--resume: {which}: not found in {self.folder}; {found}")
+        damage = self._damage(name)
+        if damage is None:
+            return name
+        whole = next((other for other in known if self._damage(other) is None), None)
+        step = known[whole]["steps_completed"] if whole else 0
+        mend = f"the last whole one is --resume {whole} (step {step})" if whole else "there is no other whole one"
+        raise InvalidInput(f"--resume: {which}: {self.folder / name / damage}; {mend}")
+
+    def _known(self) -> dict[str, dict[str, Any]]:
+        """The metadata of every checkpoint, the latest first."""
+        found = {}
+        for path in self.folder.glob(f"*/{_METADATA}"):
+            if not path.parent.name.startswith(_PARTIAL):
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                    metadata = json.loads(path.read_text())
+                    time_written = metadata.get("time", path.stat().st_mtime_ns)
+                    found[path.parent.name] = {**metadata, "time": time_written}
+        return dict(sorted(found.items(), key=lambda item: item[1]["time"], reverse=True))
+
+    def _damage(self, name: str) -> str | None:
+        """What is wrong with a checkpoint, beginning with the file's name; None if nothing is."""
+        folder = self.folder / name
+        wanted = self.get_metadata(name).get("files")
+        if wanted is None:  # downloaded from a cluster, which keeps no digests
+            return None
+        held = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {_METADATA}
+        for file in sorted(held | wanted.keys()):
+            if file not in held:
+                return f"{file}: is missing"
+            if file not in wanted:
+                return f"{file}: does not belong to this checkpoint"
+            size, digest = wanted[file]
+            if (folder / file).stat().st_size < size:
+                return f"{file}: is truncated"
+            if _sha256(folder / file) != digest:
+                return f"{file}: is not what was written"
+        return None
+
+    def _prune(self) -> None:
+        known = self._known()
+        scores = {name: self._score(metadata["steps_completed"]) for name, metadata in known.items()}
+        best = sorted((name for name in known if scores[name] is not None), key=lambda n: scores[n] or 0, reverse=True)
+        kept = {*list(known)[: self.keep_latest], *best[: self.keep_best]}
+        for name in known.keys() - kept:
+            partial = self.folder / f"{_PARTIAL}{name}"
+            os.rename(self.folder / name, partial)
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _whole(self) -> str:
+        known = self._known()
+        if not known:
+            return "no checkpoint was saved before"
+        name, metadata = next(iter(known.items()))
+        return f"the last whole one is {name} (step {metadata['steps_completed']})"
+
+
+def _describe(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
+    """Size and digest of every file of a folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): (path.stat().st_size, _sha256(path, flush=True)) for path in files}
+
+
+def _sha256(path: pathlib.Path, flush: bool = False) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+        if flush:  # to the disk, before an older checkpoint is removed
+            os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
