@@ -71,25 +71,30 @@ class EarlyStopping(pytorch.PyTorchCallback):
 
 
 class LossWatch(pytorch.PyTorchCallback):
-    """Stops the training when the loss is infinite or no number, and keeps the UUID of the last checkpoint.
+    """Stops the training when the loss or every gradient is no finite number; keeps the last checkpoint's UUID.
 
     Args:
+        engine: whose count of skipped steps is watched, too.
         micro_batches: metrics a step.
-        tolerance: steps in a row with such a loss that are borne; fp16 skips some while its scale comes down.
+        tolerance: steps in a row that are borne; fp16 skips some while its scale comes down.
 
     Raises:
         TrainingStopped: naming the step, the learning rate and the last checkpoint, which is from before.
     """
 
-    def __init__(self, micro_batches: int, tolerance: int) -> None:
-        self.micro_batches, self.tolerance = micro_batches, tolerance
-        self.steps = self.bad_steps = 0
+    def __init__(self, engine: Any, micro_batches: int, tolerance: int) -> None:
+        self.engine, self.micro_batches, self.tolerance = engine, micro_batches, tolerance
+        self.steps = self.bad_steps = self.skips = self.skipped_in_a_row = 0
         self.first_bad = ""
         self.checkpoint: str | None = None
 
     @override
     def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
         self.steps, self.checkpoint = first_batch_idx, checkpoint_uuid
+
+    @override
+    def on_training_start(self) -> None:
+        self.skips = self.engine.skipped_steps  # of the run that this one resumes
 
     @override
     def on_checkpoint_upload_end(self, uuid: str) -> None:
@@ -112,6 +117,13 @@ class LossWatch(pytorch.PyTorchCallback):
             self.bad_steps += 1
         if self.bad_steps > self.tolerance:
             raise self.stopped(self.first_bad)
+        skips, self.skips = self.engine.skipped_steps - self.skips, self.engine.skipped_steps
+        every = skips >= len(batch_metrics) // self.micro_batches
+        self.skipped_in_a_row = self.skipped_in_a_row + skips if every else 0
+        if self.skipped_in_a_row > self.tolerance:
+            rate = batch_metrics[-1]["learning_rate"]
+            since = self.steps - self.skipped_in_a_row
+            raise self.stopped(f"no gradient is finite since step {since + 1} (learning rate {rate:g})")
 
     def stopped(self, reason: str) -> TrainingStopped:
         """The exception that ends the training for a reason."""

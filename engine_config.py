@@ -108,6 +108,17 @@ def engine_dtype(engine: deepspeed.DeepSpeedEngine) -> torch.dtype:
     return torch.float16 if engine.fp16_enabled() else torch.float32
 
 
+def scale_loss(engine: deepspeed.DeepSpeedEngine, loss: torch.Tensor) -> torch.Tensor:
+    """Multiplies the loss by fp16's loss scale where the engine's ``backward`` does not.
+
+    Since DeepSpeed 0.18 ``backward`` scales for ZeRO's optimizers only, but without ZeRO, too, ``step`` divides the
+    gradients by the scale: they would be as small as if the learning rate were, and never tested for overflow.
+    """
+    if not (engine.fp16_enabled() and not engine.zero_optimization() and hasattr(engine, "scale")):
+        return loss
+    return loss * engine.optimizer.loss_scale_config.cur_scale
+
+
 def _forms(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The base configuration and what overrides it, from whichever form the hyperparameters have."""
     inline = {key: copy.deepcopy(value) for key, value in hparams.items() if key not in hyperparameters.OWN}

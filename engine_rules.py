@@ -169,6 +169,8 @@ def combination_faults(config: Mapping[str, Any], hparams: Mapping[str, Any], de
     at = f"zero_optimization.stage: {stage}:"
     if hparams.get("pipe_parallel_size", 1) > 1 and stage > 1:
         faults.append(f"{at} a pipeline goes with ZeRO stage 0 or 1 only; set it to 1, or pipe_parallel_size to 1")
+    if hparams.get("pipe_parallel_size", 1) > 1 and stage == 0 and enabled(config, "fp16"):
+        faults.append(f"{at} DeepSpeed does not scale the loss of an fp16 pipeline without ZeRO; set it to 1")
     if offloads(config, "offload_param") and stage != 3:
         faults.append(f"{at} offload_param works with ZeRO stage 3 only; set it to 3 or remove offload_param")
     if offloads(config, "offload_optimizer") and stage not in (2, 3):

@@ -261,7 +261,7 @@ class TrialController(det_ds.DeepSpeedTrialController):
         fp16 = self.trial.dtype == torch.float16
         once = self.context.use_pipeline_parallel or self.context._manual_grad_accumulation
         self.micro_batches = 1 if once else self.context.get_num_micro_batches_per_slot()
-        self.watch = LossWatch(self.micro_batches, tolerance=32 if fp16 else 0)
+        self.watch = LossWatch(self.trial.model_engine, self.micro_batches, tolerance=64 if fp16 else 0)
         self.callbacks: dict[str, pytorch.PyTorchCallback] = {**self.callbacks, "watch": self.watch}
         self.start_from_batch: int = kwargs["steps_completed"]
 
@@ -290,7 +290,9 @@ class TrialController(det_ds.DeepSpeedTrialController):
                 self.local.begin(1 if self.test_mode else total, sizes, self.start_from_batch)
             if self.context.get_stop_requested():
                 return  # early stopping had ended the run that this one resumes
-            with preempt.gracefully() if isinstance(preempt, LocalPreempt) else contextlib.nullcontext():
+            if not isinstance(preempt, LocalPreempt):
+                return super()._run()
+            with preempt.gracefully(), processes.watching_peers(self.context.distributed):
                 super()._run()
         finally:
             if self.local:

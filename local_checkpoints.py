@@ -141,7 +141,8 @@ class LocalCheckpoints:
     def _prune(self) -> None:
         known = self._known()
         scores = {name: self._score(metadata["steps_completed"]) for name, metadata in known.items()}
-        best = sorted((name for name in known if scores[name] is not None), key=lambda n: scores[n] or 0, reverse=True)
+        judged = [name for name in reversed(known) if scores[name] is not None]  # of equals, the earlier is kept
+        best = sorted(judged, key=lambda name: scores[name] or 0, reverse=True)
         kept = {*list(known)[: self.keep_latest], *best[: self.keep_best]}
         for name in known.keys() - kept:
             partial = self.folder / f"{_PARTIAL}{name}"

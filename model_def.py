@@ -132,21 +132,22 @@ class CIFARTrial(DeepSpeedTrial):
         """Trains on one micro-batch, or in a pipeline on all those of a step.
 
         Returns:
-            ``loss``: the mean cross-entropy, a scalar on the device; ``learning_rate``: that of the step; with experts
-            also ``load_balancing_loss``.
+            ``loss``: the mean cross-entropy of the images, a scalar on the device; ``learning_rate``: that of the step;
+            with experts also ``load_balancing_loss``.
         """
         batches = self._prepared(dataloader_iter)
+        self.step_size = self.train_sampler.step_sizes[batch_idx % len(self.train_sampler.step_sizes)]
         metrics: dict[str, Any] = {"learning_rate": self.model_engine.get_lr()[0]}
         if self.context.use_pipeline_parallel:
             return {"loss": self.model_engine.train_batch(batches).detach(), **metrics}
         inputs, labels = next(batches)
-        loss = F.cross_entropy(self.model_engine(inputs).float(), labels)
+        loss = F.cross_entropy(self.model_engine(inputs).float(), labels) * self._share(labels)
         metrics["loss"] = loss.detach()
         if self.args.get("moe"):
             balance = self.model_engine.module.load_balancing_loss
             metrics["load_balancing_loss"] = balance.detach()
             loss = loss + self.args.get("moe_loss_coefficient", MOE_LOSS_COEFFICIENT) * balance
-        self.model_engine.backward(loss)
+        self.model_engine.backward(engine_config.scale_loss(self.model_engine, loss))
         self.model_engine.step()  # steps the optimizer when enough micro-batches have come
         return metrics
 
@@ -164,7 +165,12 @@ class CIFARTrial(DeepSpeedTrial):
         """The loss on the last stage, which alone sees what the network gives and so counts it in validation."""
         if not torch.is_grad_enabled():
             self.metrics.update(outputs.float(), labels)
-        return F.cross_entropy(outputs.float(), labels)
+            return F.cross_entropy(outputs.float(), labels)
+        return F.cross_entropy(outputs.float(), labels) * self._share(labels)
+
+    def _share(self, labels: Tensor) -> float:
+        """A micro-batch's weight, so that the mean over a step's micro-batches is the mean over its images."""
+        return len(labels) * self.train_sampler.parts / self.step_size
 
     def _prepared(self, dataloader_iter: Iterator[pytorch.TorchData] | None) -> Iterator[tuple[Tensor, Tensor]]:
         """The micro-batches on the device, in the engine's dtype; none on a pipeline's middle stages."""

@@ -11,7 +11,10 @@ import logging
 import os
 import random
 import socket
+import sys
+import threading
 import warnings
+from collections.abc import Iterator
 
 import torch
 
@@ -20,6 +23,7 @@ if not torch.cuda.is_available():  # before DeepSpeed looks for an accelerator, 
 
 import deepspeed
 import numpy as np
+import psutil
 from deepspeed.accelerator import get_accelerator
 from determined import core
 
@@ -81,6 +85,34 @@ def local_processes() -> core.DistributedContext:
         pub_port=pub_port,
         pull_port=pull_port,
     )
+
+
+@contextlib.contextmanager
+def watching_peers(distributed: core.DistributedContext) -> Iterator[None]:
+    """Ends this process soon after another rank of this host was killed, instead of waiting for it for ever."""
+    here = distributed.allgather((distributed.rank, socket.gethostname(), os.getpid()))
+    peers = {pid: rank for rank, host, pid in here if host == socket.gethostname() and pid != os.getpid()}
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(1):
+            for pid, rank in peers.items():
+                if not _is_alive(pid) and not done.wait(3):  # time for a collective's own error
+                    print(f"rank {rank} is gone; --resume latest goes on from the last checkpoint", file=sys.stderr)
+                    os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def start_torch_distributed() -> None:

@@ -27,8 +27,6 @@ TAG = "model0"  # the folder in which Determined has DeepSpeed save a trial's on
 _RECONSTRUCT: Any = np.zeros(0, dtype=np.uint32).__reduce__()[0]
 ALLOWED = [_RECONSTRUCT, np.ndarray, np.dtype, type(np.dtype(np.uint32)),
            LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]  # fmt: skip
-# Of these DeepSpeed can turn a checkpoint into one of another form; of those, only into as many processes and stages.
-_FIXED = ("hyperparameters.moe", "hyperparameters.pipe_parallel_size")
 
 
 def identity(trial: Any) -> dict[str, Any]:
@@ -110,7 +108,7 @@ def form_change(saved: Mapping[str, Any], mine: Mapping[str, Any]) -> str | None
     processes = saved["mode"]["processes"] == mine["mode"]["processes"]
     if was == now and processes:
         return None
-    if any(saved["net"][key] not in (False, 1) for key in _FIXED):
+    if saved["net"]["hyperparameters.moe"] or saved["net"]["hyperparameters.pipe_parallel_size"] > 1:
         return "DeepSpeed cannot spread the experts or stages of a checkpoint over other processes or ZeRO stages"
     if was == now or {was, now} == {1, 2}:
         return None

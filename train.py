@@ -10,8 +10,8 @@
     only check:        --check [--slots N]     (prints the DeepSpeed configuration that would be used)
 
 The run's folder (--output) holds summary.json, metrics.jsonl, the checkpoints, and net.pt: the trained weights as a
-plain fp32 state_dict. Exit codes: 0 done, 2 bad
-configuration or data, 130 interrupted, 1 anything else.
+plain fp32 state_dict. A signal ends the run with a checkpoint; --resume latest --output FOLDER goes on from it.
+Exit codes: 0 done, 2 bad configuration or data, 130 interrupted, 1 anything else.
 """
 
 from __future__ import annotations

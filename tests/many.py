@@ -21,7 +21,7 @@ if step := int(os.environ.get("SIGTERM_AT", 0)):
             os.kill(os.getpid(), signal.SIGTERM)
         return train_batch(self, iterator, epoch, batch)
 
-    CIFARTrial.train_batch = signalled
+    setattr(CIFARTrial, "train_batch", signalled)  # noqa: B010
 
 table = pathlib.Path(sys.argv[1])
 for name, arguments in json.loads(table.read_text()).items():

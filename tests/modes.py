@@ -7,7 +7,7 @@ STEPS = 40
 SHORT = overrides(
     data__dataset="digits", hyperparameters__max_length=f"{{batches: {STEPS}}}", scheduling_unit=1
 ) + overrides(**{f"{DEEPSPEED}scheduler__params__warmup_num_steps": 5})
-LR = overrides(**{f"{DEEPSPEED}optimizer__params__lr": 0.004})
+LR = overrides(**{f"{DEEPSPEED}optimizer__params__lr": 0.002})
 
 # What each file in experiments/ has the engine report: ZeRO stage, dtype, and with how many processes it runs.
 MODES = {

@@ -40,6 +40,11 @@ BAD = {
     "negative accumulation": (["D.gradient_accumulation_steps=-1"], 1, ["gradient_accumulation_steps", "-1"]),
     "no batch size": (["D.train_batch_size=null"], 1, ["train_batch_size", "missing"]),
     "pipeline with ZeRO 2": (["hyperparameters.pipe_parallel_size=2", "Z.stage=2"], 2, ["zero_optimization.stage", "2", "pipeline"]),
+    "fp16 pipeline without ZeRO": (
+        ["hyperparameters.pipe_parallel_size=2", "D.fp16.enabled=true", "D.gradient_accumulation_steps=2"],
+        2,
+        ["zero_optimization.stage: 0", "fp16 pipeline"],
+    ),
     "pipeline over too few processes": (["hyperparameters.pipe_parallel_size=2"], 1, ["pipe_parallel_size", "2", "1 processes"]),
     "pipeline that does not divide": (["hyperparameters.pipe_parallel_size=2"], 3, ["pipe_parallel_size", "2", "3 processes"]),
     "pipeline longer than the net": (["hyperparameters.pipe_parallel_size=16", "D.train_batch_size=32"], 16, ["pipe_parallel_size", "16", "12"]),
