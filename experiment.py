@@ -71,6 +71,14 @@ class Experiment:
         """The training length: ``("batches" | "epochs", N)``."""
         return next(iter(self.hyperparameters["max_length"].items()))
 
+    def check_length(self) -> None:
+        """Raises ``InvalidInput`` where ``max_length``, which is no field of the master's, cannot be meant."""
+        faults = _unit_faults(
+            "hyperparameters.max_length", self.hyperparameters.get("max_length"), LENGTH_UNITS, least=1
+        )
+        if faults:
+            raise InvalidInput(faults)
+
     def period(self, field: str) -> tuple[str, int] | None:
         """A period such as ``min_validation_period``: (unit, N), or None if there is none."""
         section = _section(self.config, field)
@@ -125,9 +133,6 @@ def from_cluster() -> Experiment | None:
     info = det.get_cluster_info()
     if info is None or info.task_type != "TRIAL":
         return None
-    faults = _unit_faults("hyperparameters.max_length", info.trial.hparams.get("max_length"), LENGTH_UNITS, least=1)
-    if faults:
-        raise InvalidInput(faults)
     return Experiment(info.trial._config, info.trial.hparams)
 
 

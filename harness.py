@@ -12,6 +12,7 @@ This is the only file that touches Determined's private names. What it mends in 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pathlib
 import sys
@@ -107,6 +108,8 @@ def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path())
         )
         context.output = output
         with faults_end_the_trial():
+            if on_cluster():
+                _be_the_trial(experiment, distributed)
             yield context
 
 
@@ -144,6 +147,22 @@ def _own_folder(output: pathlib.Path, distributed: core.DistributedContext) -> I
         yield
     finally:
         lock.release()
+
+
+def _be_the_trial(experiment: Experiment, distributed: core.DistributedContext | None) -> None:
+    """On a cluster, logs from the chief alone, and checks what the master does not."""
+    info = det.get_cluster_info()
+    assert info is not None
+    chief = distributed is None or distributed.rank == 0
+    level = logging.DEBUG if info.trial._debug else logging.INFO
+    logging.basicConfig(level=level if chief else logging.WARNING, format=det.LOG_FORMAT)
+    experiment.check_length()
+    slots, size = sum(info.container_slot_counts), distributed.size if distributed else 1
+    if slots and size != slots:
+        raise InvalidInput(
+            f"resources.slots_per_trial: {slots}: but {size} processes were started; keep startup-hook.sh beside the"
+            " experiment file, and determined.launch.deepspeed in its entrypoint"
+        )
 
 
 def _cluster_processes() -> core.DistributedContext | None:

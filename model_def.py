@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import local_test
+
 import deepspeed
 import torch
 from attrdict import AttrDict
@@ -42,6 +44,8 @@ class CIFARTrial(DeepSpeedTrial):
         errors.InvalidInput: if the configuration or the data cannot work.
     """
 
+    trial_context_class: Any = staticmethod(local_test.test_context)
+    trial_controller_class: Any = local_test.TestController
     layer_names: list[str] | None = None  # of a pipeline
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
