@@ -7,6 +7,7 @@ cores. Source of the form: https://docs.determined.ai/latest/model-dev-guide/api
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -85,6 +86,12 @@ class CIFARTrial(DeepSpeedTrial):
         plain = self._start_from(Net(classes))
         if args.get("pipe_parallel_size", 1) == 1:
             return plain
+        if "dynamic_shape" not in inspect.signature(PipelineModule.__init__).parameters:
+            stages, version = args.pipe_parallel_size, deepspeed.__version__
+            raise InvalidInput(
+                f"hyperparameters.pipe_parallel_size: {stages}: DeepSpeed {version} cannot take an epoch's smaller last"
+                " step; use the image of the Dockerfile, or 1"
+            )
         named = layers(plain)
         self.layer_names = [name for name, _ in named]
         stage = PipelineModule(

@@ -130,7 +130,7 @@ SMALL = {
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_trial_on_a_cluster(tmp_path, slots):
-    """Runs, reports, is paused, goes on from its checkpoint, and ends as one that was never paused."""
+    """Runs and reports; in two slots also is paused, goes on from its checkpoint, and ends as if never paused."""
     with Master() as master:
         straight = run_container(tmp_path / "straight", master, slots, SMALL)
     assert straight.code == 0, straight.stderr
@@ -147,6 +147,8 @@ def test_a_trial_on_a_cluster(tmp_path, slots):
     assert files <= set(saved["resources"])
     assert "Reported checkpoint" in straight.stderr + straight.stdout
     assert "[rank=1] INFO" not in straight.stderr + straight.stdout
+    if slots == 1:
+        return
 
     with Master() as master:
         master.preempt_after_steps = 20
