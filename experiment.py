@@ -23,28 +23,30 @@ FIELDS = """bind_mounts checkpoint_policy checkpoint_storage data debug descript
 YAML_ERRORS = (YAMLError, ValueError, KeyError, RecursionError)
 PERIOD_UNITS = ("batches", "records", "epochs")
 LENGTH_UNITS = ("batches", "epochs")
+METRICS = ("accuracy", "loss", "images_per_second")
 CHECKPOINT_POLICIES = ("best", "all", "none")
 SAMPLED_TYPES = ("int", "double", "log", "categorical")
 
 
-def _is_count(value: Any, least: int) -> bool:
+def is_count(value: Any, least: int) -> bool:
+    """Whether it is a whole number of at least ``least``, and not a truth value."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _is_metric(value: Any) -> bool:
-    return value in ("accuracy", "loss", "images") or (isinstance(value, str) and value.startswith("accuracy/"))
+    return value in METRICS or (isinstance(value, str) and value.startswith("accuracy/"))
 
 
 # Fields of one value: what holds of a good one, and what to say of another.
 FIELD_RULES = (
-    ("resources.slots_per_trial", lambda v: _is_count(v, 1), "must be a whole number of at least 1"),
-    ("searcher.metric", _is_metric, "no validation reports it; use accuracy, loss or accuracy/CLASS"),
+    ("resources.slots_per_trial", lambda v: is_count(v, 1), "must be a whole number of at least 1"),
+    ("searcher.metric", _is_metric, f"no validation reports it; use {', '.join(METRICS)} or accuracy/CLASS"),
     ("searcher.smaller_is_better", lambda v: isinstance(v, bool), "must be true or false"),
     ("perform_initial_validation", lambda v: isinstance(v, bool), "must be true or false"),
     ("profiling", lambda v: isinstance(v, dict), "must be a mapping, e.g. {enabled: true}"),
-    ("checkpoint_storage.save_trial_best", lambda v: _is_count(v, 0), "must be a whole number of at least 0"),
-    ("checkpoint_storage.save_trial_latest", lambda v: _is_count(v, 0), "must be a whole number of at least 0"),
-    ("scheduling_unit", lambda v: _is_count(v, 1), "must be a whole number of at least 1"),
+    ("checkpoint_storage.save_trial_best", lambda v: is_count(v, 0), "must be a whole number of at least 0"),
+    ("checkpoint_storage.save_trial_latest", lambda v: is_count(v, 0), "must be a whole number of at least 0"),
+    ("scheduling_unit", lambda v: is_count(v, 1), "must be a whole number of at least 1"),
     ("checkpoint_policy", lambda v: v in CHECKPOINT_POLICIES, f"must be one of {', '.join(CHECKPOINT_POLICIES)}"),
 )
 
@@ -70,6 +72,11 @@ class Experiment:
     def max_length(self) -> tuple[str, int]:
         """The training length: ``("batches" | "epochs", N)``."""
         return next(iter(self.hyperparameters["max_length"].items()))
+
+    @property
+    def slots(self) -> int:
+        """Processes of a trial, one a slot; off a cluster the launcher says how many there are."""
+        return int(_section(self.config, "resources").get("slots_per_trial") or 1)
 
     def check_length(self) -> None:
         """Raises ``InvalidInput`` where ``max_length``, which is no field of the master's, cannot be meant."""
@@ -109,20 +116,18 @@ def _section(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
     return config.get(field) or {}
 
 
-def load(path: str, overrides: Iterable[str] = ()) -> Experiment:
+def load(path: str, overrides: Iterable[str] = (), search: bool = False) -> Experiment:
     """Reads an experiment file for training on this machine.
 
     Args:
         path: the file.
         overrides: ``PATH=VALUE`` each: puts VALUE, read as YAML, in the place of what stands at the dotted PATH.
+        search: leave ranges among the hyperparameters; ``search_space.py`` checks them.
 
     Raises:
         InvalidInput: if the file or an override cannot be read, or with a line for each field that is wrong.
     """
-    config = read(path)
-    for override in overrides:
-        _override(config, override)
-    return check(config)
+    return check(read(path, overrides), search)
 
 
 def from_cluster() -> Experiment | None:
@@ -136,8 +141,8 @@ def from_cluster() -> Experiment | None:
     return Experiment(info.trial._config, info.trial.hparams)
 
 
-def read(path: str) -> dict[str, Any]:
-    """Reads the file without checking its fields."""
+def read(path: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """Reads the file and the overrides, as ``load`` has them, without checking the fields."""
     try:
         config = _yaml(pathlib.Path(path).read_text())
     except FileNotFoundError:
@@ -146,6 +151,8 @@ def read(path: str) -> dict[str, Any]:
         raise InvalidInput(f"--config: {path}: not a YAML file ({one_line(error)}); mend it") from error
     if not isinstance(config, dict):
         raise InvalidInput(f"--config: {path}: holds no experiment configuration; see const.yaml for one")
+    for override in overrides:
+        _override(config, override)
     return config
 
 
@@ -173,8 +180,12 @@ def _override(config: dict[str, Any], override: str) -> None:
     inner[keys[-1]] = value
 
 
-def check(config: dict[str, Any]) -> Experiment:
+def check(config: dict[str, Any], search: bool = False) -> Experiment:
     """Checks the fields that are not left to ``data.py`` and ``engine_config.py``.
+
+    Args:
+        config: the whole configuration.
+        search: leave ranges among the hyperparameters.
 
     Raises:
         InvalidInput: with a line for each field that is wrong.
@@ -197,7 +208,7 @@ def check(config: dict[str, Any]) -> Experiment:
     hyperparameters: dict[str, Any] = {}
     if "hyperparameters" not in wrong:
         hyperparameters = copy.deepcopy(dict(_section(config, "hyperparameters")))
-        faults += _take_constants("hyperparameters", hyperparameters)
+        faults += _take_constants("hyperparameters", hyperparameters, search)
         length = hyperparameters.get("max_length")
         wrong_length = _unit_faults("hyperparameters.max_length", length, LENGTH_UNITS, least=1)
         faults += wrong_length
@@ -213,7 +224,7 @@ def _reproducibility_faults(section: Mapping[str, Any]) -> list[str]:
     for key, value in section.items():
         if key != "experiment_seed":
             faults.append(f"reproducibility.{key}: {value!r}: unknown key; {nearest(key, ['experiment_seed'])}")
-        elif not _is_count(value, 0) or value >= 2**31:
+        elif not is_count(value, 0) or value >= 2**31:
             faults.append(f"reproducibility.experiment_seed: {value!r}: must be a whole number from 0 to 2147483647")
     return faults
 
@@ -223,7 +234,7 @@ def _unit_faults(field: str, value: Any, units: tuple[str, ...], least: int) -> 
     if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in units:
         return [f"{field}: {value!r}: must be {form}"]
     unit, number = next(iter(value.items()))
-    if not _is_count(number, least):
+    if not is_count(number, least):
         return [f"{field}.{unit}: {number!r}: must be a whole number of at least {least}"]
     return []
 
@@ -242,8 +253,8 @@ def _search_length_faults(searcher: Mapping[str, Any], unit: str, length: int) -
     return []
 
 
-def _take_constants(path: str, section: dict[str, Any]) -> list[str]:
-    """Puts the value in the place of every ``{type: const, val: VALUE}``; a range is a fault."""
+def _take_constants(path: str, section: dict[str, Any], search: bool) -> list[str]:
+    """Puts the value in the place of every ``{type: const, val: VALUE}``; a range is a fault but in a search."""
     faults = []
     for key, value in section.items():
         if not isinstance(value, dict):
@@ -251,10 +262,12 @@ def _take_constants(path: str, section: dict[str, Any]) -> list[str]:
         kind = value.get("type")
         if kind == "const" and "val" in value:
             section[key] = value["val"]
+        elif kind in SAMPLED_TYPES and search:
+            continue
         elif kind in SAMPLED_TYPES:
             faults.append(
                 f"{path}.{key}: {value!r}: is a range to search; --set {path}.{key}=VALUE trains with one value"
             )
         else:
-            faults += _take_constants(f"{path}.{key}", value)
+            faults += _take_constants(f"{path}.{key}", value, search)
     return faults

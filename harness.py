@@ -304,9 +304,9 @@ class TrialController(det_ds.DeepSpeedTrialController):
             if self.local:
                 length = self.max_length.value
                 assert isinstance(length, int)
-                sizes = self.trial.train_sampler.step_sizes
-                total = length * len(sizes) if isinstance(self.max_length, pytorch.Epoch) else length
-                self.local.begin(1 if self.test_mode else total, sizes, self.start_from_batch)
+                epoch = len(self.trial.train_sampler.step_sizes)
+                total = length * epoch if isinstance(self.max_length, pytorch.Epoch) else length
+                self.local.begin(1 if self.test_mode else total, epoch, self.start_from_batch)
             if self.context.get_stop_requested():
                 return  # early stopping had ended the run that this one resumes
             if not isinstance(preempt, LocalPreempt):
@@ -324,8 +324,6 @@ class TrialController(det_ds.DeepSpeedTrialController):
         """Trains until a boundary, counting steps and epochs since the start of training."""
         if self.is_chief:
             self.core_context.train.set_status("training")
-        if self.local:
-            self.local.restart_clock()
         for model in self.context.models:
             model.train()
         self.context.reset_reducers()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import pathlib
@@ -125,21 +124,16 @@ class LocalTrain(core.DummyTrainContext):
         self.validated: dict[int, float] = {}  # the metric by step
         self.bar: Any = None
 
-    def begin(self, steps: int, step_sizes: list[int], done: int) -> None:
+    def begin(self, steps: int, steps_per_epoch: int, done: int) -> None:
         """Starts to show the training, whose length is known once the data is there.
 
         Args:
             steps: optimizer steps in all.
-            step_sizes: images in each step of an epoch.
+            steps_per_epoch: optimizer steps in an epoch.
             done: steps done already, in the run that this one resumes.
         """
-        self.steps, self.steps_per_epoch = steps, len(step_sizes)
-        self.images_until = [0, *itertools.accumulate(step_sizes)]
-        self.reported = done
+        self.steps, self.steps_per_epoch = steps, steps_per_epoch
         self._forget_after(done)
-        self.images = 0
-        self.training_seconds = 0.0
-        self.since = time.perf_counter()
         self.bar = tqdm(
             total=steps, initial=done, unit=" steps", disable=not sys.stderr.isatty(), dynamic_ncols=True, smoothing=0.1
         )
@@ -147,10 +141,6 @@ class LocalTrain(core.DummyTrainContext):
     def step(self) -> None:
         """Counts one optimizer step."""
         self.bar.update()
-
-    def restart_clock(self) -> None:
-        """Leaves the time since the last report out of images/s: it went into a validation or a checkpoint."""
-        self.since = time.perf_counter()
 
     def close(self) -> None:
         """Leaves the terminal to others."""
@@ -161,21 +151,14 @@ class LocalTrain(core.DummyTrainContext):
     def report_training_metrics(
         self, steps_completed: int, metrics: dict[str, Any], batch_metrics: list[dict[str, Any]] | None = None
     ) -> None:
-        seconds = time.perf_counter() - self.since
-        images = self._images(steps_completed) - self._images(self.reported)
-        rate = images / max(seconds, 1e-9)
-        self.images += images
-        self.training_seconds += seconds
-        self.reported = steps_completed
-        self._keep("training", steps_completed, {**metrics, "images_per_second": rate})
+        self._keep("training", steps_completed, metrics)
         shown = {"loss": f"{metrics['loss']:.4f}"} if "loss" in metrics else {}
         if "accuracy" in self.validation:
             shown["accuracy"] = f"{self.validation['accuracy']:.4f}"
-        shown["images/s"] = f"{rate:,.0f}"
+        shown["images/s"] = f"{metrics['images_per_second']:,.0f}"
         self.bar.set_description(self._epoch(steps_completed), refresh=False)
         self.bar.set_postfix(shown)
         self._line(steps_completed, "  ".join(f"{name} {value}" for name, value in shown.items()))
-        self.restart_clock()
 
     @override
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
@@ -227,11 +210,6 @@ class LocalTrain(core.DummyTrainContext):
     def _keep(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
         with open(self.output / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"group": group, "steps_completed": steps_completed, **metrics}) + "\n")
-
-    def _images(self, steps: int) -> int:
-        """The images in the first so many steps of the training."""
-        epochs, in_epoch = divmod(steps, self.steps_per_epoch)
-        return epochs * self.images_until[-1] + self.images_until[in_epoch]
 
     def _epoch(self, steps_completed: int) -> str:
         epochs = -(-self.steps // self.steps_per_epoch)

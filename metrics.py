@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,15 +14,64 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 
+class Throughput(pytorch.MetricReducer):
+    """Images trained a second of wall time, over all ranks; validations and checkpoints are left out.
+
+    Determined resets it when training starts or goes on, and reduces it when it reports, after the losses have been
+    fetched: the steps that were only queued on the device count, too.
+    """
+
+    def __init__(self) -> None:
+        self.images = self.seconds = 0.0  # of this run
+        self._validated = 0.0, 0.0  # what they were at the last validation
+        self.reset()
+
+    @override
+    def reset(self) -> None:
+        self._counted, self._since = 0.0, time.perf_counter()
+
+    def update(self, images: float) -> None:
+        """Counts images, of all ranks together."""
+        self._counted += images
+
+    @override
+    def per_slot_reduce(self) -> float:
+        images, seconds = self._counted, time.perf_counter() - self._since
+        self.images, self.seconds = self.images + images, self.seconds + seconds
+        self.reset()
+        return _rate(images, seconds)
+
+    @override
+    def cross_slot_reduce(self, per_slot_metrics: list[float]) -> dict[str, float]:
+        """Gives ``images_per_second``; ranks go in step."""
+        return {"images_per_second": per_slot_metrics[0]}
+
+    def of_run(self) -> float:
+        """The rate of the whole run so far, in images a second."""
+        return _rate(self.images, self.seconds)
+
+    def since_validation(self) -> float:
+        """The rate since this was last asked, in images a second; 0 if nothing was trained."""
+        images, seconds = self._validated
+        self._validated = self.images, self.seconds
+        return _rate(self.images - images, self.seconds - seconds)
+
+
+def _rate(images: float, seconds: float) -> float:
+    return images / max(seconds, 1e-9) if images else 0.0
+
+
 class ClassificationMetrics(pytorch.MetricReducer):
     """Accumulates a confusion matrix and the summed loss on the device, without waiting for it.
 
     Args:
         classes: the class names.
+        throughput: of the training, to be reported with every validation, so that a search can go by it.
     """
 
-    def __init__(self, classes: Sequence[str]) -> None:
+    def __init__(self, classes: Sequence[str], throughput: Throughput | None = None) -> None:
         self.classes = tuple(classes)
+        self.throughput = throughput
         self.reset()
 
     @override
@@ -52,7 +102,7 @@ class ClassificationMetrics(pytorch.MetricReducer):
 
     @override
     def cross_slot_reduce(self, per_slot_metrics: list[tuple[np.ndarray, float]]) -> dict[str, Any]:
-        """Gives ``accuracy``, ``loss``, ``images`` and ``accuracy/<class>``, as plain numbers."""
+        """Gives ``accuracy``, ``loss``, ``images`` and ``accuracy/<class>``, as plain numbers, and the throughput."""
         confusion = np.sum([counts for counts, _ in per_slot_metrics], axis=0)  # (C, C): rows are true classes
         images = int(confusion.sum())
         metrics: dict[str, Any] = {
@@ -62,6 +112,8 @@ class ClassificationMetrics(pytorch.MetricReducer):
         }
         for name, row, right in zip(self.classes, confusion.sum(1), confusion.diagonal(), strict=True):
             metrics[f"accuracy/{name}"] = int(right) / max(int(row), 1)
+        if self.throughput:
+            metrics["images_per_second"] = self.throughput.since_validation()
         return metrics
 
 

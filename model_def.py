@@ -28,7 +28,7 @@ import engine_config
 import weights
 from callbacks import EarlyStopping
 from errors import InvalidInput, nearest
-from metrics import ClassificationMetrics
+from metrics import ClassificationMetrics, Throughput
 from net import Net, NetMoE, layers
 
 MOE_KEYS = ("num_experts", "ep_world_size", "mlp_type", "top_k", "min_capacity", "noisy_gate_policy")
@@ -63,7 +63,9 @@ class CIFARTrial(DeepSpeedTrial):
         )
         self.train_set = data.load(data_config, "train")
         self.test_set = data.load(data_config, "test")
-        self.metrics = context.wrap_reducer(ClassificationMetrics(self.train_set.classes), for_training=False)
+        self.throughput = context.wrap_reducer(Throughput(), for_validation=False)
+        metrics = ClassificationMetrics(self.train_set.classes, self.throughput)
+        self.metrics = context.wrap_reducer(metrics, for_training=False)
 
         with contextlib.redirect_stdout(None):  # DeepSpeed prints its process groups and layers
             model = self._build(ds_config["train_micro_batch_size_per_gpu"])
@@ -150,7 +152,9 @@ class CIFARTrial(DeepSpeedTrial):
         self.step_size = self.train_sampler.step_sizes[batch_idx % len(self.train_sampler.step_sizes)]
         metrics: dict[str, Any] = {"learning_rate": self.model_engine.get_lr()[0]}
         if self.context.use_pipeline_parallel:
+            self.throughput.update(self.step_size)
             return {"loss": self.model_engine.train_batch(batches).detach(), **metrics}
+        self.throughput.update(self.step_size / self._accumulation)
         inputs, labels = next(batches)
         loss = F.cross_entropy(self.model_engine(inputs).float(), labels) * self._share(labels)
         metrics["loss"] = loss.detach()

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import random
+import signal
 import socket
 import sys
 import threading
@@ -89,13 +90,21 @@ def local_processes() -> core.DistributedContext:
 
 @contextlib.contextmanager
 def watching_peers(distributed: core.DistributedContext) -> Iterator[None]:
-    """Ends this process soon after another rank of this host was killed, instead of waiting for it for ever."""
+    """Ends this process soon after another rank of this host was killed, instead of waiting for it for ever.
+
+    Where ``SEARCH_PID`` names the process of a search, its end stops the training as a SIGTERM does.
+    """
+    search = int(os.environ.get("SEARCH_PID", 0))
     here = distributed.allgather((distributed.rank, socket.gethostname(), os.getpid()))
     peers = {pid: rank for rank, host, pid in here if host == socket.gethostname() and pid != os.getpid()}
     done = threading.Event()
 
     def watch() -> None:
+        stopping = False
         while not done.wait(1):
+            if search and not stopping and not _is_alive(search):
+                stopping = True
+                os.kill(os.getpid(), signal.SIGTERM)
             for pid, rank in peers.items():
                 if not _is_alive(pid) and not done.wait(3):  # time for a collective's own error
                     print(f"rank {rank} is gone; --resume latest goes on from the last checkpoint", file=sys.stderr)

@@ -78,6 +78,16 @@ def check(args: argparse.Namespace) -> int:
     if args.slots is not None and args.slots < 1:
         raise InvalidInput(f"--slots: {args.slots}: must be at least 1")
     loaded = experiment.load(args.config, args.overrides)
+    print(json.dumps(resolved(loaded, args.slots or loaded.slots), indent=2))
+    return 0
+
+
+def resolved(loaded: experiment.Experiment, slots: int) -> dict[str, Any]:
+    """The DeepSpeed configuration of an experiment for a number of processes.
+
+    Raises:
+        InvalidInput: with a line for each thing that is wrong with it, or if the data is not there.
+    """
     import processes
 
     from data import DataConfig
@@ -85,10 +95,8 @@ def check(args: argparse.Namespace) -> int:
     from model_def import steps_of
 
     data_config = DataConfig.parse(loaded.config.get("data"))
-    slots = args.slots or (loaded.config.get("resources") or {}).get("slots_per_trial") or 1
     steps = steps_of(loaded.hyperparameters["max_length"], data_config)
-    print(json.dumps(resolve(loaded.hyperparameters, slots, processes.device_type(), steps), indent=2))
-    return 0
+    return resolve(loaded.hyperparameters, slots, processes.device_type(), steps)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,7 +147,7 @@ def summarize(trial: Any, controller: Any, seconds: float) -> dict[str, Any]:
         "zero_stage": trial.model_engine.zero_optimization_stage(),
         "dtype": str(trial.dtype).removeprefix("torch."),
         "seconds": seconds,
-        "images_per_second": controller.local.images / max(controller.local.training_seconds, 1e-9),
+        "images_per_second": trial.throughput.of_run(),
         "validation": summary_of(controller.local.validation, trial.train_set.classes),
         "weights_sha256": weights.sha256(whole),
         "checkpoint": controller.watch.checkpoint,

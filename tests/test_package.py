@@ -24,6 +24,7 @@ DOCUMENTED = {
     "entrypoint": "Entrypoint",
     "scheduling_unit": "Basic Behaviors",
     "max_restarts": "Basic Behaviors",
+    "checkpoint_policy": "Checkpoint Policy",
     "min_validation_period": "Validation Policy",
     "hyperparameters": "Hyperparameters",
     "searcher.name": "Searcher",

@@ -149,7 +149,8 @@ def test_test_mode_is_one_batch_of_everything(train):
 
 def test_check_prints_the_configuration(tmp_path):
     files = [*PROJECT.glob("*.yaml"), *PROJECT.glob("experiments/*.yaml")]
-    rows = {file.stem: ["--config", str(file), "--check", "--slots", "2"] for file in files}
+    single = [file for file in files if not file.stem.startswith("search-")]
+    rows = {file.stem: ["--config", str(file), "--check", "--slots", "2"] for file in single}
     assert {"const", "distributed", "digits"} <= set(rows)
     for name, run in train_many(tmp_path, rows).items():
         assert run.code == 0, run.stderr
