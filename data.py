@@ -26,6 +26,7 @@ from errors import InvalidInput, nearest, one_line
 from host_lock import host_lock
 
 IMAGE_SIZE = 32  # what Net takes, in pixels
+MEAN = STD = [0.5, 0.5, 0.5]  # of what 0 to 255 becomes as 0 to 1, so that inputs are in [-1, 1]
 
 
 @dataclass(frozen=True)
@@ -204,10 +205,16 @@ DATASETS: dict[str, Callable[[DataConfig, str], ImageSet]] = {
 # -------------------------------------------------------------------------------------------------- loaders
 
 
+def as_inputs(images: Tensor) -> Tensor:
+    """Makes inputs (B, 3, H, W) float32 of images (B, 3, H, W) uint8.
+
+    Normalised to [-1, 1], bit for bit as torchvision's ``ToTensor`` and ``Normalize(0.5, 0.5)`` do.
+    """
+    return images.to(torch.float32).div_(255).sub_(MEAN[0]).div_(STD[0])
+
+
 class Batches(Dataset):
     """Images as the network takes them, fetched a whole micro-batch at a time.
-
-    Normalised to [-1, 1], bit for bit as torchvision's ``ToTensor`` and ``Normalize(0.5, 0.5)`` do in float32.
 
     Args:
         source: the images.
@@ -221,8 +228,7 @@ class Batches(Dataset):
 
     def __getitems__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Gives inputs (B, 3, 32, 32) float32 and labels (B,) int64 for indices (B,)."""
-        inputs = self.source.images[indices].to(torch.float32).div_(255).sub_(0.5).div_(0.5)
-        return inputs, self.source.labels[indices]
+        return as_inputs(self.source.images[indices]), self.source.labels[indices]
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         inputs, labels = self.__getitems__(torch.tensor([index]))

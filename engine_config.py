@@ -6,14 +6,11 @@ The three forms of Determined's DeepSpeed usage guide: ``deepspeed_config: FILE`
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import deepspeed
-import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from determined.pytorch.deepspeed import overwrite_deepspeed_config
 
@@ -80,43 +77,6 @@ def resolve(
     if faults:
         raise InvalidInput(faults)
     return config
-
-
-@contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """Turns what DeepSpeed refuses while it builds an engine, beyond the rules here, into ``InvalidInput``."""
-    try:
-        yield
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        NotImplementedError,
-        TypeError,
-        ValueError,
-    ) as error:
-        raise InvalidInput(
-            f"deepspeed_config: DeepSpeed cannot build an engine from it ({one_line(error)}); change what it names"
-        ) from error
-
-
-def engine_dtype(engine: deepspeed.DeepSpeedEngine) -> torch.dtype:
-    """The floating-point type in which an engine wants its inputs."""
-    if engine.bfloat16_enabled():
-        return torch.bfloat16
-    return torch.float16 if engine.fp16_enabled() else torch.float32
-
-
-def scale_loss(engine: deepspeed.DeepSpeedEngine, loss: torch.Tensor) -> torch.Tensor:
-    """Multiplies the loss by fp16's loss scale where the engine's ``backward`` does not.
-
-    Since DeepSpeed 0.18 ``backward`` scales for ZeRO's optimizers only, but without ZeRO, too, ``step`` divides the
-    gradients by the scale: they would be as small as if the learning rate were, and never tested for overflow.
-    """
-    if not (engine.fp16_enabled() and not engine.zero_optimization() and hasattr(engine, "scale")):
-        return loss
-    return loss * engine.optimizer.loss_scale_config.cur_scale
 
 
 def _forms(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -102,6 +102,11 @@ class Experiment:
         return 1 if value is None else int(value)  # Determined's defaults
 
     @property
+    def profiling(self) -> bool:
+        """Whether to profile."""
+        return bool(_section(self.config, "profiling").get("enabled"))
+
+    @property
     def metric(self) -> str:
         """The validation metric by which checkpoints and trials are compared."""
         return str(_section(self.config, "searcher").get("metric") or "accuracy")

@@ -30,18 +30,25 @@ from determined import core, pytorch
 from determined.pytorch import deepspeed as det_ds
 from typing_extensions import override
 
+import net_file
 import resume
+import weights
 from callbacks import LossWatch
 from errors import InvalidInput, TrainingStopped, one_line
 from experiment import Experiment
 from local_checkpoints import LocalCheckpoints
 from local_run import LocalPreempt, LocalTrain
+from tensorboard_log import TensorBoardLog
+
+PROFILED_AFTER, PROFILED_STEPS = 10, 5  # steps that torch's profiler leaves out, and records
 
 
 class TrialContext(det_ds.DeepSpeedTrialContext):
     """Determined's context, on the CPU where there is no GPU."""
 
     output: pathlib.Path  # off a cluster, the run's folder
+    resumed_from = 0  # optimizer steps of the run that this one goes on with
+    _tbd_writer: Any
 
     @override
     def _init_device(self) -> None:
@@ -49,6 +56,15 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
             super()._init_device()
         else:
             self.device = torch.device("cpu")
+
+    @override
+    def get_tensorboard_writer(self) -> Any:
+        if self._tbd_writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # What a killed run had written beyond the checkpoint that this one goes on from is not to be seen again.
+            self._tbd_writer = SummaryWriter(str(self.get_tensorboard_path()), purge_step=self.resumed_from)
+        return self._tbd_writer
 
 
 def on_cluster() -> bool:
@@ -104,7 +120,7 @@ def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path())
             num_gpus=num_gpus,
             exp_conf=experiment.config,
             steps_completed=steps_completed,
-            enable_tensorboard_logging=on_cluster(),
+            enable_tensorboard_logging=False,  # Determined's own writes in every step; see tensorboard_log.py
         )
         context.output = output
         with faults_end_the_trial():
@@ -214,6 +230,7 @@ def fit(
     steps = context.get_initial_batch()
     if latest_checkpoint and not on_cluster():
         steps = context._core.checkpoint.get_metadata(latest_checkpoint)["steps_completed"]
+    context.resumed_from = steps
     controller = TrialController(
         trial_inst=trial,
         context=context,
@@ -230,7 +247,8 @@ def fit(
         local_training=not on_cluster(),
         test_mode=test_mode,
         global_batch_size=batch_size,
-        profiling_enabled=on_cluster() and bool((experiment.config.get("profiling") or {}).get("enabled")),
+        profiling=experiment.profiling,
+        profiling_enabled=on_cluster() and experiment.profiling,
     )
     controller.run()
     return controller
@@ -275,13 +293,15 @@ def stopped(context: TrialContext) -> bool:
 class TrialController(det_ds.DeepSpeedTrialController):
     """Determined's training loop, with periods that mean what they say and no waiting for the device in a step."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, profiling: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.profiling = profiling
         fp16 = self.trial.dtype == torch.float16
         once = self.context.use_pipeline_parallel or self.context._manual_grad_accumulation
         self.micro_batches = 1 if once else self.context.get_num_micro_batches_per_slot()
         self.watch = LossWatch(self.trial.model_engine, self.micro_batches, tolerance=64 if fp16 else 0)
-        self.callbacks: dict[str, pytorch.PyTorchCallback] = {**self.callbacks, "watch": self.watch}
+        board = TensorBoardLog(self.trial, lambda: self.state.batches_trained if self.state else 0, self.is_chief)
+        self.callbacks: dict[str, pytorch.PyTorchCallback] = {**self.callbacks, "watch": self.watch, "board": board}
         self.start_from_batch: int = kwargs["steps_completed"]
 
     @property
@@ -309,13 +329,28 @@ class TrialController(det_ds.DeepSpeedTrialController):
                 self.local.begin(1 if self.test_mode else total, epoch, self.start_from_batch)
             if self.context.get_stop_requested():
                 return  # early stopping had ended the run that this one resumes
-            if not isinstance(preempt, LocalPreempt):
-                return super()._run()
-            with preempt.gracefully(), processes.watching_peers(self.context.distributed):
-                super()._run()
+            with self._profiled():
+                if not isinstance(preempt, LocalPreempt):
+                    return super()._run()
+                with preempt.gracefully(), processes.watching_peers(self.context.distributed):
+                    super()._run()
         finally:
             if self.local:
                 self.local.close()
+
+    @contextlib.contextmanager
+    def _profiled(self) -> Iterator[None]:
+        """Where ``profiling.enabled`` asks for it, records a few steps of the chief with torch's profiler."""
+        if not (self.profiling and self.is_chief):
+            yield
+            return
+        schedule = torch.profiler.schedule(wait=PROFILED_AFTER, warmup=2, active=PROFILED_STEPS, repeat=1)
+        self.context.set_profiler(schedule=schedule)
+        with self.context.profiler as profiler:
+            yield
+        if self.local and profiler.step_num >= PROFILED_AFTER + 2 + PROFILED_STEPS:
+            table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
+            (self.local.output / "profile.txt").write_text(table)
 
     @override
     def _train_with_boundaries(
@@ -364,11 +399,12 @@ class TrialController(det_ds.DeepSpeedTrialController):
     @override
     def _train_batch(self, epoch_idx: int, batch_idx: int) -> list[dict[str, Any]]:
         """One optimizer step. The metrics stay on the device; ``_aggregate_training_metrics`` fetches them together."""
-        if self.context.profiler:
-            return super()._train_batch(epoch_idx=epoch_idx, batch_idx=batch_idx)
         batch = self.trial.train_batch
         try:
-            return [batch(self.training_iterator, epoch_idx, batch_idx) for _ in range(self.micro_batches)]
+            metrics = [batch(self.training_iterator, epoch_idx, batch_idx) for _ in range(self.micro_batches)]
+            if self.context.profiler:
+                self.context.profiler.step()
+            return metrics
         except Exception as error:  # DeepSpeed's for this is a bare Exception
             if "loss scale already at minimum" not in str(error):
                 raise
@@ -381,6 +417,19 @@ class TrialController(det_ds.DeepSpeedTrialController):
         return super()._aggregate_training_metrics(_fetch(training_metrics))
 
     @override
+    def _validate(self) -> dict[str, Any]:
+        metrics = super()._validate()
+        if self.local:
+            self.local.keep_classification(self.trial.metrics, self.trial.test_set.images)
+        return metrics
+
+    @override
+    def _stop_requested(self) -> None:
+        if on_cluster():  # after every report, validation and checkpoint
+            self._upload_tb_files()
+        super()._stop_requested()
+
+    @override
     def _save(self, path: pathlib.Path) -> None:
         here = pathlib.Path.cwd()
         if self.local_training:
@@ -389,8 +438,10 @@ class TrialController(det_ds.DeepSpeedTrialController):
             super()._save(path)
         finally:
             os.chdir(here)
+        whole = weights.consolidate(self.trial.model_engine, self.trial.layer_names)  # with all ranks
         if self.is_chief:
             resume.save_identity(self.trial, path)
+            net_file.write(path / "net.pt", whole, net_file.describe(self.trial, self.state.batches_trained))
 
     @override
     def _load(self, load_path: pathlib.Path) -> None:

@@ -13,6 +13,7 @@ import os
 import pathlib
 import sys
 import warnings
+from collections.abc import Iterable
 
 import joblib
 import numpy as np
@@ -58,6 +59,27 @@ def load(root: pathlib.Path, split: str, image_size: int) -> tuple[torch.Tensor,
     if kept is None:
         raise InvalidInput(f"{cache}: cannot be read back after writing; check the disk")
     return kept["images"], kept["labels"], tuple(classes)
+
+
+def files_of(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
+    """The image files that paths name: a file by itself, a folder by all it holds.
+
+    Raises:
+        InvalidInput: if a path does not exist or a folder holds no image.
+    """
+    files: list[pathlib.Path] = []
+    for path in paths:
+        if not path.exists():
+            raise InvalidInput(f"{path}: no such file or folder; give image files or folders of them")
+        if not path.is_dir():
+            files.append(path)
+            continue
+        held = [each for each in sorted(path.rglob("*")) if each.suffix.lower() in _EXTENSIONS and each.is_file()]
+        held = [each for each in held if not _is_hidden(each.relative_to(path))]
+        if not held:
+            raise InvalidInput(f"{path}: holds no image ({' '.join(_EXTENSIONS)}); give another folder")
+        files += held
+    return files
 
 
 def count(root: pathlib.Path, split: str) -> int:

@@ -95,51 +95,21 @@ class LocalCheckpoints:
         Raises:
             InvalidInput: if there is none such; the line offers the last one that is whole.
         """
-        known = self._known()
+        known = _known(self.folder)
         name = next(iter(known), None) if which == "latest" else which
         if name is None or name not in known:
             found = f"it holds {', '.join(known)}" if known else "it holds no checkpoint"
             raise InvalidInput(f"--resume: {which}: not found in {self.folder}; {found}")
-        damage = self._damage(name)
+        damage = _damage(self.folder / name)
         if damage is None:
             return name
-        whole = next((other for other in known if self._damage(other) is None), None)
+        whole = next((other for other in known if _damage(self.folder / other) is None), None)
         step = known[whole]["steps_completed"] if whole else 0
         mend = f"the last whole one is --resume {whole} (step {step})" if whole else "there is no other whole one"
         raise InvalidInput(f"--resume: {which}: {self.folder / name / damage}; {mend}")
 
-    def _known(self) -> dict[str, dict[str, Any]]:
-        """The metadata of every checkpoint, the latest first."""
-        found = {}
-        for path in self.folder.glob(f"*/{_METADATA}"):
-            if not path.parent.name.startswith(_PARTIAL):
-                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                    metadata = json.loads(path.read_text())
-                    time_written = metadata.get("time", path.stat().st_mtime_ns)
-                    found[path.parent.name] = {**metadata, "time": time_written}
-        return dict(sorted(found.items(), key=lambda item: item[1]["time"], reverse=True))
-
-    def _damage(self, name: str) -> str | None:
-        """What is wrong with a checkpoint, beginning with the file's name; None if nothing is."""
-        folder = self.folder / name
-        wanted = self.get_metadata(name).get("files")
-        if wanted is None:  # downloaded from a cluster, which keeps no digests
-            return None
-        held = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {_METADATA}
-        for file in sorted(held | wanted.keys()):
-            if file not in held:
-                return f"{file}: is missing"
-            if file not in wanted:
-                return f"{file}: does not belong to this checkpoint"
-            size, digest = wanted[file]
-            if (folder / file).stat().st_size < size:
-                return f"{file}: is truncated"
-            if _sha256(folder / file) != digest:
-                return f"{file}: is not what was written"
-        return None
-
     def _prune(self) -> None:
-        known = self._known()
+        known = _known(self.folder)
         scores = {name: self._score(metadata["steps_completed"]) for name, metadata in known.items()}
         judged = [name for name in reversed(known) if scores[name] is not None]  # of equals, the earlier is kept
         best = sorted(judged, key=lambda name: scores[name] or 0, reverse=True)
@@ -150,11 +120,85 @@ class LocalCheckpoints:
             shutil.rmtree(partial, ignore_errors=True)
 
     def _whole(self) -> str:
-        known = self._known()
+        known = _known(self.folder)
         if not known:
             return "no checkpoint was saved before"
         name, metadata = next(iter(known.items()))
         return f"the last whole one is {name} (step {metadata['steps_completed']})"
+
+
+def locate(source: pathlib.Path, which: str = "latest") -> pathlib.Path:
+    """Gives the folder of a whole checkpoint.
+
+    Args:
+        source: a run's folder, or a checkpoint's own, which may have been downloaded from a cluster.
+        which: of a run: ``latest``, ``best`` (by the metric of its experiment) or a UUID.
+
+    Raises:
+        InvalidInput: if there is none, or a file of it is missing, damaged or does not belong to it.
+    """
+    if (source / _METADATA).exists() and (source / "net.pt").exists():
+        folder = source
+    elif (source / "checkpoints").is_dir():
+        known = _known(source / "checkpoints")
+        name = _best(source, known) if which == "best" else next(iter(known), None) if which == "latest" else which
+        if name not in known:
+            found = f"it holds {', '.join(known)}" if known else "it holds no checkpoint"
+            raise InvalidInput(f"--checkpoint: {which}: not found in {source}; {found}")
+        folder = source / "checkpoints" / str(name)
+    else:
+        mend = "give the folder of a run of train.py or of a checkpoint"
+        raise InvalidInput(f"{source}: {'holds no checkpoint' if source.is_dir() else 'no such folder'}; {mend}")
+    if damage := _damage(folder):
+        raise InvalidInput(f"{folder / damage}; export another checkpoint")
+    return folder
+
+
+def _best(run: pathlib.Path, known: dict[str, dict[str, Any]]) -> str | None:
+    """The checkpoint of the best validation; of equals, the earlier."""
+    try:
+        searcher = json.loads((run / "run.json").read_text())["config"].get("searcher") or {}
+        entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    except (OSError, ValueError, KeyError) as error:
+        raise InvalidInput(f"--checkpoint: best: {run}: its validations cannot be read ({one_line(error)})") from error
+    metric, sign = searcher.get("metric", "accuracy"), -1 if searcher.get("smaller_is_better", True) else 1
+    scores = {each["steps_completed"]: sign * each[metric] for each in entries if each["group"] == "validation"}
+    judged = [name for name in reversed(known) if known[name]["steps_completed"] in scores]
+    return max(judged, key=lambda name: scores[known[name]["steps_completed"]], default=None)
+
+
+def _known(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """The metadata of every checkpoint in a folder of them, the latest first."""
+    found = {}
+    for path in folder.glob(f"*/{_METADATA}"):
+        if not path.parent.name.startswith(_PARTIAL):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                metadata = json.loads(path.read_text())
+                time_written = metadata.get("time", path.stat().st_mtime_ns)
+                found[path.parent.name] = {**metadata, "time": time_written}
+    return dict(sorted(found.items(), key=lambda item: item[1]["time"], reverse=True))
+
+
+def _damage(folder: pathlib.Path) -> str | None:
+    """What is wrong with a checkpoint, beginning with the file's name; None if nothing is."""
+    try:
+        wanted = json.loads((folder / _METADATA).read_text()).get("files")
+    except (OSError, ValueError, AttributeError) as error:
+        return f"{_METADATA}: cannot be read ({one_line(error)})"
+    if wanted is None:  # downloaded from a cluster, which keeps no digests
+        return None
+    held = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {_METADATA}
+    for file in sorted(held | wanted.keys()):
+        if file not in held:
+            return f"{file}: is missing"
+        if file not in wanted:
+            return f"{file}: does not belong to this checkpoint"
+        size, digest = wanted[file]
+        if (folder / file).stat().st_size < size:
+            return f"{file}: is truncated"
+        if _sha256(folder / file) != digest:
+            return f"{file}: is not what was written"
+    return None
 
 
 def _describe(folder: pathlib.Path) -> dict[str, tuple[int, str]]:

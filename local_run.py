@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
 import os
 import pathlib
@@ -14,8 +16,11 @@ from typing import Any, TextIO
 
 import torch
 from determined import core
+from PIL import Image
 from tqdm import tqdm
 from typing_extensions import override
+
+from metrics import ClassificationMetrics
 
 
 class LocalPreempt(core.DummyPreemptContext):
@@ -153,6 +158,8 @@ class LocalTrain(core.DummyTrainContext):
     ) -> None:
         self._keep("training", steps_completed, metrics)
         shown = {"loss": f"{metrics['loss']:.4f}"} if "loss" in metrics else {}
+        if "learning_rate" in metrics:
+            shown["lr"] = f"{metrics['learning_rate']:.2g}"
         if "accuracy" in self.validation:
             shown["accuracy"] = f"{self.validation['accuracy']:.4f}"
         shown["images/s"] = f"{metrics['images_per_second']:,.0f}"
@@ -166,6 +173,21 @@ class LocalTrain(core.DummyTrainContext):
         self._keep("validation", steps_completed, metrics)
         shown = "  ".join(f"{k} {metrics[k]:.4f}" for k in ("accuracy", "loss") if k in metrics)
         self._line(steps_completed, f"validation  {shown}  images {metrics.get('images', 0):,}", always=True)
+
+    def keep_classification(self, reducer: ClassificationMetrics, images: torch.Tensor) -> None:
+        """Keeps which classes were taken for which, and the hardest mistakes with their pictures, for the report.
+
+        Args:
+            reducer: of the validation.
+            images: uint8 (N, 3, H, W), the validated ones.
+        """
+        mistakes = []
+        for mistake in reducer.mistakes:
+            png = io.BytesIO()
+            Image.fromarray(images[mistake["image"]].permute(1, 2, 0).numpy()).save(png, "png")
+            mistakes.append({**mistake, "png": base64.b64encode(png.getvalue()).decode()})
+        kept = {"classes": reducer.classes, "confusion": reducer.confusion.tolist(), "mistakes": mistakes}
+        (self.output / "classification.json").write_text(json.dumps(kept))
 
     @override
     def get_experiment_best_validation(self) -> float | None:

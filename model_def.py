@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 import data
 import engine_config
+import engines
 import weights
 from callbacks import EarlyStopping
 from errors import InvalidInput, nearest
@@ -52,9 +53,9 @@ class CIFARTrial(DeepSpeedTrial):
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
         self.args = AttrDict(context.get_hparams())
-        config = experiment_config(context)
-        self.seed = int(config.get("reproducibility", {}).get("experiment_seed") or 0)
-        data_config = data.DataConfig.parse(config.get("data"))
+        self.config = experiment_config(context)
+        self.seed = int(self.config.get("reproducibility", {}).get("experiment_seed") or 0)
+        data_config = data.DataConfig.parse(self.config.get("data"))
         ds_config = engine_config.resolve(
             context.get_hparams(),
             context.distributed.size,
@@ -73,10 +74,11 @@ class CIFARTrial(DeepSpeedTrial):
             if self.args.get("moe") and self.args.get("moe_param_group", True):
                 grouped = {"params": list(parameters), "name": "parameters"}
                 parameters = split_params_into_different_moe_groups_for_optimizer(grouped)
-            with engine_config.refusals():
+            with engines.refusals():
                 engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
+        engines.keep_gradient_norm(engine)
         self.model_engine = context.wrap_model_engine(engine)
-        self.dtype = engine_config.engine_dtype(engine)
+        self.dtype = engines.engine_dtype(engine)
         self.train_sampler = self._sampler(self.train_set, engine.train_batch_size(), self._accumulation, self.seed)
 
     def _build(self, micro_batch: int) -> nn.Module:
@@ -125,7 +127,10 @@ class CIFARTrial(DeepSpeedTrial):
         micro_batch = max(2, self.model_engine.train_micro_batch_size_per_gpu())  # two can always be shared out
         accumulation = self._accumulation if self.context.use_pipeline_parallel else 1
         batch_size = micro_batch * accumulation * self.model_engine.dp_world_size
-        return data.data_loader(self.test_set, self._sampler(self.test_set, batch_size, accumulation))
+        sampler = self._sampler(self.test_set, batch_size, accumulation)
+        mine = list(sampler)[engines.data_rank(self.model_engine) :: self.model_engine.dp_world_size]
+        self.metrics.order = torch.cat(mine)
+        return data.data_loader(self.test_set, sampler)
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
         """Early stopping, where it is asked for."""
@@ -162,7 +167,7 @@ class CIFARTrial(DeepSpeedTrial):
             balance = self.model_engine.module.load_balancing_loss
             metrics["load_balancing_loss"] = balance.detach()
             loss = loss + self.args.get("moe_loss_coefficient", MOE_LOSS_COEFFICIENT) * balance
-        self.model_engine.backward(engine_config.scale_loss(self.model_engine, loss))
+        self.model_engine.backward(engines.scale_loss(self.model_engine, loss))
         self.model_engine.step()  # steps the optimizer when enough micro-batches have come
         return metrics
 

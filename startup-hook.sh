@@ -7,6 +7,7 @@ NEEDED = {
     "attrdict": "attrdict3==2.0.2",
     "sklearn": "scikit-learn>=1.4",
     "joblib": "joblib>=1.3",
+    "matplotlib": "matplotlib>=3.7",
     "filelock": "filelock>=3.12",
     "tqdm": "tqdm>=4.65",
     "tensorboard": "tensorboard>=2.15",

@@ -7,6 +7,7 @@
 
     another value:     --set data.dataset=digits --set hyperparameters.overwrite_deepspeed_args.optimizer.params.lr=0.01
     one batch:         --test
+    look at steps:     --profile            (OUTPUT/profile.txt, and a trace in OUTPUT/tensorboard)
     only check:        --check [--slots N]     (prints the DeepSpeed configuration that would be used)
 
 The run's folder (--output) holds summary.json, metrics.jsonl, the checkpoints, and net.pt: the trained weights as a
@@ -43,6 +44,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", metavar="FOLDER", help="the run's folder (runs/<config>-<time>)")
     parser.add_argument("--test", action="store_true", help="train, validate and save one batch")
     parser.add_argument("--check", action="store_true", help="check, print the DeepSpeed configuration, train nothing")
+    parser.add_argument("--profile", action="store_true", help="record a few steps with torch's profiler")
     parser.add_argument("--slots", type=int, metavar="N", help="with --check: for N processes")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher
     return parser.parse_args(argv)
@@ -101,7 +103,8 @@ def resolved(loaded: experiment.Experiment, slots: int) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, and off a cluster writes the summary and prints the accuracy."""
-    loaded = experiment.from_cluster() or experiment.load(args.config, args.overrides)
+    profile = ["profiling.enabled=true"] if args.profile else []
+    loaded = experiment.from_cluster() or experiment.load(args.config, [*args.overrides, *profile])
     import harness
     from model_def import CIFARTrial
 
@@ -113,6 +116,11 @@ def run(args: argparse.Namespace) -> int:
     with harness.trial_context(loaded, output) as context:
         checkpoint = harness.checkpoint_to_resume(context, args.resume)
         trial = CIFARTrial(context)
+        if context.distributed.rank == 0 and not harness.on_cluster():
+            import machine
+
+            described = {"config": loaded.config, "command": sys.argv, "machine": machine.describe()}
+            (context.output / "run.json").write_text(json.dumps(described, indent=2, default=str) + "\n")
         started = time.perf_counter()
         controller = harness.fit(trial, context, loaded, checkpoint, args.test)
         if harness.stopped(context):
@@ -131,17 +139,17 @@ def summarize(trial: Any, controller: Any, seconds: float) -> dict[str, Any]:
 
     Every rank has to call it, for the weights are gathered from all of them.
     """
-    import torch
-
+    import net_file
     import weights
     from metrics import summary_of
 
     whole = weights.consolidate(trial.model_engine, trial.layer_names)
     if not controller.local:
         return {}
-    torch.save(whole, controller.context.output / "net.pt")
+    steps = controller.state.batches_trained
+    net_file.write(controller.context.output / "net.pt", whole, net_file.describe(trial, steps))
     return {
-        "steps": controller.state.batches_trained,
+        "steps": steps,
         "epochs": controller.state.epochs_trained,
         "world_size": controller.context.distributed.size,
         "zero_stage": trial.model_engine.zero_optimization_stage(),

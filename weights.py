@@ -96,13 +96,23 @@ def load_into(module: nn.Module, path: str) -> None:
     Raises:
         InvalidInput: if the file cannot be read, or holds the weights of another network.
     """
+    put_into(module, read(path), path)
+
+
+def read(path: str) -> dict[str, Tensor]:
+    """Reads a ``state_dict``; raises as ``load_into`` does."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise InvalidInput(f"weights: {path}: not a readable state_dict ({one_line(error)}); give a net.pt") from error
-    wanted = module.state_dict()
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise InvalidInput(f"weights: {path}: holds no state_dict; give a net.pt")
+    return dict(found)
+
+
+def put_into(module: nn.Module, found: Mapping[str, Tensor], path: str) -> None:
+    """Puts weights into a network; ``path`` names them in an error line. Raises as ``load_into`` does."""
+    wanted = module.state_dict()
     for name in sorted(wanted.keys() | found.keys()):
         here = tuple(found[name].shape) if name in found else "none"
         there = tuple(wanted[name].shape) if name in wanted else "none"

@@ -1,0 +1,174 @@
+"""Uses what a run has left: takes the trained network out, classifies images with it, judges it, and reports.
+
+    a file for plain PyTorch:  python3 checkpoint.py export RUN_OR_CHECKPOINT net.pt [--format pt|safetensors|onnx]
+    classify images:           python3 checkpoint.py predict net.pt IMAGE_OR_FOLDER... [--json]
+    validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
+    look at runs:              python3 checkpoint.py report RUN [RUN...] [--output report.html]
+
+RUN is the folder of a run of train.py; a checkpoint is a folder in its checkpoints/, or one that
+`det checkpoint download` has written. It may be of any mode and any number of processes.
+Exit codes: 0 done, 2 a path or value that cannot be used, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from errors import InvalidInput, one_line
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+BATCH = 500  # images classified at a time
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="export|predict|evaluate|report")
+
+    one = commands.add_parser("export", help="write a network that plain PyTorch loads")
+    one.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=pathlib.Path)
+    one.add_argument("target", metavar="FILE", type=pathlib.Path)
+    one.add_argument("--format", choices=("pt", "safetensors", "onnx"), help="(by FILE's ending, else pt)")
+    one.add_argument("--checkpoint", default="latest", metavar="latest|best|UUID", help="of a run (%(default)s)")
+
+    one = commands.add_parser("predict", help="classify image files")
+    one.add_argument("net", metavar="NET", type=pathlib.Path)
+    one.add_argument("images", metavar="IMAGE_OR_FOLDER", nargs="+", type=pathlib.Path)
+    one.add_argument("--json", action="store_true", help="print a JSON list with the probability of every class")
+
+    one = commands.add_parser("evaluate", help="validate a network")
+    one.add_argument("net", metavar="NET", type=pathlib.Path)
+    one.add_argument("--config", default="const.yaml", metavar="FILE", help="experiment file (%(default)s)")
+    one.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", dest="overrides", help="replace it")
+    one.add_argument("--json", action="store_true", help="print the validation as in summary.json")
+
+    one = commands.add_parser("report", help="write a page about one run or several")
+    one.add_argument("runs", metavar="RUN", nargs="+", type=pathlib.Path)
+    one.add_argument("--output", metavar="FILE", type=pathlib.Path, help="(report.html in the first run's folder)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Does what the command line says and gives the exit code."""
+    args = parse(argv)
+    try:
+        {"export": export, "predict": predict, "evaluate": evaluate, "report": report}[args.command](args)
+    except InvalidInput as error:
+        for fault in error.faults:
+            print(f"checkpoint.py: {fault}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"checkpoint.py: cannot be written ({one_line(error)}); mend that", file=sys.stderr)
+        return 1
+    return 0
+
+
+def export(args: argparse.Namespace) -> None:
+    """Writes a checkpoint's network as a file of its own, with its JSON file beside it."""
+    import local_checkpoints
+    import net_file
+    import weights
+
+    form = args.format or {".safetensors": "safetensors", ".onnx": "onnx"}.get(args.target.suffix, "pt")
+    if args.target.suffix == ".json" or args.target.is_dir():
+        raise InvalidInput(f"{args.target}: must be the name of a file that does not end in .json, e.g. net.pt")
+    folder = local_checkpoints.locate(args.source, args.checkpoint)
+    whole = folder / "net.pt"
+    state = weights.read(str(whole))
+    description = net_file.read_description(whole)
+    net_file.build(description, state, str(whole))  # raises where they do not go together
+    description["provenance"].update(checkpoint=folder.name, weights_sha256=weights.sha256(dict(sorted(state.items()))))
+    args.target.parent.mkdir(parents=True, exist_ok=True)
+    net_file.write(args.target, state, description, form)
+    steps = description["provenance"]["steps"]
+    print(f"{args.target}, {net_file.beside(args.target)}: checkpoint {folder.name}, {steps:,} steps")
+
+
+def predict(args: argparse.Namespace) -> None:
+    """Prints the class of every image, and how sure the network is of it."""
+    import torch
+
+    import image_folder
+    import net_file
+
+    net, description = net_file.read(args.net)
+    files = image_folder.files_of(args.images)
+    size = description["input"]["height"]
+    images = torch.stack([torch.from_numpy(image_folder.decode_image(file, size).copy()) for file in files])
+    probabilities = torch.cat([logits.softmax(1) for logits in classify(net, description, images)])
+    classes = description["classes"]
+    if args.json:
+        rows = [
+            {"image": str(file), "class": classes[int(row.argmax())], "probability": float(row.max()),
+             "probabilities": dict(zip(classes, row.tolist(), strict=True))}
+            for file, row in zip(files, probabilities, strict=True)
+        ]  # fmt: skip
+        print(json.dumps(rows, indent=2))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("image", "class", "probability", "next", box=box.SIMPLE_HEAD)
+    for file, row in zip(files, probabilities, strict=True):
+        (first, second), (best, next_best) = row.topk(2)
+        table.add_row(str(file), classes[int(best)], f"{first:.1%}", f"{classes[int(next_best)]} {second:.1%}")
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def evaluate(args: argparse.Namespace) -> None:
+    """Validates a network on the experiment's test images, as the trial does."""
+    import data
+    import experiment
+    import net_file
+    from metrics import ClassificationMetrics, summary_of
+
+    net, description = net_file.read(args.net)
+    config = experiment.read(args.config, args.overrides)
+    source = data.load(data.DataConfig.parse(config.get("data")), "test")
+    if list(source.classes) != description["classes"]:
+        shown = ", ".join(source.classes[:12])
+        raise InvalidInput(f"data: {args.config}: its classes ({shown}) are not those of {args.net}; give its own data")
+    metrics = ClassificationMetrics(source.classes)
+    for logits, labels in zip(classify(net, description, source.images), source.labels.split(BATCH), strict=True):
+        metrics.update(logits, labels)
+    validation = summary_of(metrics.cross_slot_reduce([metrics.per_slot_reduce()]), source.classes)
+    if args.json:
+        print(json.dumps(validation, indent=2))
+        return
+    for name, accuracy in validation["per_class_accuracy"].items():
+        print(f"{name:>20}  {accuracy:.4f}")
+    print(f"loss {validation['loss']:.4f}  images {validation['images']:,}")
+    print(f"accuracy {validation['accuracy']:.4f}")
+
+
+def classify(net: nn.Module, description: dict[str, Any], images: Tensor) -> list[Tensor]:
+    """Gives float32 logits (B, C) for uint8 images (N, 3, H, W), batch by batch, in the dtype of the validation."""
+    import torch
+
+    import data
+
+    dtype = getattr(torch, description["dtype"])
+    net = net.to(dtype)
+    with torch.no_grad():
+        return [net(data.as_inputs(batch).to(dtype)).float() for batch in images.split(BATCH)]
+
+
+def report(args: argparse.Namespace) -> None:
+    """Writes one page about runs."""
+    import run_report
+
+    target = args.output or args.runs[0] / "report.html"
+    run_report.write(args.runs, target)
+    print(target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

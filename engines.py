@@ -1,0 +1,74 @@
+"""What a DeepSpeed engine has to be asked, told and helped with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import deepspeed
+import torch
+from deepspeed.runtime.utils import clip_grad_norm_
+
+from errors import InvalidInput, one_line
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Turns what DeepSpeed refuses while it builds an engine, beyond the rules here, into ``InvalidInput``."""
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+    ) as error:
+        raise InvalidInput(
+            f"deepspeed_config: DeepSpeed cannot build an engine from it ({one_line(error)}); change what it names"
+        ) from error
+
+
+def engine_dtype(engine: deepspeed.DeepSpeedEngine) -> torch.dtype:
+    """The floating-point type in which an engine wants its inputs."""
+    if engine.bfloat16_enabled():
+        return torch.bfloat16
+    return torch.float16 if engine.fp16_enabled() else torch.float32
+
+
+def scale_loss(engine: deepspeed.DeepSpeedEngine, loss: torch.Tensor) -> torch.Tensor:
+    """Multiplies the loss by fp16's loss scale where the engine's ``backward`` does not.
+
+    Since DeepSpeed 0.18 ``backward`` scales for ZeRO's optimizers only, but without ZeRO, too, ``step`` divides the
+    gradients by the scale: they would be as small as if the learning rate were, and never tested for overflow.
+    """
+    if not (engine.fp16_enabled() and not engine.zero_optimization() and hasattr(engine, "scale")):
+        return loss
+    return loss * engine.optimizer.loss_scale_config.cur_scale
+
+
+def keep_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Has ``engine.get_global_grad_norm()`` answer without ZeRO in fp32, too, where the engine clips and forgets it."""
+
+    def clip_fp32_gradients() -> None:
+        engine._global_grad_norm = clip_grad_norm_(
+            parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
+        )
+
+    engine.clip_fp32_gradients = clip_fp32_gradients
+
+
+def loss_scale(engine: deepspeed.DeepSpeedEngine) -> float:
+    """By what fp16's losses are multiplied; 1 in other precisions."""
+    if not engine.fp16_enabled():
+        return 1.0
+    config = getattr(engine.optimizer, "loss_scale_config", None)
+    return float(config.cur_scale if config else engine.optimizer.loss_scale)
+
+
+def data_rank(engine: deepspeed.DeepSpeedEngine) -> int:
+    """Which share of the data this rank gets; all stages of a pipeline get the same."""
+    grid = getattr(engine, "grid", None)
+    return grid.get_data_parallel_rank() if grid else torch.distributed.get_rank()
