@@ -1,25 +1,27 @@
-"""Creates an experiment on a cluster, waits for it, and downloads its best checkpoint.
+"""Creates an experiment on a cluster, waits for it, and takes the network of its best checkpoint out.
 
-    DET_MASTER=https://master:8080 python3 examples/best_checkpoint.py const.yaml
+    DET_MASTER=http://localhost:8080 python3 examples/best_checkpoint.py const.yaml     (in the project's folder)
 
 Source: https://docs.determined.ai/latest/reference/python-sdk.html
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 from determined.experimental import client
 
 
 def main(config: str) -> None:
-    """Prints where the best checkpoint of the experiment came to lie."""
+    """Leaves the network in ``net.pt``, for plain PyTorch."""
     experiment = client.create_experiment(config=config, model_dir=".")
     print(f"experiment {experiment.id}")
     if experiment.wait() != client.ExperimentState.COMPLETED:
         sys.exit(f"experiment {experiment.id} did not complete; see: det experiment logs {experiment.id}")
     checkpoint = experiment.list_checkpoints(max_results=1)[0]  # best first, by the searcher's metric
-    print(checkpoint.download(f"checkpoints/{checkpoint.uuid}"))
+    folder = checkpoint.download(f"checkpoints/{checkpoint.uuid}")
+    subprocess.run([sys.executable, "checkpoint.py", "export", folder, "net.pt"], check=True)
 
 
 if __name__ == "__main__":

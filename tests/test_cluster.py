@@ -14,6 +14,7 @@ from determined import _info
 from determined.common import util
 from master import Master
 
+import checkpoint
 import engine_config
 import experiment
 import harness
@@ -143,8 +144,17 @@ def test_a_trial_on_a_cluster(tmp_path, slots):
     assert progress[-1] == 1 and progress == sorted(progress)
     saved = master.bodies("/checkpoints")[-1]
     assert saved["metadata"]["steps_completed"] == 90
-    files = {f"det_state_dict_rank{rank}.pth" for rank in range(slots)} | {"trial_state.pkl", "identity.json", "code/"}
+    files = {f"det_state_dict_rank{rank}.pth" for rank in range(slots)} | {
+        "trial_state.pkl",
+        "net.pt",
+        "net.json",
+        "code/",
+    }
     assert files <= set(saved["resources"])
+    stored = tmp_path / "straight/shared/checkpoints" / saved["uuid"]  # as `det checkpoint download` gives it
+    assert checkpoint.main(["export", str(stored), str(tmp_path / "net.pt")]) == 0
+    assert json.loads((tmp_path / "net.json").read_text())["provenance"]["steps"] == 90
+    assert any("tfevents" in str(path) for path in (tmp_path / "straight/shared").rglob("*"))
     assert "Reported checkpoint" in straight.stderr + straight.stdout
     assert "[rank=1] INFO" not in straight.stderr + straight.stdout
     if slots == 1:
