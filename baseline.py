@@ -203,8 +203,8 @@ def batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's micro-batches of one epoch, as the trial's ranks see them."""
     mine = [indices for i, indices in enumerate(sampler) if i % world_size == rank]
-    for inputs, labels in DataLoader(data.Batches(source), batch_sampler=mine, collate_fn=data.as_fetched):
-        yield inputs.to(device), labels.to(device)
+    for images, labels in DataLoader(data.Batches(source), batch_sampler=mine, collate_fn=data.as_fetched):
+        yield data.as_inputs(images.to(device)), labels.to(device)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ in ``image_folder.py``.
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import os
 import pathlib
@@ -21,11 +22,14 @@ from determined import pytorch
 from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset
 
+import image_cache
 import image_folder
+from augment import Augmentation, Augmenter
 from errors import InvalidInput, nearest, one_line
 from host_lock import host_lock
 
 IMAGE_SIZE = 32  # what Net takes, in pixels
+DEVICES = ("auto", "cpu", "cuda")
 MEAN = STD = [0.5, 0.5, 0.5]  # of what 0 to 255 becomes as 0 to 1, so that inputs are in [-1, 1]
 
 
@@ -46,6 +50,10 @@ class ImageSet:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def to(self, device: torch.device) -> ImageSet:
+        """The same set in a device's memory."""
+        return ImageSet(self.images.to(device), self.labels.to(device), self.classes)
+
 
 # ------------------------------------------------------------------------------------------------- datasets
 
@@ -59,12 +67,16 @@ class DataConfig:
         root: the folder that holds the dataset (``digits`` needs none).
         download: whether ``cifar10`` may be downloaded when ``root`` lacks it.
         image_size: height and width of the images in pixels; ``Net`` takes 32.
+        device: where the decoded images are kept: ``cpu``, ``cuda``, or ``auto``, a GPU's memory if they fit in half.
+        augment: random changes of training images; see ``augment.py``.
     """
 
     dataset: str = "cifar10"
     root: str = "data"
     download: bool = True
     image_size: int = IMAGE_SIZE
+    device: str = "auto"
+    augment: Augmentation = dataclasses.field(default_factory=Augmentation)
 
     @classmethod
     def parse(cls, section: Mapping[str, Any] | None) -> DataConfig:
@@ -89,9 +101,26 @@ class DataConfig:
             faults.append(f"data.download: {parsed.download!r}: must be true or false")
         if type(parsed.image_size) is not int or parsed.image_size != IMAGE_SIZE:
             faults.append(f"data.image_size: {parsed.image_size!r}: Net takes {IMAGE_SIZE}; use {IMAGE_SIZE}")
+        if parsed.device not in DEVICES:
+            faults.append(f"data.device: {parsed.device!r}: must be one of {', '.join(DEVICES)}")
+        elif parsed.device == "cuda" and not torch.cuda.is_available():
+            faults.append("data.device: 'cuda': this machine has no GPU; use auto")
+        augmentation = Augmentation()
+        try:
+            augmentation = Augmentation.parse(section.get("augment"), IMAGE_SIZE)
+        except InvalidInput as error:
+            faults += error.faults
         if faults:
             raise InvalidInput(faults)
-        return parsed
+        return dataclasses.replace(parsed, augment=augmentation)
+
+
+def placed(source: ImageSet, config: DataConfig, device: torch.device) -> ImageSet:
+    """The set where ``data.device`` wants it: in the memory of the device that trains, or in the host's."""
+    if device.type == "cpu" or config.device == "cpu":
+        return source
+    fits = source.images.nbytes < torch.cuda.mem_get_info(device)[0] / 2
+    return source.to(device) if fits or config.device == "cuda" else source
 
 
 def load(config: DataConfig, split: str) -> ImageSet:
@@ -131,18 +160,30 @@ def _cifar10(config: DataConfig, split: str) -> ImageSet:
     However many ranks or trials of a host start at once, one downloads and the others wait for it.
     """
     root = pathlib.Path(config.root)
-    with host_lock(root, "cifar10"):
-        dataset = _cifar10_on_disk(root, split)
-        if dataset is None:
-            _fetch_cifar10(root, config.download)
+    with host_lock(root, "cifar10") as folder:
+        cache = folder / f".cifar10-{split}.pt"
+        kept = image_cache.read(cache, _cifar10_fingerprint(root))
+        if kept is None:
             dataset = _cifar10_on_disk(root, split)
-    if dataset is None:
-        raise InvalidInput(f"data.root: {root}: {_CIFAR.base_folder} is damaged again after unpacking; check the disk")
-    images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
-    return ImageSet(images, torch.tensor(dataset.targets), tuple(dataset.classes))
+            if dataset is None:
+                _fetch_cifar10(root, config.download)
+                dataset = _cifar10_on_disk(root, split)
+            if dataset is None:
+                what = f"{_CIFAR.base_folder} is damaged again after unpacking"
+                raise InvalidInput(f"data.root: {root}: {what}; check the disk")
+            images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
+            labels = torch.tensor(dataset.targets)
+            kept = image_cache.write(cache, _cifar10_fingerprint(root), images, labels, dataset.classes)
+    return ImageSet(kept["images"], kept["labels"], tuple(kept["classes"]))
 
 
 _CIFAR = torchvision.datasets.CIFAR10
+
+
+def _cifar10_fingerprint(root: pathlib.Path) -> str:
+    """Changes whenever a file of the dataset does; what torchvision has checked once is not read again."""
+    files = sorted((root / _CIFAR.base_folder).glob("*"))
+    return repr([(each.name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for each in files for s in [each.stat()]])
 
 
 def _cifar10_on_disk(root: pathlib.Path, split: str) -> torchvision.datasets.CIFAR10 | None:
@@ -206,7 +247,7 @@ DATASETS: dict[str, Callable[[DataConfig, str], ImageSet]] = {
 
 
 def as_inputs(images: Tensor) -> Tensor:
-    """Makes inputs (B, 3, H, W) float32 of images (B, 3, H, W) uint8.
+    """Makes inputs (B, 3, H, W) float32 of images (B, 3, H, W) uint8, on whichever device they are.
 
     Normalised to [-1, 1], bit for bit as torchvision's ``ToTensor`` and ``Normalize(0.5, 0.5)`` do.
     """
@@ -214,25 +255,33 @@ def as_inputs(images: Tensor) -> Tensor:
 
 
 class Batches(Dataset):
-    """Images as the network takes them, fetched a whole micro-batch at a time.
+    """Images fetched a whole micro-batch at a time, from wherever they are kept.
 
     Args:
         source: the images.
+        sampler: whose epoch the augmentation is for.
+        augmenter: of training images.
     """
 
-    def __init__(self, source: ImageSet) -> None:
-        self.source = source
+    def __init__(
+        self, source: ImageSet, sampler: MicroBatchSampler | None = None, augmenter: Augmenter | None = None
+    ) -> None:
+        self.source, self.sampler, self.augmenter = source, sampler, augmenter
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitems__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives inputs (B, 3, 32, 32) float32 and labels (B,) int64 for indices (B,)."""
-        return as_inputs(self.source.images[indices]), self.source.labels[indices]
+        """Gives images (B, 3, 32, 32) uint8 and labels (B,) int64 for indices (B,) int64."""
+        indices = indices.to(self.source.images.device, non_blocking=True)
+        images, labels = self.source.images.index_select(0, indices), self.source.labels.index_select(0, indices)
+        if self.augmenter and self.sampler:
+            images = self.augmenter(images, indices, self.sampler.begun - 1)
+        return images, labels
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        inputs, labels = self.__getitems__(torch.tensor([index]))
-        return inputs[0], labels[0]
+        images, labels = self.__getitems__(torch.tensor([index]))
+        return images[0], labels[0]
 
 
 class MicroBatchSampler(BatchSampler):
@@ -256,7 +305,7 @@ class MicroBatchSampler(BatchSampler):
 
     def __init__(self, size: int, batch_size: int, parts: int, seed: int | None = None) -> None:
         self.size, self.parts, self.seed = size, parts, seed
-        self.epoch = 0
+        self.epoch = self.begun = 0
         self.step_sizes = step_sizes(size, batch_size, parts)
 
     def __len__(self) -> int:
@@ -275,6 +324,7 @@ class MicroBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[Any]:
         order = self.order(self.epoch)[: sum(self.step_sizes)]
         self.epoch += 1
+        self.begun = self.epoch
         for step in order.split(self.step_sizes):
             yield from step.tensor_split(self.parts)
 
@@ -302,11 +352,12 @@ def as_fetched(batch: Any) -> Any:
     return batch
 
 
-def data_loader(source: ImageSet, sampler: MicroBatchSampler) -> pytorch.DataLoader:
+def data_loader(source: ImageSet, sampler: MicroBatchSampler, augmenter: Augmenter | None = None) -> pytorch.DataLoader:
     """Makes the loader that Determined shards, repeats and skips in.
 
     Args:
         source: the images.
         sampler: which images make a micro-batch.
+        augmenter: of training images.
     """
-    return pytorch.DataLoader(Batches(source), batch_sampler=sampler, collate_fn=as_fetched)
+    return pytorch.DataLoader(Batches(source, sampler, augmenter), batch_sampler=sampler, collate_fn=as_fetched)

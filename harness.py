@@ -103,7 +103,7 @@ def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path())
         core.init(distributed=distributed, checkpoint_storage=storage, tensorboard_mode=tensorboard) as core_context,
     ):
         if not on_cluster():
-            core_context.train = LocalTrain(output, experiment.metric, experiment.smaller_is_better)
+            core_context.train = LocalTrain(output, experiment)
             core_context.preempt = LocalPreempt(core_context.distributed, output).start()
             core_context.checkpoint = LocalCheckpoints(
                 output / "checkpoints",

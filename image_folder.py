@@ -22,11 +22,12 @@ from PIL import Image, ImageOps
 from torchvision.datasets.folder import make_dataset
 from tqdm import tqdm
 
+import image_cache
 from errors import InvalidInput, one_line
 from host_lock import host_lock
 
 SPLITS = ("train", "test")
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 _CHUNK = 64  # files a worker decodes at a time
 _EXTENSIONS = ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .tga .jp2 .avif".split()
 
@@ -50,15 +51,11 @@ def load(root: pathlib.Path, split: str, image_size: int) -> tuple[torch.Tensor,
     fingerprint = _fingerprint(root, files, classes, image_size)
     with host_lock(root, "images") as folder:
         cache = folder / f".images-{split}-{image_size}.pt"
-        kept = _read_cache(cache, fingerprint)
+        kept = image_cache.read(cache, fingerprint)
         if kept is None:
             labels = torch.tensor([label for _, label in files])
-            images = _decode(files, image_size, split)
-            _write_cache(cache, {"fingerprint": fingerprint, "images": images, "labels": labels})
-            kept = _read_cache(cache, fingerprint)
-    if kept is None:
-        raise InvalidInput(f"{cache}: cannot be read back after writing; check the disk")
-    return kept["images"], kept["labels"], tuple(classes)
+            kept = image_cache.write(cache, fingerprint, _decode(files, image_size, split), labels, classes)
+    return kept["images"], kept["labels"], tuple(kept["classes"])
 
 
 def files_of(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
@@ -141,33 +138,6 @@ def _fingerprint(root: pathlib.Path, files: list[tuple[str, int]], classes: list
             repr((os.path.relpath(path, root), label, status.st_size, status.st_mtime_ns, status.st_ctime_ns)).encode()
         )
     return digest.hexdigest()
-
-
-def _read_cache(cache: pathlib.Path, fingerprint: str) -> dict | None:
-    """What the cache holds, mapped into memory and so shared by the ranks of a host; None if it is of no use."""
-    if not cache.exists():
-        return None
-    try:
-        kept = torch.load(cache, map_location="cpu", mmap=True, weights_only=True)
-        return kept if kept["fingerprint"] == fingerprint else None
-    except Exception:  # a damaged file fails in many ways, and decoding again mends them all
-        return None
-
-
-def _write_cache(cache: pathlib.Path, kept: dict) -> None:
-    """Writes the cache so that it is either whole or not there."""
-    partial = cache.with_suffix(".partial")
-    try:
-        with open(partial, "wb") as file:
-            torch.save(kept, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, cache)
-    except (OSError, RuntimeError) as error:
-        partial.unlink(missing_ok=True)
-        raise InvalidInput(
-            f"{cache}: the decoded images could not be written ({error}); free some disk space"
-        ) from error
 
 
 def _decode(files: list[tuple[str, int]], image_size: int, split: str) -> torch.Tensor:

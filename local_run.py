@@ -20,6 +20,8 @@ from PIL import Image
 from tqdm import tqdm
 from typing_extensions import override
 
+import machine
+from experiment import Experiment
 from metrics import ClassificationMetrics
 
 
@@ -116,15 +118,13 @@ class LocalTrain(core.DummyTrainContext):
 
     Args:
         output: the run's folder.
-        metric: the validation metric by which the best checkpoint is told.
-        smaller_is_better: whether smaller values of it are.
+        experiment: which says by which validation metric the best checkpoint is told.
     """
 
-    def __init__(self, output: pathlib.Path, metric: str, smaller_is_better: bool) -> None:
+    def __init__(self, output: pathlib.Path, experiment: Experiment) -> None:
         super().__init__(output / "tensorboard")
-        self.output = output
-        self.metric = metric
-        self.smaller_is_better = smaller_is_better
+        self.output, self.config = output, experiment.config
+        self.metric, self.smaller_is_better = experiment.metric, experiment.smaller_is_better
         self.validation: dict[str, Any] = {}
         self.validated: dict[int, float] = {}  # the metric by step
         self.bar: Any = None
@@ -139,6 +139,8 @@ class LocalTrain(core.DummyTrainContext):
         """
         self.steps, self.steps_per_epoch = steps, steps_per_epoch
         self._forget_after(done)
+        described = {"config": self.config, "command": sys.argv, "machine": machine.describe()}
+        (self.output / "run.json").write_text(json.dumps(described, indent=2, default=str) + "\n")
         self.bar = tqdm(
             total=steps, initial=done, unit=" steps", disable=not sys.stderr.isatty(), dynamic_ncols=True, smoothing=0.1
         )
@@ -184,7 +186,7 @@ class LocalTrain(core.DummyTrainContext):
         mistakes = []
         for mistake in reducer.mistakes:
             png = io.BytesIO()
-            Image.fromarray(images[mistake["image"]].permute(1, 2, 0).numpy()).save(png, "png")
+            Image.fromarray(images[mistake["image"]].permute(1, 2, 0).cpu().numpy()).save(png, "png")
             mistakes.append({**mistake, "png": base64.b64encode(png.getvalue()).decode()})
         kept = {"classes": reducer.classes, "confusion": reducer.confusion.tolist(), "mistakes": mistakes}
         (self.output / "classification.json").write_text(json.dumps(kept))

@@ -27,6 +27,7 @@ import data
 import engine_config
 import engines
 import weights
+from augment import Augmentation, Augmenter
 from callbacks import EarlyStopping
 from errors import InvalidInput, nearest
 from metrics import ClassificationMetrics, Throughput
@@ -62,8 +63,11 @@ class CIFARTrial(DeepSpeedTrial):
             context.device.type,
             steps_of(self.args.get("max_length"), data_config),
         )
-        self.train_set = data.load(data_config, "train")
-        self.test_set = data.load(data_config, "test")
+        self.train_set = data.placed(data.load(data_config, "train"), data_config, context.device)
+        self.test_set = data.placed(data.load(data_config, "test"), data_config, context.device)
+        self.augmenter = None
+        if data_config.augment != Augmentation():
+            self.augmenter = Augmenter(data_config.augment, len(self.train_set), data.IMAGE_SIZE, self.seed)
         self.throughput = context.wrap_reducer(Throughput(), for_validation=False)
         metrics = ClassificationMetrics(self.train_set.classes, self.throughput)
         self.metrics = context.wrap_reducer(metrics, for_training=False)
@@ -120,7 +124,7 @@ class CIFARTrial(DeepSpeedTrial):
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
         """Micro-batches of the training images, shuffled by (seed, epoch)."""
-        return data.data_loader(self.train_set, self.train_sampler)
+        return data.data_loader(self.train_set, self.train_sampler, self.augmenter)
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
         """Micro-batches of the test images, in order, every image once."""
@@ -195,8 +199,8 @@ class CIFARTrial(DeepSpeedTrial):
     def _prepared(self, dataloader_iter: Iterator[pytorch.TorchData] | None) -> Iterator[tuple[Tensor, Tensor]]:
         """The micro-batches on the device, in the engine's dtype; none on a pipeline's middle stages."""
         for batch in dataloader_iter or ():
-            inputs, labels = self.context.to_device(batch)
-            yield inputs.to(self.dtype), labels
+            images, labels = self.context.to_device(batch)
+            yield data.as_inputs(images).to(self.dtype), labels
 
     def _sampler(
         self, source: data.ImageSet, batch_size: int, accumulation: int = 1, seed: int | None = None

@@ -56,6 +56,7 @@ def identity(trial: Any) -> dict[str, Any]:
         "train_batch_size": engine.train_batch_size(),
         "reproducibility.experiment_seed": trial.seed,
         "data: training images": len(trial.train_set),
+        "data.augment": vars(trial.augmenter.augmentation) if trial.augmenter else {},
     }
     return {"net": net, "mode": mode, "position": position}
 

@@ -78,7 +78,6 @@ class TensorBoardLog(pytorch.PyTorchCallback):
     def on_trial_shutdown(self) -> None:
         if self.chief and self._validated_step > self._drawn_step:
             self._draw()
-        if self.chief:
             self.writer.flush()
 
     def _add(self, scalars: dict[str, Any]) -> None:
@@ -89,7 +88,7 @@ class TensorBoardLog(pytorch.PyTorchCallback):
     def _draw(self) -> None:
         since = time.monotonic()
         reducer, source = self.trial.metrics, self.trial.test_set
-        images = [source.images[each["image"]].permute(1, 2, 0).numpy() for each in reducer.mistakes]
+        images = [source.images[each["image"]].permute(1, 2, 0).cpu().numpy() for each in reducer.mistakes]
         for name, figure in {
             "confusion_matrix": pictures.confusion_figure(reducer.confusion, reducer.classes),
             "hardest_mistakes": pictures.mistakes_figure(reducer.mistakes, images, reducer.classes),

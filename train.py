@@ -116,11 +116,6 @@ def run(args: argparse.Namespace) -> int:
     with harness.trial_context(loaded, output) as context:
         checkpoint = harness.checkpoint_to_resume(context, args.resume)
         trial = CIFARTrial(context)
-        if context.distributed.rank == 0 and not harness.on_cluster():
-            import machine
-
-            described = {"config": loaded.config, "command": sys.argv, "machine": machine.describe()}
-            (context.output / "run.json").write_text(json.dumps(described, indent=2, default=str) + "\n")
         started = time.perf_counter()
         controller = harness.fit(trial, context, loaded, checkpoint, args.test)
         if harness.stopped(context):

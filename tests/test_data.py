@@ -30,7 +30,7 @@ def test_config():
         ({"dataset": None}, ["data.dataset", "None"]),
         ({"dataset": ["digits"]}, ["data.dataset", "['digits']"]),
         ({"datset": "digits"}, ["data.datset", "'digits'", "did you mean 'dataset'"]),
-        ({"colour": 1}, ["data.colour", "dataset, download, image_size, root"]),
+        ({"colour": 1}, ["data.colour", "augment, dataset, device, download, image_size, root"]),
         ({7: 1}, ["data.7", "unknown key"]),
         ({"root": None}, ["data.root", "None"]),
         ({"root": ""}, ["data.root", "''"]),
@@ -114,11 +114,12 @@ def test_batches_are_torchvisions_bit_for_bit(all_values):
     wanted = torch.stack([normalize(to_tensor(picture)) for picture in pictures])
     batches, before = Batches(all_values), all_values.images.clone()
     chosen = torch.tensor([4, 0, 6])
-    inputs, labels = batches.__getitems__(chosen)
+    images, labels = batches.__getitems__(chosen)
+    inputs = data.as_inputs(images)
     assert inputs.dtype == torch.float32
     assert torch.equal(inputs, wanted[chosen])
     assert torch.equal(labels, torch.tensor([44, 0, 66]))
-    assert torch.equal(batches[5][0], wanted[5])
+    assert torch.equal(data.as_inputs(batches[5][0]), wanted[5])
     assert batches[5][1] == 55
     assert torch.equal(all_values.images, before)
 
@@ -126,8 +127,8 @@ def test_batches_are_torchvisions_bit_for_bit(all_values):
 def test_a_whole_micro_batch_a_fetch(all_values, monkeypatch):
     monkeypatch.delattr(Batches, "__getitem__")
     loader = data.data_loader(all_values, MicroBatchSampler(7, 4, 1)).get_data_loader()
-    fetched = [(inputs.shape, inputs.dtype, labels.shape, labels.dtype) for inputs, labels in loader]
-    assert fetched == [((n, 3, 32, 32), torch.float32, (n,), torch.int64) for n in (4, 3)]
+    fetched = [(images.shape, images.dtype, labels.shape, labels.dtype) for images, labels in loader]
+    assert fetched == [((n, 3, 32, 32), torch.uint8, (n,), torch.int64) for n in (4, 3)]
 
 
 # -------------------------------------------------------------------------------------------------- sampler
@@ -228,8 +229,8 @@ def dealt(micro_batches=None, size=91, batch_size=24, parts=6, **how) -> list[li
     source = ImageSet(numbers.to(torch.uint8)[:, None, None, None].expand(-1, 3, 32, 32), numbers, ("a",))
     loader = data.data_loader(source, MicroBatchSampler(size, batch_size, parts, seed=2)).get_data_loader(**how)
     given = []
-    for inputs, labels in itertools.islice(loader, micro_batches):
-        assert torch.equal(((inputs + 1) * 127.5).round().long(), labels[:, None, None, None].expand(-1, 3, 32, 32))
+    for images, labels in itertools.islice(loader, micro_batches):
+        assert torch.equal(images.long(), labels[:, None, None, None].expand(-1, 3, 32, 32))
         given.append(labels.tolist())
     return given
 

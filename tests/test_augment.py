@@ -1,0 +1,114 @@
+"""Random changes of training images: what they do, and that they depend on seed, epoch and image alone."""
+
+import pytest
+import torch
+from conftest import fault, overrides, train_many
+
+from augment import Augmentation, Augmenter
+from data import Batches, DataConfig, ImageSet, MicroBatchSampler
+
+SIZE, COUNT = 32, 64
+
+
+@pytest.fixture(scope="module")
+def images():
+    return torch.randint(1, 256, (COUNT, 3, SIZE, SIZE), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def augmented(images, epoch=0, indices=None, seed=5, **how):
+    indices = torch.arange(COUNT) if indices is None else indices
+    augmenter = Augmenter(Augmentation(**how), COUNT, SIZE, seed)
+    return augmenter(images.index_select(0, indices), indices, epoch)
+
+
+def test_a_flip_mirrors_about_half(images):
+    changed = augmented(images, flip=True)
+    mirrored = [torch.equal(after, before.flip(2)) for after, before in zip(changed, images, strict=True)]
+    kept = [torch.equal(after, before) for after, before in zip(changed, images, strict=True)]
+    assert all(a != b for a, b in zip(mirrored, kept, strict=True))
+    assert 20 < sum(mirrored) < 44
+
+
+def test_a_crop_shifts_by_at_most_so_much_and_fills_with_zeros(images):
+    shifts = set()
+    for after, before in zip(augmented(images, crop=2), images, strict=True):
+        padded = torch.nn.functional.pad(before, (2,) * 4)
+        found = [
+            (down, right)
+            for down in range(5)
+            for right in range(5)
+            if torch.equal(after, padded[:, down : down + SIZE, right : right + SIZE])
+        ]
+        assert len(found) == 1
+        shifts.add(found[0])
+    assert len(shifts) > 15 and {0, 4} <= {down for down, _ in shifts} & {right for _, right in shifts}
+
+
+def test_a_cutout_is_a_square_of_zeros(images):
+    areas = []
+    for after, before in zip(augmented(images, cutout=8), images, strict=True):
+        hole = (after == 0).all(0)
+        assert torch.equal(after[:, ~hole], before[:, ~hole])
+        rows, columns = hole.any(1).nonzero().squeeze(1), hole.any(0).nonzero().squeeze(1)
+        assert hole.sum() == len(rows) * len(columns)
+        assert 4 <= len(rows) <= 8 and 4 <= len(columns) <= 8  # its middle is in the image
+        areas.append(int(hole.sum()))
+    assert max(areas) == 64
+
+
+def test_an_image_is_changed_alike_in_any_batch_and_otherwise_in_another_epoch(images):
+    how = {"flip": True, "crop": 4, "cutout": 8}
+    whole = augmented(images, **how)
+    some = torch.tensor([40, 3, 17])
+    assert torch.equal(augmented(images, indices=some, **how), whole[some])
+    assert not torch.equal(augmented(images, epoch=1, **how), whole)
+    assert not torch.equal(augmented(images, seed=6, **how), whole)
+
+
+def test_a_loader_augments_by_the_epoch_it_is_in(images):
+    source = ImageSet(images, torch.arange(COUNT), ("a",))
+    sampler = MicroBatchSampler(COUNT, 16, 1, seed=5)
+    batches = Batches(source, sampler, Augmenter(Augmentation(flip=True), COUNT, SIZE, 5))
+    for epoch in range(2):
+        wanted = augmented(images, epoch=epoch, flip=True)
+        for indices in sampler:
+            assert torch.equal(batches.__getitems__(indices)[0], wanted[indices])
+
+
+@pytest.mark.parametrize(
+    ("augment", "line"),
+    [
+        ([], "data.augment: []: must be a mapping"),
+        ({"flipp": True}, "data.augment.flipp: True: unknown key; did you mean 'flip'?"),
+        ({"flip": 1}, "data.augment.flip: 1: must be true or false"),
+        ({"crop": -1}, "data.augment.crop: -1: must be a whole number of pixels from 0 to 32"),
+        ({"cutout": 33}, "data.augment.cutout: 33: must be a whole number of pixels from 0 to 32"),
+    ],
+)
+def test_what_is_wrong_is_said(augment, line):
+    assert fault(DataConfig.parse, {"augment": augment}).startswith(line)
+
+
+def test_devices():
+    assert fault(DataConfig.parse, {"device": "gpu"}) == "data.device: 'gpu': must be one of auto, cpu, cuda"
+    if not torch.cuda.is_available():
+        assert "this machine has no GPU" in fault(DataConfig.parse, {"device": "cuda"})
+
+
+def test_training_does_not_depend_on_processes_or_a_stop(tmp_path):
+    """Three epochs with every augmentation: in one and two processes, and stopped in the second."""
+    row = ["--config", "experiments/digits.yaml", *overrides(scheduling_unit=1)]
+    row += overrides(data__augment="{flip: true, crop: 4, cutout: 8}", hyperparameters__max_length="{batches: 100}")
+    runs = {}
+    for processes in (1, 2):
+        folder = tmp_path / str(processes)
+        folder.mkdir()
+        runs[processes] = train_many(folder, {"run": row}, processes)["run"]
+        assert runs[processes].code == 0, runs[processes].stderr
+    losses = [[e["loss"] for e in run.metrics if e["group"] == "training"] for run in runs.values()]
+    assert losses[0][:50] == pytest.approx(losses[1][:50], rel=1e-3)  # an epoch is 45; then Adam blows rounding up
+    stopped = tmp_path / "stopped"
+    stopped.mkdir()
+    assert train_many(stopped, {"run": row}, sigterm_at=60)["run"].code == 130
+    rest = train_many(stopped, {"run": [*row, "--resume", "latest"]})["run"]
+    assert rest.summary["weights_sha256"] == runs[1].summary["weights_sha256"]
