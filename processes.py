@@ -21,6 +21,7 @@ import torch
 
 if not torch.cuda.is_available():  # before DeepSpeed looks for an accelerator, and warns that it found none
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or torch's optimizers look for a driver in every step
 
 import deepspeed
 import numpy as np
