@@ -169,13 +169,15 @@ def load(file: str, overrides: list[str], parallel: int) -> Search:
 @contextlib.contextmanager
 def own_folder(output: pathlib.Path) -> Iterator[None]:
     """Makes the search's folder, and keeps other searches out of it."""
-    output.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(output / ".lock")
     try:
+        output.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except filelock.Timeout:
         fault = f"--output: {output}: another search is writing there; wait for its end or give another folder"
         raise InvalidInput(fault) from None
+    except OSError as error:
+        raise InvalidInput(f"--output: {output}: cannot be made ({one_line(error)}); give another folder") from error
     try:
         yield
     finally:
@@ -208,7 +210,8 @@ class Searching:
             load_if_exists=True,
         )
         described = json.dumps(search.experiment.config, sort_keys=True, default=str)
-        if self.study.user_attrs.get("experiment", described) != described:
+        begun = bool(self.study.get_trials(deepcopy=False))
+        if begun and self.study.user_attrs["experiment"] != described:
             mend = "give another folder, or the same file and --set"
             raise InvalidInput(f"--output: {output}: holds another search; {mend}")
         self.study.set_user_attr("experiment", described)

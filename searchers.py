@@ -86,6 +86,9 @@ def notes(searcher: Mapping[str, Any], parallel: int) -> list[str]:
         found.append(f"searcher.max_concurrent_trials: {most}: {parallel} at a time here; --parallel N runs more")
     elif most and most < parallel:
         found.append(f"searcher.max_concurrent_trials: {most}: fewer than --parallel {parallel}, and so it is kept to")
+    metric = searcher.get("metric", "accuracy")
+    if searcher.get("smaller_is_better") is None and metric != "loss":
+        found.append(f"searcher.smaller_is_better: None: so less {metric} is better, as in Determined; false turns it")
     if searcher.get("stop_once") is False:
         found.append("searcher.stop_once: False: a trial that was stopped is not taken up again, as in Determined 0.38")
     divisor = searcher.get("divisor")

@@ -73,12 +73,18 @@ def test_a_search_of_invalid_trials_alone_is_refused(tmp_path, capsys):
     arguments = command(tmp_path / "search", str(PROJECT / GRID), f"{STAGE}={{type: categorical, vals: [4, 5]}}")[2:]
     assert search.main(arguments) == 2
     assert "zero_optimization.stage: 4" in capsys.readouterr().err
+    assert search.main([*arguments[:-1], f"{STAGE}={{type: categorical, vals: [7]}}"]) == 2
+    assert "zero_optimization.stage: 7" in capsys.readouterr().err  # mended, the same folder serves
+    assert search.main([*arguments, "--output", "/proc/none"]) == 2
+    assert "--output: /proc/none: cannot be made" in capsys.readouterr().err
     assert not (tmp_path / "search/trials").exists()
 
 
 def test_what_cannot_be_honoured_is_said(capsys):
-    search.load(str(PROJECT / ASHA), ["searcher.max_concurrent_trials=4", "searcher.divisor=2.5"], 2)
+    changes = ["searcher.max_concurrent_trials=4", "searcher.divisor=2.5", "searcher.smaller_is_better=null"]
+    search.load(str(PROJECT / ASHA), changes, 2)
     notes = capsys.readouterr().err
+    assert "searcher.smaller_is_better: None: so less accuracy is better" in notes
     assert "searcher.max_concurrent_trials: 4: 2 at a time here" in notes
     assert "searcher.divisor: 2.5: one in 2 goes on here" in notes
 
