@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints a table and writes the results."""
     args = parse(argv)
     micro_batches, stages, processes = ((16, 256), (0,), (1,)) if args.quick else ((16, 256, 1024), (0, 2), (1, 2))
-    repeats = 3 if args.quick else 7
+    repeats = 3 if args.quick else 5
     rows = []
     for count, stage, micro_batch in itertools.product(processes, stages, micro_batches):
         rows.append(measure(args, count, stage, micro_batch, repeats, seconds=1 if args.quick else 2))

@@ -4,9 +4,10 @@ import os
 
 if folder := os.environ.get("CONTAINER_FILES"):
     from determined import _info, constants
+    from determined.common import constants as common_constants
 
     for kind in (_info.ClusterInfo, _info.TrialInfo, _info.RendezvousInfo, _info.ResourcesInfo):
         name = kind.__name__.removesuffix("Info").lower()
         kind._from_file.__func__.__defaults__ = (f"{folder}/{name}.json",)
-    constants.SHARED_FS_CONTAINER_PATH = f"{folder}/shared"
+    common_constants.SHARED_FS_CONTAINER_PATH = f"{folder}/shared"
     constants.MANAGED_TRAINING_MODEL_COPY = f"{folder}/model"
