@@ -251,7 +251,7 @@ def as_inputs(images: Tensor) -> Tensor:
 
     Normalised to [-1, 1], bit for bit as torchvision's ``ToTensor`` and ``Normalize(0.5, 0.5)`` do.
     """
-    return images.to(torch.float32).div_(255).sub_(MEAN[0]).div_(STD[0])
+    return torch.div(images, 127.5).sub_(1)  # (x / 255 - 0.5) / 0.5: doubling is exact
 
 
 class Batches(Dataset):
@@ -360,4 +360,6 @@ def data_loader(source: ImageSet, sampler: MicroBatchSampler, augmenter: Augment
         sampler: which images make a micro-batch.
         augmenter: of training images.
     """
-    return pytorch.DataLoader(Batches(source, sampler, augmenter), batch_sampler=sampler, collate_fn=as_fetched)
+    batches = Batches(source, sampler, augmenter)
+    pinned = torch.cuda.is_available() and not source.images.is_cuda  # so that copies to the GPU need no waiting
+    return pytorch.DataLoader(batches, batch_sampler=sampler, collate_fn=as_fetched, pin_memory=pinned)

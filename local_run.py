@@ -139,7 +139,7 @@ class LocalTrain(core.DummyTrainContext):
         """
         self.steps, self.steps_per_epoch = steps, steps_per_epoch
         self._forget_after(done)
-        described = {"config": self.config, "command": sys.argv, "machine": machine.describe()}
+        described = {"config": self.config, "command": sys.argv, "machine": machine.describe(), "started": time.time()}
         (self.output / "run.json").write_text(json.dumps(described, indent=2, default=str) + "\n")
         self.bar = tqdm(
             total=steps, initial=done, unit=" steps", disable=not sys.stderr.isatty(), dynamic_ncols=True, smoothing=0.1
@@ -232,8 +232,9 @@ class LocalTrain(core.DummyTrainContext):
             self.validated[step] = validation[self.metric]
 
     def _keep(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
+        entry = {"group": group, "steps_completed": steps_completed, "time": time.time(), **metrics}
         with open(self.output / "metrics.jsonl", "a") as file:
-            file.write(json.dumps({"group": group, "steps_completed": steps_completed, **metrics}) + "\n")
+            file.write(json.dumps(entry) + "\n")
 
     def _epoch(self, steps_completed: int) -> str:
         epochs = -(-self.steps // self.steps_per_epoch)

@@ -34,6 +34,7 @@ from metrics import ClassificationMetrics, Throughput
 from net import Net, NetMoE, layers
 
 MOE_KEYS = ("num_experts", "ep_world_size", "mlp_type", "top_k", "min_capacity", "noisy_gate_policy")
+VALIDATION_PIXELS = 512 * 32**2  # a forward pass needs little memory, and small batches waste time
 MOE_LOSS_COEFFICIENT = 0.01  # as in https://arxiv.org/abs/2101.03961, section 2.2
 
 
@@ -127,8 +128,10 @@ class CIFARTrial(DeepSpeedTrial):
         return data.data_loader(self.train_set, self.train_sampler, self.augmenter)
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
-        """Micro-batches of the test images, in order, every image once."""
+        """Batches of the test images, in order, every image once; larger than the micro-batch where that may be."""
         micro_batch = max(2, self.model_engine.train_micro_batch_size_per_gpu())  # two can always be shared out
+        if not (self.context.use_pipeline_parallel or self.args.get("moe")):  # whose buffers and gates are made for it
+            micro_batch = max(micro_batch, VALIDATION_PIXELS // data.IMAGE_SIZE**2)
         accumulation = self._accumulation if self.context.use_pipeline_parallel else 1
         batch_size = micro_batch * accumulation * self.model_engine.dp_world_size
         sampler = self._sampler(self.test_set, batch_size, accumulation)
@@ -198,9 +201,10 @@ class CIFARTrial(DeepSpeedTrial):
 
     def _prepared(self, dataloader_iter: Iterator[pytorch.TorchData] | None) -> Iterator[tuple[Tensor, Tensor]]:
         """The micro-batches on the device, in the engine's dtype; none on a pipeline's middle stages."""
-        for batch in dataloader_iter or ():
-            images, labels = self.context.to_device(batch)
-            yield data.as_inputs(images).to(self.dtype), labels
+        device = self.context.device
+        for images, labels in dataloader_iter or ():
+            inputs = data.as_inputs(images.to(device, non_blocking=True))
+            yield inputs.to(self.dtype), labels.to(device, non_blocking=True)
 
     def _sampler(
         self, source: data.ImageSet, batch_size: int, accumulation: int = 1, seed: int | None = None

@@ -17,20 +17,17 @@ from collections.abc import Callable
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
-import torchvision
 from determined import pytorch
 from determined.pytorch import deepspeed as det_ds
-from PIL import Image
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 from typing_extensions import override
 
 import data
 import engine_config
 import experiment
 import harness
+from benchmarks.peers import Pictures
 from model_def import CIFARTrial
 from net import Net
 
@@ -46,8 +43,8 @@ def main(request: dict[str, Any], answer: pathlib.Path) -> None:
         if not example:
             segments = {"pytorch": bare_pytorch(trial), "engine": bare_engine(trial, loaded)}
 
-        def measure(train: Callable[[int], None]) -> None:
-            every = {**segments, "example" if example else "trial": train}
+        def measure(made: Any) -> None:
+            every = {**segments, "example" if example else "trial": made.segment}
             for repeat in range(request["repeats"] + 1):  # the first warms up
                 for name, run in every.items():
                     torch.distributed.barrier()
@@ -111,29 +108,14 @@ def in_memory(trial: CIFARTrial, device: torch.device) -> Callable[[], tuple[tor
     return fetch
 
 
-class Pictures(Dataset):
-    """An image at a time, as torchvision's CIFAR10 with ``ToTensor`` and ``Normalize`` gives it."""
-
-    def __init__(self, source: data.ImageSet) -> None:
-        self.pixels: np.ndarray = source.images.permute(0, 2, 3, 1).contiguous().numpy()
-        self.labels = source.labels.tolist()
-        steps = [torchvision.transforms.ToTensor(), torchvision.transforms.Normalize(data.MEAN, data.STD)]
-        self.transform = torchvision.transforms.Compose(steps)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return self.transform(Image.fromarray(self.pixels[index])), self.labels[index]
-
-
 class ExampleTrial(CIFARTrial):
     """The trial with the loader and the batches of Determined's examples."""
 
     @override
     def build_training_data_loader(self) -> pytorch.DataLoader:
         size = self.model_engine.train_micro_batch_size_per_gpu()
-        pictures = Pictures(self.train_set)
+        pixels = self.train_set.images.permute(0, 2, 3, 1).contiguous().numpy()
+        pictures = Pictures(pixels, self.train_set.labels.tolist())
         return pytorch.DataLoader(pictures, batch_size=size, shuffle=True, num_workers=2, drop_last=True)
 
     @override
@@ -174,14 +156,15 @@ def controller(trial: Any, context: Any, loaded: Any, measure: Callable[..., Non
 class Timing:
     """Trains in segments of so many steps, each with its reports, and leaves out validation and checkpoints."""
 
-    measure: Callable[..., None]
+    measure: Callable[[Any], None]
 
     def _run(self: Any) -> None:
         if self.is_chief:
             self.core_context.train.begin(10**9, len(self.trial.train_sampler.step_sizes), 0)
-        self.measure(self._segment)
+        self.measure(self)
 
-    def _segment(self: Any, steps: int) -> None:
+    def segment(self: Any, steps: int) -> None:
+        """Trains so many steps."""
         until = self.state.batches_trained + steps
         while self.state.batches_trained < until:
             units = [pytorch.Batch(self.reporting_period.value), pytorch.Batch(until)]

@@ -1,0 +1,200 @@
+"""Times whole programs, from the start of the process, to the accuracies that they reach."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import joblib
+import numpy as np
+import psutil
+
+import data
+import experiment
+import train
+
+PROJECT = pathlib.Path(__file__).resolve().parent.parent
+FAST = "experiments/fast.yaml"
+PEERS = {
+    "PyTorch tutorial": "SGD, batch 4, 2 epochs, PIL dataset with 2 workers",
+    "DeepSpeed tutorial": "`cifar10_deepspeed.py`, fp32, ZeRO 0, batch 16, 1 epoch, started by `deepspeed`",
+    "plain loop": "bare PyTorch loop with `fast.yaml`'s recipe, images in memory",
+    "trial": "`python3 train.py --config experiments/fast.yaml`",
+}
+ACCURACY = re.compile(r"accuracy (\d\.\d+)")
+LEVELS = (0.60, 0.66)  # besides what the tutorials reach
+
+
+@dataclass
+class Watched:
+    """One execution of a program.
+
+    Attributes:
+        seconds: from the start of the process to its end.
+        reached: (seconds since the start of the process, accuracy) of every validation.
+        training: when training began, in seconds since the start of the process.
+        memory: the largest proportional set size of its processes together, in bytes.
+    """
+
+    seconds: float = 0.0
+    reached: list[tuple[float, float]] = field(default_factory=list)
+    training: float = 0.0
+    memory: int = 0
+
+    def time_to(self, accuracy: float, since_training: bool = False) -> float | None:
+        """Seconds to the first validation with at least this accuracy, or None."""
+        since = self.training if since_training else 0.0
+        return next((seconds - since for seconds, reached in self.reached if reached >= accuracy), None)
+
+
+def watch(command: Sequence[str], environment: dict[str, str], folder: pathlib.Path) -> Watched:
+    """Runs a program and takes the time of each line that it prints."""
+    watched, began, wall = Watched(), time.perf_counter(), time.time()
+    with open(folder / "stderr.txt", "w+") as errors:
+        process = subprocess.Popen(
+            command, cwd=PROJECT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, bufsize=1
+        )
+        sampler = threading.Thread(target=_sample, args=(process, watched), daemon=True)
+        sampler.start()
+        assert process.stdout
+        for line in process.stdout:
+            now = time.perf_counter() - began
+            if line.startswith("training"):
+                watched.training = now
+            if found := ACCURACY.search(line):
+                watched.reached.append((now, float(found[1])))
+        process.wait()
+        watched.seconds = time.perf_counter() - began
+        sampler.join()
+        if process.returncode:
+            errors.seek(0)
+            sys.exit(f"benchmarks: {' '.join(command)} failed:\n{errors.read()[-3000:]}")
+    if (folder / "run/run.json").exists():
+        watched.training = json.loads((folder / "run/run.json").read_text())["started"] - wall
+    return watched
+
+
+def _sample(process: subprocess.Popen, watched: Watched) -> None:
+    """Keeps the largest memory seen, looking twice a second."""
+    while process.poll() is None:
+        total = 0
+        try:
+            parent = psutil.Process(process.pid)
+            for each in [parent, *parent.children(recursive=True)]:
+                total += each.memory_full_info().pss
+        except (psutil.Error, OSError):  # one of them has just ended
+            total = 0
+        watched.memory = max(watched.memory, total)
+        time.sleep(0.5)
+
+
+def measure(overrides: Sequence[str], repeats: int) -> dict[str, Any]:
+    """Runs every program so many times, in turn.
+
+    Args:
+        overrides: ``--set`` values that name the data.
+        repeats: how often.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    environment.setdefault("OMP_NUM_THREADS", str(joblib.cpu_count()))
+    runs: dict[str, list[Watched]] = {name: [] for name in PEERS}
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        write_inputs(overrides, folder)
+        peer = ["-m", "benchmarks.peers"]
+        launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus", "1", "--module", "benchmarks.peers"]
+        settings = [part for each in overrides for part in ("--set", each)]
+        commands = {
+            "PyTorch tutorial": [*peer, "pytorch-tutorial", name],
+            "DeepSpeed tutorial": [*launcher, "deepspeed-tutorial", name],
+            "plain loop": [*peer, "plain-loop", name],
+            "trial": ["train.py", "--config", FAST, *settings, "--output", f"{name}/run"],
+        }
+        for _ in range(repeats):
+            for program, command in commands.items():
+                subprocess.run(["rm", "-rf", f"{name}/run"], check=True)
+                runs[program].append(watch([sys.executable, *command], environment, folder))
+                print(line(program, runs[program][-1]), flush=True)
+    return {program: [vars(each) for each in watched] for program, watched in runs.items()}
+
+
+def write_inputs(overrides: Sequence[str], folder: pathlib.Path) -> None:
+    """Writes the decoded images and the recipe of ``fast.yaml`` for the peers."""
+    loaded = experiment.load(str(PROJECT / FAST), overrides)
+    config = train.resolved(loaded, slots=1)
+    data_config = data.DataConfig.parse(loaded.config.get("data"))
+    for split in ("train", "test"):
+        source = data.load(data_config, split)
+        pixels = source.images.permute(0, 2, 3, 1).contiguous().numpy()
+        np.savez(folder / f"{split}.npz", pixels=pixels, labels=source.labels.numpy())
+    optimizer = {k: v for k, v in config["optimizer"]["params"].items() if k != "torch_adam"}
+    period = loaded.period("min_validation_period")
+    assert period and period[0] == "batches"
+    recipe = {
+        "classes": len(source.classes),
+        "batch": config["train_batch_size"],
+        "clip": config["gradient_clipping"],
+        "epochs": loaded.hyperparameters["max_length"]["epochs"],
+        "optimizer": optimizer,
+        "scheduler": config["scheduler"],
+        "augment": vars(data_config.augment),
+        "validate_every": period[1],
+    }
+    (folder / "recipe.json").write_text(json.dumps(recipe))
+
+
+def line(program: str, watched: Watched) -> str:
+    """One execution, as text."""
+    best = max((accuracy for _, accuracy in watched.reached), default=0.0)
+    return f"{program}: {watched.seconds:.1f} s, accuracy {best:.4f}, peak {watched.memory / 2**20:,.0f} MiB"
+
+
+def times(runs: dict[str, list[Watched]], program: str, accuracy: float, since_training: bool = False) -> float | None:
+    """The median of a program's seconds to an accuracy; None unless every run reached it."""
+    found = [each.time_to(accuracy, since_training) for each in runs[program]]
+    reached = [each for each in found if each is not None]
+    return statistics.median(reached) if len(reached) == len(found) else None
+
+
+def reached_by(runs: dict[str, list[Watched]], program: str) -> float:
+    """The median of the accuracies with which a program ended."""
+    return statistics.median(each.reached[-1][1] for each in runs[program])
+
+
+def parsed(measured: dict[str, Any]) -> dict[str, list[Watched]]:
+    """What ``measure`` gave, or JSON made of it."""
+    return {program: [Watched(**each) for each in watched] for program, watched in measured.items()}
+
+
+def lines(measured: dict[str, Any]) -> list[str]:
+    """What was measured, as text."""
+    runs = parsed(measured)
+    found = []
+    for peer in ("PyTorch tutorial", "DeepSpeed tutorial"):
+        accuracy = reached_by(runs, peer)
+        theirs, ours = statistics.median(each.seconds for each in runs[peer]), times(runs, "trial", accuracy)
+        if ours:
+            found.append(f"{peer}: {accuracy:.1%} in {theirs:.1f} s; the trial is there in {ours:.1f} s: "
+                         f"{theirs / ours:.1f} times sooner.")  # fmt: skip
+        else:
+            found.append(f"{peer}: {accuracy:.1%} in {theirs:.1f} s; the trial did not get there.")
+    for level in LEVELS:
+        ours, plain = (times(runs, program, level, since_training=True) for program in ("trial", "plain loop"))
+        if ours and plain:
+            ratio = f"{ours / plain:.2f} times the plain loop's {plain:.1f} s"
+            found.append(f"Training time to {level:.0%}: {ours:.1f} s, {ratio}.")
+        else:
+            missing = [name for name, seconds in (("the trial", ours), ("the plain loop", plain)) if not seconds]
+            found.append(f"Training time to {level:.0%}: not reached by {' and '.join(missing)}.")
+    return found

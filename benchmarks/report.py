@@ -1,0 +1,104 @@
+"""Writes what was measured as RESULTS.md with a bar chart."""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import machine
+from benchmarks import costs, programs
+from benchmarks.steps import CONTENDERS, ratios, spread
+
+
+def write(results: dict[str, Any], folder: pathlib.Path) -> None:
+    """Writes RESULTS.md and results.png."""
+    described = results["machine"]
+    versions = ", ".join(f"{name} {described[name]}" for name in ("python", *machine.PACKAGES))
+    gpus = f"; {', '.join(described['gpus'])}" if described["gpus"] else ""
+    lines = [
+        "# Results",
+        "",
+        "All in one run, in which the contenders take turns. Figures are medians; in brackets the distance between the",
+        "quartiles over the median.",
+        "",
+        f"- Command: `{results['command']}`",
+        f"- Machine: {described['cores']} cores, {described['processor']}, {described['memory_gib']} GiB{gpus}",
+        f"- Versions: {versions}",
+        "",
+        "![Images a second, and seconds to an accuracy](results.png)",
+        "",
+        *_steps(results["steps"]),
+        *_programs(results["programs"]),
+        "## Other costs",
+        "",
+        *(f"- {line}" for line in costs.lines(results["costs"])),
+        "",
+    ]
+    (folder / "RESULTS.md").write_text("\n".join(lines))
+    chart(results, folder / "results.png")
+
+
+def _steps(rows: Sequence[dict[str, Any]]) -> list[str]:
+    lines = [
+        "## Images a second",
+        "",
+        *(f"- `{name}`: {what}" for name, what in CONTENDERS.items()),
+        "",
+        f"| processes | ZeRO | micro-batch | {' | '.join(CONTENDERS)} | trial / engine | trial / example |",
+        f"|{'---|' * (len(CONTENDERS) + 5)}",
+    ]
+    for row in rows:
+        over_engine, over_example = ratios(row)
+        cells = [f"{row['images_per_second'][n]:,.0f} ({row['spread'][n]:.0%})" for n in CONTENDERS]
+        where = [row["processes"], row["stage"], row["micro_batch"]]
+        lines.append(f"| {' | '.join(map(str, [*where, *cells]))} | {over_engine:.3f} | {over_example:.2f} |")
+    return [*lines, ""]
+
+
+def _programs(measured: dict[str, Any]) -> list[str]:
+    runs = programs.parsed(measured)
+    lines = [
+        "## Whole programs",
+        "",
+        "Seconds of wall time from the start of the process. Memory is the largest proportional set size of all its",
+        "processes together.",
+        "",
+        *(f"- {name}: {what}" for name, what in programs.PEERS.items()),
+        "",
+        "| program | seconds in all | accuracy at the end | peak memory |",
+        "|---|---|---|---|",
+    ]
+    for name, each in runs.items():
+        seconds = [one.seconds for one in each]
+        memory = statistics.median(one.memory for one in each) / 2**20
+        cells = [f"{statistics.median(seconds):.1f} ({spread(seconds):.0%})", f"{programs.reached_by(runs, name):.1%}"]
+        lines.append(f"| {name} | {' | '.join(cells)} | {memory:,.0f} MiB |")
+    return [*lines, "", *(f"- {line}" for line in programs.lines(measured)), ""]
+
+
+def chart(results: dict[str, Any], file: pathlib.Path) -> None:
+    """Draws images a second relative to the bare engine's, and every program's accuracy over time."""
+    from matplotlib.figure import Figure
+
+    rows, runs = results["steps"], programs.parsed(results["programs"])
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    speed, accuracy = figure.subplots(2)
+    for index, name in enumerate(CONTENDERS):
+        places = [place + (index - 1.5) * 0.2 for place in range(len(rows))]
+        relative = [row["images_per_second"][name] / row["images_per_second"]["engine"] for row in rows]
+        speed.bar(places, relative, 0.2, label=CONTENDERS[name])
+    labels = [f"{row['micro_batch']}\nZeRO {row['stage']}\n{row['processes']} proc." for row in rows]
+    speed.set_xticks(range(len(rows)), labels, fontsize="small")
+    speed.set_ylabel("images a second / bare DeepSpeed loop's")
+    for name, each in runs.items():
+        middle = sorted(each, key=lambda one: one.seconds)[len(each) // 2]
+        times, reached = zip(*middle.reached, strict=True)
+        accuracy.plot(times, reached, marker="o" if len(times) == 1 else ".", label=name)
+    accuracy.set_xlabel("seconds since the start of the program")
+    accuracy.set_ylabel("accuracy")
+    for axes in (speed, accuracy):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(ncols=2, fontsize="small", frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1))
+    figure.savefig(file, dpi=130)

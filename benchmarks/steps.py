@@ -1,0 +1,103 @@
+"""Times an optimizer step of every contender, in the same process, taking turns."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import joblib
+
+PROJECT = pathlib.Path(__file__).resolve().parent.parent
+CONTENDERS = {
+    "pytorch": "bare PyTorch loop, float tensors in memory",
+    "engine": "bare DeepSpeed loop, float tensors in memory",
+    "trial": "this trial",
+    "example": "Determined's example style: PIL dataset, 2 workers",
+}
+
+
+def measure_all(config: str, overrides: Sequence[str], quick: bool) -> Iterator[dict[str, Any]]:
+    """Measures at every point: processes, ZeRO stage and micro-batch."""
+    micro_batches, stages, processes = ((16, 256), (0,), (1,)) if quick else ((16, 256, 1024), (0, 2), (1, 2))
+    for count, stage, micro_batch in itertools.product(processes, stages, micro_batches):
+        yield measure(config, overrides, count, stage, micro_batch, 3 if quick else 5, seconds=1 if quick else 2)
+
+
+def measure(
+    config: str, overrides: Sequence[str], processes: int, stage: int, micro_batch: int, repeats: int, seconds: float
+) -> dict[str, Any]:
+    """Times every contender at one point: seconds an optimizer step, one a repeat."""
+    deepspeed = "hyperparameters.overwrite_deepspeed_args."
+    overrides = [
+        *overrides,
+        f"{deepspeed}train_batch_size={micro_batch * processes}",
+        f"{deepspeed}zero_optimization.stage={stage}",
+    ]
+    steps = max(20, int(seconds * 3000 / (micro_batch + 10)))  # about so many seconds a segment on two cores
+    row: dict[str, Any] = {"processes": processes, "stage": stage, "micro_batch": micro_batch, "steps": steps}
+    row["seconds_per_step"] = {}
+    for contenders in (["pytorch", "engine", "trial"], ["example"]):
+        request = {"config": config, "overrides": overrides, "contenders": contenders}
+        answer = run(["benchmarks.worker"], {**request, "steps": steps, "repeats": repeats}, processes)
+        row["seconds_per_step"].update(answer["seconds_per_step"])
+    row["images_per_second"] = {
+        name: micro_batch * processes / statistics.median(times) for name, times in row["seconds_per_step"].items()
+    }
+    row["spread"] = {name: spread(times) for name, times in row["seconds_per_step"].items()}
+    return row
+
+
+def run(
+    module: Sequence[str], request: dict[str, Any], processes: int = 1, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Runs a module in so many processes and gives its answer.
+
+    Args:
+        module: its name and arguments; the files of the request and the answer come after them.
+        request: what to measure.
+        processes: how many.
+        environment: more variables for them.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answer = pathlib.Path(folder, "request.json"), pathlib.Path(folder, "answer.json")
+        asked.write_text(json.dumps(request))
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [sys.executable, *(launcher if processes > 1 else []), "-m", *module, str(asked), str(answer)]
+        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, joblib.cpu_count() // processes))
+        variables = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(PROJECT), **(environment or {})}
+        done = subprocess.run(command, cwd=PROJECT, env=variables, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"benchmarks: {' '.join(module)} failed:\n{done.stderr[-3000:]}")
+        return json.loads(answer.read_text())
+
+
+def spread(times: Sequence[float]) -> float:
+    """The distance between the quartiles over the median."""
+    if len(times) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(times, n=4)
+    return (high - low) / middle
+
+
+def ratios(row: dict[str, Any]) -> tuple[float, float]:
+    """The trial's speed over the bare engine's and over the example style's, each the median over the repeats."""
+    times = row["seconds_per_step"]
+    pairs = zip(times["engine"], times["trial"], strict=True)
+    example = statistics.median(times["example"]) / statistics.median(times["trial"])
+    return statistics.median(engine / trial for engine, trial in pairs), example
+
+
+def line(row: dict[str, Any]) -> str:
+    """One row of the table, as text."""
+    over_engine, over_example = ratios(row)
+    rates = "  ".join(f"{name} {rate:,.0f}" for name, rate in row["images_per_second"].items())
+    what = f"{row['processes']} processes, ZeRO {row['stage']}, micro-batch {row['micro_batch']}"
+    return f"{what}: images/s {rates}; trial/engine {over_engine:.3f}, trial/example {over_example:.2f}"
