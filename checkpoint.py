@@ -158,6 +158,7 @@ def classify(net: nn.Module, description: dict[str, Any], images: Tensor) -> lis
     dtype = getattr(torch, description["dtype"])
     net = net.to(dtype)
     with torch.no_grad():
+        images = images.contiguous(memory_format=torch.channels_last)  # as the trial validates
         return [net(data.as_inputs(batch).to(dtype)).float() for batch in images.split(BATCH)]
 
 

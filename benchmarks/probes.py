@@ -48,7 +48,7 @@ def validation(request: dict[str, Any], answer: pathlib.Path) -> None:
     loaded = experiment.load(request["config"], request["overrides"])
     with harness.trial_context(loaded, pathlib.Path(tempfile.mkdtemp())) as context:
         trial = CIFARTrial(context)
-        inputs = data.as_inputs(trial.test_set.images).to(context.device)
+        inputs = data.as_inputs(trial.test_set.images).contiguous().to(context.device)
         net = Net(len(trial.test_set.classes)).to(context.device).eval()
         times: dict[str, list[float]] = {"trial": [], **{str(size): [] for size in BATCHES}}
 

@@ -24,11 +24,11 @@ CONTENDERS = {
 }
 
 
-def measure_all(config: str, overrides: Sequence[str], quick: bool) -> Iterator[dict[str, Any]]:
+def measure_all(config: str, overrides: Sequence[str], quick: bool, repeats: int) -> Iterator[dict[str, Any]]:
     """Measures at every point: processes, ZeRO stage and micro-batch."""
     micro_batches, stages, processes = ((16, 256), (0,), (1,)) if quick else ((16, 256, 1024), (0, 2), (1, 2))
     for count, stage, micro_batch in itertools.product(processes, stages, micro_batches):
-        yield measure(config, overrides, count, stage, micro_batch, 3 if quick else 5, seconds=1 if quick else 2)
+        yield measure(config, overrides, count, stage, micro_batch, 3 if quick else repeats, seconds=1)
 
 
 def measure(

@@ -96,7 +96,7 @@ def bare_engine(trial: CIFARTrial, loaded: experiment.Experiment) -> Callable[[i
 def in_memory(trial: CIFARTrial, device: torch.device) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Gives random micro-batches of normalised float32 images that lie in memory already."""
     size = trial.model_engine.train_micro_batch_size_per_gpu()
-    inputs, labels = data.as_inputs(trial.train_set.images).to(device), trial.train_set.labels.to(device)
+    inputs, labels = data.as_inputs(trial.train_set.images).contiguous().to(device), trial.train_set.labels.to(device)
     order, at = torch.randperm(len(labels), device=device), 0
 
     def fetch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,6 +157,7 @@ class Timing:
     """Trains in segments of so many steps, each with its reports, and leaves out validation and checkpoints."""
 
     measure: Callable[[Any], None]
+    counts_from_start: bool  # of training, or of each call
 
     def _run(self: Any) -> None:
         if self.is_chief:
@@ -166,8 +167,9 @@ class Timing:
     def segment(self: Any, steps: int) -> None:
         """Trains so many steps."""
         until = self.state.batches_trained + steps
-        while self.state.batches_trained < until:
-            units = [pytorch.Batch(self.reporting_period.value), pytorch.Batch(until)]
+        while (done := self.state.batches_trained) < until:
+            last = until if self.counts_from_start else until - done
+            units = [pytorch.Batch(self.reporting_period.value), pytorch.Batch(last)]
             kinds = [pytorch._TrainBoundaryType.REPORT, pytorch._TrainBoundaryType.TRAIN]
             boundaries = [pytorch._TrainBoundary(kind, unit) for kind, unit in zip(kinds, units, strict=True)]
             _, collected = self._train_with_boundaries(boundaries)
@@ -175,14 +177,19 @@ class Timing:
             for callback in self.callbacks.values():
                 callback.on_training_workload_end(metrics["avg_metrics"], metrics["batch_metrics"])
             self._stop_requested()
+        assert self.state.batches_trained == until
 
 
 class TrialTiming(Timing, harness.TrialController):
     """This package's controller."""
 
+    counts_from_start = True
+
 
 class StockTiming(Timing, det_ds.DeepSpeedTrialController):
-    """Determined's own."""
+    """Determined's own, which counts the batches of each call anew."""
+
+    counts_from_start = False
 
 
 if __name__ == "__main__":
