@@ -261,8 +261,12 @@ def _follow_length(config: dict[str, Any], replicas: int, steps: Callable[[int, 
 def _avoid_compiling(config: dict[str, Any], device: str) -> None:
     """On a CPU takes torch's Adam, where DeepSpeed would first compile a kernel of its own for over a minute."""
     optimizer = config["optimizer"]
-    if device == "cpu" and optimizer["type"].lower() in ("adam", "adamw"):
-        optimizer.setdefault("params", {}).setdefault("torch_adam", True)
+    if optimizer["type"].lower() in ("adam", "adamw"):
+        params = optimizer.setdefault("params", {})
+        if device == "cpu":
+            params.setdefault("torch_adam", True)
+        elif not params.get("torch_adam"):
+            params.pop("fused", None)  # as DeepSpeed's own kernels are
     if device == "cpu" and offloads(config, "offload_optimizer"):
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     if optimizer["type"].lower() not in DEEPSPEED_OPTIMIZERS:

@@ -67,6 +67,7 @@ OWN: dict[str, Rule] = {
         "must be a mapping of DeepSpeed's keys",
     ),
     "weights": (lambda v: v is None or isinstance(v, str), "must be the path of a state_dict, e.g. a run's net.pt"),
+    "channels_last": (is_bool, "must be true or false"),
     "early_stopping": (
         _is_early_stopping,
         "must be e.g. {metric: loss, patience: 3, min_improvement: 0.01}: validations to wait, and for how much",
@@ -115,6 +116,10 @@ def faults(hparams: Mapping[str, Any], slots: int) -> list[str]:
         found.append(f"hyperparameters.pipe_parallel_size: {stages}: does not divide {slots} processes; use a divisor")
     if stages > layers:
         found.append(f"hyperparameters.pipe_parallel_size: {stages}: Net has {layers} layers; use at most {layers}")
+    if hparams.get("channels_last") and stages > 1:
+        found.append(
+            "hyperparameters.channels_last: True: stages of a pipeline exchange plain tensors; set it to false"
+        )
     if "partition_method" in hparams and stages == 1:
         method = hparams["partition_method"]
         found.append(f"hyperparameters.partition_method: {method!r}: does nothing without a pipeline; "

@@ -48,7 +48,7 @@ def load(root: pathlib.Path, split: str, image_size: int) -> tuple[torch.Tensor,
     """
     classes = _classes(root)
     files = _files(root, split, classes)
-    fingerprint = _fingerprint(root, files, classes, image_size)
+    fingerprint = _fingerprint(root / split, files, classes, image_size)
     with host_lock(root, "images") as folder:
         cache = folder / f".images-{split}-{image_size}.pt"
         kept = image_cache.read(cache, fingerprint)
@@ -72,7 +72,7 @@ def files_of(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
             files.append(path)
             continue
         held = [each for each in sorted(path.rglob("*")) if each.suffix.lower() in _EXTENSIONS and each.is_file()]
-        held = [each for each in held if not _is_hidden(each.relative_to(path))]
+        held = [each for each in held if not _is_hidden(f"{os.sep}{each.relative_to(path)}")]
         if not held:
             raise InvalidInput(f"{path}: holds no image ({' '.join(_EXTENSIONS)}); give another folder")
         files += held
@@ -110,15 +110,17 @@ def _classes(root: pathlib.Path) -> list[str]:
     return train
 
 
-def _is_hidden(path: pathlib.Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _is_hidden(path: str) -> bool:
+    """Whether a part of a path that begins with a separator begins with a dot."""
+    return f"{os.sep}." in path
 
 
 def _files(root: pathlib.Path, split: str, classes: list[str]) -> list[tuple[str, int]]:
     """The (path, label) of every image file, in a fixed order."""
     index = {name: label for label, name in enumerate(classes)}
     found = make_dataset(str(root / split), index, extensions=tuple(_EXTENSIONS), allow_empty=True)
-    files = sorted((path, label) for path, label in found if not _is_hidden(pathlib.Path(path).relative_to(root)))
+    start = len(str(root / split))
+    files = sorted((path, label) for path, label in found if not _is_hidden(path[start:]))
     held = {label for _, label in files}
     empty = [name for name, label in index.items() if label not in held]
     if empty:
@@ -129,14 +131,13 @@ def _files(root: pathlib.Path, split: str, classes: list[str]) -> list[tuple[str
     return files
 
 
-def _fingerprint(root: pathlib.Path, files: list[tuple[str, int]], classes: list[str], image_size: int) -> str:
+def _fingerprint(folder: pathlib.Path, files: list[tuple[str, int]], classes: list[str], image_size: int) -> str:
     """Changes whenever a file is added, removed, renamed or written, or the cache would be made in another way."""
     digest = hashlib.sha256(repr((_CACHE_FORMAT, image_size, classes)).encode())
+    start = len(str(folder))
     for path, label in files:
         status = os.stat(path)
-        digest.update(
-            repr((os.path.relpath(path, root), label, status.st_size, status.st_mtime_ns, status.st_ctime_ns)).encode()
-        )
+        digest.update(repr((path[start:], label, status.st_size, status.st_mtime_ns, status.st_ctime_ns)).encode())
     return digest.hexdigest()
 
 

@@ -203,7 +203,8 @@ class CIFARTrial(DeepSpeedTrial):
         """The micro-batches on the device, in the engine's dtype; none on a pipeline's middle stages."""
         device = self.context.device
         for images, labels in dataloader_iter or ():
-            if not (torch.is_grad_enabled() or self.context.use_pipeline_parallel):
+            validating = not (torch.is_grad_enabled() or self.context.use_pipeline_parallel)
+            if validating or self.args.get("channels_last"):
                 images = images.contiguous(memory_format=torch.channels_last)  # a faster forward pass on a CPU
             inputs = data.as_inputs(images.to(device, non_blocking=True))
             yield inputs.to(self.dtype), labels.to(device, non_blocking=True)

@@ -24,6 +24,7 @@ if not torch.cuda.is_available():  # before DeepSpeed looks for an accelerator, 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or torch's optimizers look for a driver in every step
 
 import deepspeed
+import joblib
 import numpy as np
 import psutil
 from deepspeed.accelerator import get_accelerator
@@ -59,8 +60,16 @@ def device_type() -> str:
 def share_out_cores() -> None:
     """Gives each local process its part of the cores; with all the cores each they are several times slower."""
     local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    if "OMP_NUM_THREADS" not in os.environ and local_size > 1:
-        torch.set_num_threads(max(1, torch.get_num_threads() // local_size))
+    if local_size > 1 and not _user_chose_threads():
+        torch.set_num_threads(max(1, joblib.cpu_count() // local_size))
+
+
+def _user_chose_threads() -> bool:
+    """Whether ``OMP_NUM_THREADS`` is the user's; torchrun sets it to 1 where it is missing, for any number of cores."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with contextlib.suppress(psutil.Error):
+            return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
+    return "OMP_NUM_THREADS" in os.environ
 
 
 def seed_everything(seed: int) -> None:

@@ -18,13 +18,14 @@ import pictures
 from net import Net
 
 PICTURES_SHARE = 20  # pictures are drawn when at least so many times what they took has passed since
+FIRST_PICTURES = 3.0  # seconds that the first take, for matplotlib has to be imported
 
 
 class TensorBoardLog(pytorch.PyTorchCallback):
-    """Writes scalars with every report and validation, pictures with validations, and the network's graph once.
+    """Writes scalars with every report and validation, pictures with validations, and once the graph.
 
     Nothing is written within a step. Pictures that would take more than a twentieth of the time are left out, but for
-    the last ones.
+    the last ones: so training is under way before the first.
 
     Args:
         trial: a ``CIFARTrial``.
@@ -35,7 +36,8 @@ class TensorBoardLog(pytorch.PyTorchCallback):
     def __init__(self, trial: Any, steps: Callable[[], int], chief: bool) -> None:
         self.trial, self.steps, self.chief = trial, steps, chief
         self._drawn_step = self._validated_step = -1
-        self._drawn, self._took = 0.0, 0.0
+        self._drawn, self._took = time.monotonic(), FIRST_PICTURES
+        self._graph_is_missing = False
 
     @property
     def writer(self) -> Any:
@@ -44,8 +46,8 @@ class TensorBoardLog(pytorch.PyTorchCallback):
 
     @override
     def on_training_start(self) -> None:
-        if self.chief and not self.steps():
-            self._add_graph()
+        self._drawn = time.monotonic()
+        self._graph_is_missing = not self.steps()
 
     @override
     def on_training_workload_end(self, avg_metrics: dict[str, Any], batch_metrics: list[dict[str, Any]]) -> None:
@@ -87,6 +89,9 @@ class TensorBoardLog(pytorch.PyTorchCallback):
 
     def _draw(self) -> None:
         since = time.monotonic()
+        if self._graph_is_missing:
+            self._add_graph()
+            self._graph_is_missing = False
         reducer, source = self.trial.metrics, self.trial.test_set
         images = [source.images[each["image"]].permute(1, 2, 0).cpu().numpy() for each in reducer.mistakes]
         for name, figure in {

@@ -127,14 +127,16 @@ def plain_loop(folder: pathlib.Path) -> None:
     optimizer = torch.optim.AdamW(net.parameters(), **recipe["optimizer"])
     schedule = getattr(lr_schedules, recipe["scheduler"]["type"])(optimizer, **recipe["scheduler"]["params"])
     augmenter = Augmenter(Augmentation(**recipe["augment"]), len(labels), images.shape[-1], 0)
+    form = torch.channels_last if recipe["channels_last"] else torch.contiguous_format
     print("training", flush=True)
     step = 0
     for epoch in range(recipe["epochs"]):
         for chosen in torch.randperm(len(labels), device=device).split(recipe["batch"]):
-            inputs = augmenter(images[chosen], chosen, epoch) / 127.5 - 1
+            inputs = augmenter(images[chosen], chosen, epoch).contiguous(memory_format=form) / 127.5 - 1
             optimizer.zero_grad()
             F.cross_entropy(net(inputs), labels[chosen]).backward()
-            torch.nn.utils.clip_grad_norm_(net.parameters(), recipe["clip"])
+            if recipe["clip"]:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), recipe["clip"])
             optimizer.step()
             schedule.step()
             step += 1

@@ -145,6 +145,7 @@ def write_inputs(overrides: Sequence[str], folder: pathlib.Path) -> None:
         "classes": len(source.classes),
         "batch": config["train_batch_size"],
         "clip": config["gradient_clipping"],
+        "channels_last": bool(loaded.hyperparameters.get("channels_last")),
         "epochs": loaded.hyperparameters["max_length"]["epochs"],
         "optimizer": optimizer,
         "scheduler": config["scheduler"],

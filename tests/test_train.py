@@ -143,7 +143,7 @@ def test_one_set_of_weights_has_one_accuracy(tmp_path, image_folder):
 def test_test_mode_is_one_batch_of_everything(train):
     run = train(*DIGITS, "--test")
     assert run.code == 0, run.stderr
-    assert (run.summary["steps"], run.summary["validation"]["images"]) == (1, 32)
+    assert (run.summary["steps"], run.summary["validation"]["images"]) == (1, 360)  # one batch of the validation's
     assert (run.output / "checkpoints" / run.summary["checkpoint"] / "metadata.json").exists()
 
 
@@ -239,3 +239,24 @@ with det_ds.init(hparams=hparams, exp_conf={"data": {"dataset": "digits"}}) as c
     det_ds.Trainer(trial, context).fit(max_length=pytorch.Batch(3), checkpoint_policy="none")
     print("trained", trial.model_engine.global_steps, "batches")
 """
+
+
+@pytest.mark.parametrize(
+    ("by", "chosen", "threads"),
+    [("torchrun", "", 4), ("torchrun", "3", 3), ("deepspeed", "", 4), ("deepspeed", "3", 3)],
+)
+def test_processes_share_out_the_cores_unless_the_user_does(tmp_path, by, chosen, threads):
+    script = tmp_path / "threads.py"
+    script.write_text(
+        "import os, pathlib, sys\n"
+        f"sys.path.insert(0, {str(PROJECT)!r})\n"
+        "import processes, torch\n"
+        "processes.joblib.cpu_count = lambda: 8\n"
+        "processes.share_out_cores()\n"
+        f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).write_text(str(torch.get_num_threads()))\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    if chosen:
+        environment["OMP_NUM_THREADS"] = chosen
+    subprocess.run([*launcher(by, 2), str(script)], env=environment, check=True, capture_output=True, timeout=120)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == [str(threads)] * 2
