@@ -243,7 +243,7 @@ with det_ds.init(hparams=hparams, exp_conf={"data": {"dataset": "digits"}}) as c
 
 @pytest.mark.parametrize(
     ("by", "chosen", "threads"),
-    [("torchrun", "", 4), ("torchrun", "3", 3), ("deepspeed", "", 4), ("deepspeed", "3", 3)],
+    [("torchrun", "", 4), ("torchrun", "2", 2), ("deepspeed", "", 4), ("deepspeed", "2", 2)],
 )
 def test_processes_share_out_the_cores_unless_the_user_does(tmp_path, by, chosen, threads):
     script = tmp_path / "threads.py"
