@@ -10,7 +10,7 @@ train: $(VENV)/.train
 	$(BIN)/python train.py --config experiments/digits.yaml
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,11 @@ from sklearn.datasets import load_digits
 from errors import InvalidInput
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
-TIME_LIMIT = 240  # seconds a run may take
+TIME_LIMIT = 500  # seconds a run may take
+
+# One thread a process, of the tests' own and of those they start: those of several would wait for each other's cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+torch.set_num_threads(1)
 
 
 @dataclass
@@ -45,6 +50,15 @@ class Run:
         return [entry["steps_completed"] for entry in self.metrics if entry["group"] == "validation"]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps in one worker the tests of a file, and those that share a launch: see --dist in pyproject.toml."""
+    for item in items:
+        launched = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        modes, nets = launched.get("mode_runs"), launched.get("straight", "")
+        item.add_marker(pytest.mark.xdist_group(f"modes {modes}" if modes else f"{item.path.stem} {nets}"))
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -60,13 +74,12 @@ def launcher(name: str, processes: int) -> list[str]:
     return [sys.executable, "-m", module, f"{count}={processes}", f"--master_port={free_port()}"]
 
 
-def execute(command: list[str], output: pathlib.Path, **env: str) -> Run:
+def execute(command: list[str], output: pathlib.Path, *, cwd: pathlib.Path = PROJECT, **env: str) -> Run:
     """Runs a command to its end; kills it and all its children when the time is up."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **env}
     process = subprocess.Popen(
         command,
-        cwd=PROJECT,
-        env=environment,
+        cwd=cwd,
+        env={**os.environ, **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -85,7 +98,7 @@ def train(tmp_path):
     """Runs train.py: ``train("--config", FILE, processes=2)``."""
     runs = iter(range(100))
 
-    def run(*arguments: str, processes: int = 1, by: str | None = None, output=None, **env: str) -> Run:
+    def run(*arguments: str, processes: int = 1, by: str | None = None, output=None, **env: Any) -> Run:
         output = output or tmp_path / f"run{next(runs)}"
         command = launcher(by or ("python" if processes == 1 else "torchrun"), processes)
         return execute([*command, "train.py", *arguments, "--output", str(output)], output, **env)
@@ -158,7 +171,6 @@ def fork(*works):
     barrier = context.Barrier(len(works))
 
     def run(work):
-        torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
         barrier.wait(30)
         work()
 

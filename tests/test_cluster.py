@@ -1,17 +1,18 @@
 """A trial on a Determined cluster: real launch layer, real core context, and a stand-in for the master over HTTP."""
 
+import base64
 import json
 import os
 import pathlib
-import shutil
 import sys
+import tarfile
 from typing import Any, cast
 
 import determined as det
 import pytest
-from conftest import PROJECT, Run, execute
+from conftest import PROJECT, Run, execute, free_port
 from determined import _info
-from determined.common import util
+from determined.common import context, util
 from master import Master
 
 import checkpoint
@@ -86,8 +87,11 @@ def container(folder: pathlib.Path, master: Master, slots: int, hparams: dict, *
     config.update(debug=False, scheduling_unit=10, min_validation_period={"batches": 40}, **trial.pop("config", {}))
     storage = folder / "shared"
     storage.mkdir(parents=True, exist_ok=True)
-    if not (folder / "model").exists():
-        shutil.copytree(PROJECT / "experiments", folder / "model")
+    for item in context.read_v1_context(PROJECT):  # what `det experiment create` uploads
+        path = folder / "model" / item.path
+        if item.type == ord(tarfile.REGTYPE):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(base64.b64decode(item.content or ""))
     latest = trial.pop("latest_checkpoint", None)
     info = {"steps_completed": 0, "trial_run_id": 1, **trial}
     _info.TrialInfo(1, 1, 7, hparams, config, debug=False, inter_node_network_interface=None, **info)._to_file(
@@ -107,7 +111,8 @@ def container(folder: pathlib.Path, master: Master, slots: int, hparams: dict, *
     return {
         "CONTAINER_FILES": str(folder),
         "PYTHONPATH": str(PROJECT / "tests/container"),
-        "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{PROJECT / 'tests/container'}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+        "FREE_PORT": str(free_port()),
         "DET_RESOURCES_ID": "r",
         "DET_SLOT_IDS": json.dumps(list(range(slots))),
         "DET_MASTER": master.url,
@@ -119,7 +124,8 @@ def container(folder: pathlib.Path, master: Master, slots: int, hparams: dict, *
 def run_container(folder: pathlib.Path, master: Master, slots: int, hparams: dict, **trial: Any) -> Run:
     """What a container does: the startup hook, then the entrypoint."""
     environment = container(folder, master, slots, hparams, **trial)
-    return execute(["bash", "-c", f"set -e; source startup-hook.sh; {TRAIN}"], folder, **environment)
+    command = ["bash", "-c", f"set -e; source startup-hook.sh; {TRAIN}"]
+    return execute(command, folder, cwd=folder / "model", **environment)
 
 
 SMALL = {

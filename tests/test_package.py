@@ -10,7 +10,7 @@ import venv
 from typing import Any
 
 import pytest
-from conftest import PROJECT, execute
+from conftest import PROJECT, TIME_LIMIT, execute
 from determined.common import context, util
 
 FILES = sorted([*PROJECT.glob("*.yaml"), *PROJECT.glob("experiments/*.yaml")])
@@ -75,6 +75,11 @@ def test_every_experiment_file_is_one_for_the_master(file):
         assert each.keys() - {"type"} <= RANGES[each["type"]], f"{file}: {each}"
 
 
+def test_tests_that_share_a_launch_stay_in_one_worker(request):
+    """pytest-xdist renames what it groups, which it cannot with every pytest, and then says nothing."""
+    assert not getattr(request.config.option, "loadgroup", False) or "@" in request.node.nodeid
+
+
 def test_the_upload_is_small_and_whole():
     """As ``det experiment create`` builds it."""
     (PROJECT / "runs").mkdir(exist_ok=True)
@@ -102,6 +107,7 @@ def test_local_test_mode(tmp_path):
     run = execute([sys.executable, str(script)], tmp_path)
     assert run.code == 0, run.stderr
     assert (run.stdout + run.stderr).count("The test experiment passed.") == len(others)
+    assert not list(PROJECT.glob("None*"))  # what a path that is missing would be called
 
 
 def bare_environment(folder: pathlib.Path, without: str) -> pathlib.Path:
@@ -129,7 +135,7 @@ def test_the_startup_hook_installs_what_is_missing(tmp_path, without):
     if not without:
         environment["PIP_INDEX_URL"] = "http://127.0.0.1:9/nothing"
     run = subprocess.run(
-        ["bash", "-c", hook], cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=240
+        ["bash", "-c", hook], cwd=PROJECT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT
     )
     assert run.returncode == 0, run.stderr
     assert shutil.which("nvidia-smi") or "slots 3" in run.stdout

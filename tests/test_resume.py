@@ -16,7 +16,7 @@ import time
 import psutil
 import pytest
 import torch
-from conftest import DIGITS, PROJECT, Run, execute, launcher, overrides, train_many
+from conftest import DIGITS, PROJECT, TIME_LIMIT, Run, execute, launcher, overrides, train_many
 from modes import DEEPSPEED, STEPS, losses, mode_rows
 
 STOP = 17
@@ -106,17 +106,15 @@ def test_sigkill_at_any_moment_loses_nothing(tmp_path):
     while killed < KILLS:
         resume = LATEST if list(output.glob("checkpoints/*/metadata.json")) else []
         command = [*launcher("torchrun", 2), "train.py", *LONG, "--output", str(output), *resume]
-        process = subprocess.Popen(
-            command, cwd=PROJECT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE
-        )
+        process = subprocess.Popen(command, cwd=PROJECT, stderr=subprocess.PIPE)
         family = wait_for_checkpoint(process, output)
         time.sleep(choose.uniform(0, 0.4))
         victim = choose.choice(family)
         assert victim.is_running(), "the run ended before it could be killed; make it longer"
         victim.kill()
         killed += 1
-        assert process.wait(60) != 0
-        _, alive = psutil.wait_procs(family, timeout=60)
+        assert process.wait(TIME_LIMIT) != 0
+        _, alive = psutil.wait_procs(family, timeout=TIME_LIMIT)
         assert not alive, "a rank hangs"
     last = execute([*torchrun, str(output), *LATEST], output)
     assert last.code == 0, last.stderr
@@ -127,7 +125,7 @@ def test_sigkill_at_any_moment_loses_nothing(tmp_path):
 def wait_for_checkpoint(process, output):
     """The two ranks, once they are training, i.e. when there is a checkpoint that was not there before."""
     before = set(output.glob("checkpoints/*/metadata.json"))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + TIME_LIMIT
     while set(output.glob("checkpoints/*/metadata.json")) <= before:
         assert process.poll() is None, process.stderr.read().decode()
         assert time.monotonic() < deadline
@@ -397,10 +395,10 @@ def test_a_full_disk_leaves_the_last_checkpoint(two_checkpoints, tmp_path):
 def test_a_run_keeps_others_out_of_its_folder(tmp_path):
     endless = overrides(hyperparameters__max_length="{epochs: 999}")
     command = [sys.executable, "train.py", *LONG, *endless, "--output", str(tmp_path / "run")]
-    first = subprocess.Popen(command, cwd=PROJECT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+    first = subprocess.Popen(command, cwd=PROJECT, stderr=subprocess.PIPE)
     wait_for_checkpoint(first, tmp_path / "run")
     second = execute(command, tmp_path / "run")
     first.send_signal(signal.SIGTERM)
-    assert first.wait(60) == 130
+    assert first.wait(TIME_LIMIT) == 130
     assert second.code == 2
     assert "another run is writing there" in second.stderr

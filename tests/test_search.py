@@ -13,7 +13,7 @@ import sys
 import time
 
 import pytest
-from conftest import PROJECT, Run, execute, fault
+from conftest import PROJECT, TIME_LIMIT, Run, execute, fault
 
 import search
 import searchers
@@ -143,6 +143,11 @@ def run_search(tmp_path, file, *changes) -> Run:
     return execute(command(tmp_path / "search", file, *changes), tmp_path / "search")
 
 
+def start_search(arguments: list[str]) -> subprocess.Popen[str]:
+    """A search that the test may kill."""
+    return subprocess.Popen(arguments, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
+
+
 def rows(output: pathlib.Path) -> list[dict[str, str]]:
     with open(output / "trials.csv") as file:
         return list(csv.DictReader(file))
@@ -153,8 +158,8 @@ def entries(output: pathlib.Path, trial: int, group: str) -> list[dict]:
     return [entry for entry in map(json.loads, lines) if entry["group"] == group]
 
 
-def wait_until(holds, seconds=60):
-    until = time.monotonic() + seconds
+def wait_until(holds):
+    until = time.monotonic() + TIME_LIMIT
     while not holds():
         assert time.monotonic() < until
         time.sleep(0.02)
@@ -171,16 +176,11 @@ FOUR_RATES = [
 
 def test_a_search_goes_on_after_sigkill_and_trains_at_the_rates_it_searches(tmp_path, capsys):
     output = tmp_path / "search"
-    going = subprocess.Popen(
-        command(output, GRID, *FOUR_RATES),
-        cwd=PROJECT,
-        stdout=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    going = start_search(command(output, GRID, *FOUR_RATES))
     second = output / "trials/001/metrics.jsonl"
     wait_until(lambda: second.exists() and second.read_text().count("\n") > 5)
-    going.send_signal(signal.SIGKILL)
-    going.wait()
+    going.kill()
+    going.communicate()
     first = (output / "trials/000/net.pt").stat()
     rest = run_search(tmp_path, GRID, *FOUR_RATES)
     assert rest.code == 0, rest.stderr
@@ -232,13 +232,13 @@ def test_asha_stops_the_worse_and_bears_a_killed_trial(tmp_path):
         "scheduling_unit=10",
     ]
     output = tmp_path / "search"
-    going = subprocess.Popen(command(output, ASHA, *changes), cwd=PROJECT, stdout=subprocess.PIPE, text=True)
+    going = start_search(command(output, ASHA, *changes))
     first = output / "trials/000/metrics.jsonl"
     wait_until(lambda: first.exists() and "validation" in first.read_text())
     pids = subprocess.run(["pgrep", "-P", str(going.pid)], capture_output=True, text=True).stdout.split()
     (pid,) = [pid for pid in pids if b"train.py" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(int(pid), signal.SIGKILL)
-    stdout, _ = going.communicate(timeout=240)
+    stdout, _ = going.communicate(timeout=TIME_LIMIT)
     assert going.returncode == 0, stdout
     table = rows(output)
     assert (table[0]["outcome"], table[0]["reason"]) == ("failed", "killed by SIGKILL")

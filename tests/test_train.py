@@ -8,7 +8,7 @@ import subprocess
 
 import psutil
 import pytest
-from conftest import DIGITS, PROJECT, Run, execute, launcher, overrides, train_many
+from conftest import DIGITS, PROJECT, TIME_LIMIT, Run, execute, launcher, overrides, train_many
 
 SHORT = overrides(hyperparameters__max_length="{epochs: 2}", min_validation_period="{epochs: 1}")
 BATCH = "hyperparameters__overwrite_deepspeed_args__train_batch_size"
@@ -59,18 +59,15 @@ def test_a_signal_saves_a_checkpoint_to_go_on_from(tmp_path, processes, number):
     """The rank that gets the signal tells the others, and what is resumed ends on the straight run's weights."""
     long = [*DIGITS, *overrides(hyperparameters__max_length="{batches: 200}", scheduling_unit=10)]
     row = [*launcher("python" if processes == 1 else "torchrun", processes), "train.py", *long, "--output"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     straight = execute([*row, str(tmp_path / "straight")], tmp_path / "straight")
     assert straight.code == 0, straight.stderr
-    process = subprocess.Popen(
-        [*row, str(tmp_path / "run")], cwd=PROJECT, env=environment, stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([*row, str(tmp_path / "run")], cwd=PROJECT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         if "step 30/" in line:
             workers = psutil.Process(process.pid).children() if processes > 1 else [process]
             workers[-1].send_signal(number)
-    code = process.wait(60)
+    code = process.wait(TIME_LIMIT)
     assert code == 130 if processes == 1 else code != 0
     metadata = [json.loads(path.read_text()) for path in (tmp_path / "run").glob("checkpoints/*/metadata.json")]
     assert len(metadata) == 1 and 30 <= metadata[0]["steps_completed"] < 200
@@ -258,5 +255,7 @@ def test_processes_share_out_the_cores_unless_the_user_does(tmp_path, by, chosen
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     if chosen:
         environment["OMP_NUM_THREADS"] = chosen
-    subprocess.run([*launcher(by, 2), str(script)], env=environment, check=True, capture_output=True, timeout=120)
+    subprocess.run(
+        [*launcher(by, 2), str(script)], env=environment, check=True, capture_output=True, timeout=TIME_LIMIT
+    )
     assert [(tmp_path / rank).read_text() for rank in "01"] == [str(threads)] * 2
