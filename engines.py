@@ -50,12 +50,19 @@ def scale_loss(engine: deepspeed.DeepSpeedEngine, loss: torch.Tensor) -> torch.T
 
 
 def keep_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Has ``engine.get_global_grad_norm()`` answer without ZeRO in fp32, too, where the engine clips and forgets it."""
+    """Has ``engine.get_global_grad_norm()`` answer without ZeRO in fp32, too, where the engine clips and forgets it.
+
+    Where all ranks hold the same gradients, by torch's own clipping: the same but for rounding, in half the time, and
+    with none of DeepSpeed's sum over the ranks, which is for experts and parallel models.
+    """
+    alike = engine.mpu is None and not engine.has_moe_layers
 
     def clip_fp32_gradients() -> None:
-        engine._global_grad_norm = clip_grad_norm_(
-            parameters=engine.module.parameters(), max_norm=engine.gradient_clipping(), mpu=engine.mpu
-        )
+        parameters, max_norm = engine.module.parameters(), engine.gradient_clipping()
+        if alike:
+            engine._global_grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        else:
+            engine._global_grad_norm = clip_grad_norm_(parameters=parameters, max_norm=max_norm, mpu=engine.mpu)
 
     engine.clip_fp32_gradients = clip_fp32_gradients
 
