@@ -30,6 +30,8 @@ from torch.utils.data import DataLoader
 
 import data
 import experiment
+import loaders
+import nets
 import weights
 from callbacks import Patience
 from errors import InvalidInput
@@ -76,17 +78,20 @@ def train(args: argparse.Namespace) -> None:
     """Trains in the five steps of the tutorial: data, network, loss and optimizer, training, evaluation."""
     loaded = experiment.load(args.config, args.overrides)
     config = data.DataConfig.parse(loaded.config.get("data"))
+    nets.check("net", 10, config.image_size, None, 2)
     rank, world_size, device = start(args)
     torch.manual_seed(loaded.seed)
 
     # 1. Data.
     train_set, test_set = data.load(config, "train"), data.load(config, "test")
-    sampler = data.MicroBatchSampler(len(train_set), args.batch_size, world_size * args.accumulate, loaded.seed)
+    sampler = loaders.MicroBatchSampler(len(train_set), args.batch_size, world_size * args.accumulate, loaded.seed)
 
     # 2. Network.
     plain = Net(len(train_set.classes))
     if args.weights:
-        weights.load_into(plain, args.weights)
+        replaced = weights.start_from(plain, weights.read(args.weights), args.weights)
+        if replaced and rank == 0:
+            print(weights.said(replaced, args.weights), file=sys.stderr)
     plain.to(device)
     net: nn.Module = DistributedDataParallel(plain) if world_size > 1 else plain
 
@@ -199,11 +204,11 @@ def autocast(args: argparse.Namespace, device: torch.device) -> contextlib.Abstr
 
 
 def batches(
-    source: data.ImageSet, sampler: data.MicroBatchSampler, rank: int, world_size: int, device: torch.device
+    source: data.ImageSet, sampler: loaders.MicroBatchSampler, rank: int, world_size: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's micro-batches of one epoch, as the trial's ranks see them."""
     mine = [indices for i, indices in enumerate(sampler) if i % world_size == rank]
-    for images, labels in DataLoader(data.Batches(source), batch_sampler=mine, collate_fn=data.as_fetched):
+    for images, labels in DataLoader(loaders.Batches(source), batch_sampler=mine, collate_fn=loaders.as_fetched):
         yield data.as_inputs(images.to(device)), labels.to(device)
 
 
@@ -214,7 +219,7 @@ def evaluate(
     """Accuracy, loss and per-class accuracy over every test image, counted on all ranks."""
     net.eval()
     counts = ClassificationMetrics(test_set.classes)
-    sampler = data.MicroBatchSampler(len(test_set), 256 * world_size, world_size)
+    sampler = loaders.MicroBatchSampler(len(test_set), 256 * world_size, world_size)
     for inputs, labels in batches(test_set, sampler, rank, world_size, device):
         counts.update(net(inputs), labels)
     everyone: list[Any] = [counts.per_slot_reduce()] * world_size

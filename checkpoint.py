@@ -100,7 +100,7 @@ def predict(args: argparse.Namespace) -> None:
 
     net, description = net_file.read(args.net)
     files = image_folder.files_of(args.images)
-    size = description["input"]["height"]
+    size = tuple(description["input"]["resize"])
     images = torch.stack([torch.from_numpy(image_folder.decode_image(file, size).copy()) for file in files])
     probabilities = torch.cat([logits.softmax(1) for logits in classify(net, description, images)])
     classes = description["classes"]
@@ -150,16 +150,21 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def classify(net: nn.Module, description: dict[str, Any], images: Tensor) -> list[Tensor]:
-    """Gives float32 logits (B, C) for uint8 images (N, 3, H, W), batch by batch, in the dtype of the validation."""
+    """Gives float32 logits (B, C) for uint8 images (N, 3, h, w), batch by batch, in the dtype of the validation."""
     import torch
+    from torchvision.transforms.v2 import functional
 
     import data
 
-    dtype = getattr(torch, description["dtype"])
+    seen = description["input"]
+    size, dtype = [seen["height"], seen["width"]], getattr(torch, description["dtype"])
     net = net.to(dtype)
     with torch.no_grad():
-        images = images.contiguous(memory_format=torch.channels_last)  # as the trial validates
-        return [net(data.as_inputs(batch).to(dtype)).float() for batch in images.split(BATCH)]
+        inputs = (
+            data.as_inputs(functional.center_crop(batch, size), seen["mean"], seen["std"])
+            for batch in images.split(BATCH)
+        )
+        return [net(each.to(dtype, memory_format=torch.channels_last)).float() for each in inputs]  # as in validation
 
 
 def report(args: argparse.Namespace) -> None:

@@ -1,36 +1,33 @@
-"""Images on disk -> uint8 tensors in memory -> loaders that give a whole micro-batch at a time.
+"""The ``data`` section of an experiment file -> uint8 images in memory, or in a file that is mapped into it.
 
-``load`` reads one split of one dataset; ``data_loader`` makes the ``determined.pytorch.DataLoader`` of it. Decoding is
-in ``image_folder.py``.
+``load`` reads one split of one dataset; micro-batches of it are made in ``loaders.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import http.client
-import os
 import pathlib
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torchvision
-from determined import pytorch
 from torch import Tensor
-from torch.utils.data import BatchSampler, Dataset
+from torchvision.transforms.v2 import functional
 
-import image_cache
+import cifar10
 import image_folder
-from augment import Augmentation, Augmenter
-from errors import InvalidInput, nearest, one_line
-from host_lock import host_lock
+from augment import Augmentation
+from errors import InvalidInput, nearest
+from hyperparameters import is_count, is_number
 
 IMAGE_SIZE = 32  # what Net takes, in pixels
 DEVICES = ("auto", "cpu", "cuda")
-MEAN = STD = [0.5, 0.5, 0.5]  # of what 0 to 255 becomes as 0 to 1, so that inputs are in [-1, 1]
+HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that take 0 to 255 to [-1, 1]
+IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as torchvision's pretrained weights take them
+NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
+SAMPLE = 10_000  # images of which a dataset's statistics are taken
 
 
 @dataclass(frozen=True)
@@ -38,21 +35,29 @@ class ImageSet:
     """One split of a dataset, decoded and in memory.
 
     Attributes:
-        images: uint8 (N, 3, 32, 32), RGB, 0 to 255.
+        images: uint8 (N, 3, h, w), RGB, 0 to 255.
         labels: int64 (N,), indices into ``classes``.
         classes: the class names.
+        crop: height and width of what a network sees of each; all of it if None.
     """
 
     images: Tensor
     labels: Tensor
     classes: tuple[str, ...]
+    crop: tuple[int, int] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def to(self, device: torch.device) -> ImageSet:
         """The same set in a device's memory."""
-        return ImageSet(self.images.to(device), self.labels.to(device), self.classes)
+        return dataclasses.replace(self, images=self.images.to(device), labels=self.labels.to(device))
+
+    def cropped(self, images: Tensor) -> Tensor:
+        """The middle of images (B, 3, h, w), as validation sees them."""
+        if self.crop is None or tuple(images.shape[2:]) == self.crop:
+            return images
+        return functional.center_crop(images, list(self.crop))
 
 
 # ------------------------------------------------------------------------------------------------- datasets
@@ -66,7 +71,12 @@ class DataConfig:
         dataset: ``cifar10``, ``imagefolder`` or ``digits``.
         root: the folder that holds the dataset (``digits`` needs none).
         download: whether ``cifar10`` may be downloaded when ``root`` lacks it.
-        image_size: height and width of the images in pixels; ``Net`` takes 32.
+        image_size: height and width of the images that the network sees, in pixels; ``Net`` takes 32.
+        resize: the shorter side, in pixels, to which images are scaled before they are cropped to ``image_size``: in
+            the middle, and for training at random places. As ``image_size`` if None.
+        normalize: ``half`` (inputs in [-1, 1]), ``dataset`` (by its own mean and standard deviation), ``imagenet``,
+            ``weights`` (as the pretrained weights want it), or a mapping with ``mean`` and ``std`` of 0 to 1, a number
+            a channel.
         device: where the decoded images are kept: ``cpu``, ``cuda``, or ``auto``, a GPU's memory if they fit in half.
         augment: random changes of training images; see ``augment.py``.
     """
@@ -74,9 +84,26 @@ class DataConfig:
     dataset: str = "cifar10"
     root: str = "data"
     download: bool = True
-    image_size: int = IMAGE_SIZE
+    image_size: Any = (IMAGE_SIZE, IMAGE_SIZE)
+    resize: int | None = None
+    normalize: Any = "half"
     device: str = "auto"
     augment: Augmentation = dataclasses.field(default_factory=Augmentation)
+
+    def __post_init__(self) -> None:
+        if is_count(self.image_size, 1):
+            object.__setattr__(self, "image_size", (self.image_size, self.image_size))
+        elif isinstance(self.image_size, list):
+            object.__setattr__(self, "image_size", tuple(self.image_size))
+
+    @property
+    def canvas(self) -> tuple[int, int]:
+        """Height and width of the images that are kept: ``image_size``, or as much larger as ``resize`` says."""
+        height, width = self.image_size
+        if self.resize is None:
+            return height, width
+        scale = self.resize / min(height, width)
+        return round(height * scale), round(width * scale)
 
     @classmethod
     def parse(cls, section: Mapping[str, Any] | None) -> DataConfig:
@@ -99,15 +126,22 @@ class DataConfig:
             faults.append(f"data.root: {parsed.root!r}: must be a folder's path")
         if not isinstance(parsed.download, bool):
             faults.append(f"data.download: {parsed.download!r}: must be true or false")
-        if type(parsed.image_size) is not int or parsed.image_size != IMAGE_SIZE:
-            faults.append(f"data.image_size: {parsed.image_size!r}: Net takes {IMAGE_SIZE}; use {IMAGE_SIZE}")
+        sides = parsed.image_size
+        if not (isinstance(sides, tuple) and len(sides) == 2 and all(is_count(each, 1) for each in sides)):
+            must = "must be a whole number of pixels, or [height, width]"
+            faults.append(f"data.image_size: {section['image_size']!r}: {must}")
+            sides = (IMAGE_SIZE, IMAGE_SIZE)
+        if parsed.resize is not None and not is_count(parsed.resize, min(sides)):
+            must = f"must be a whole number of pixels of at least image_size ({min(sides)})"
+            faults.append(f"data.resize: {parsed.resize!r}: {must}")
+        faults += _normalize_faults(parsed.normalize)
         if parsed.device not in DEVICES:
             faults.append(f"data.device: {parsed.device!r}: must be one of {', '.join(DEVICES)}")
         elif parsed.device == "cuda" and not torch.cuda.is_available():
             faults.append("data.device: 'cuda': this machine has no GPU; use auto")
         augmentation = Augmentation()
         try:
-            augmentation = Augmentation.parse(section.get("augment"), IMAGE_SIZE)
+            augmentation = Augmentation.parse(section.get("augment"), min(sides))
         except InvalidInput as error:
             faults += error.faults
         if faults:
@@ -133,10 +167,32 @@ def load(config: DataConfig, split: str) -> ImageSet:
     Raises:
         InvalidInput: if the data is missing, damaged or not usable; the line names the folder or file.
     """
-    return DATASETS[config.dataset](config, split)
+    images, labels, classes = DATASETS[config.dataset](config, split)
+    return ImageSet(images, labels, tuple(classes), config.image_size)
 
 
-def _digits(config: DataConfig, split: str) -> ImageSet:
+def _normalize_faults(value: Any) -> list[str]:
+    if isinstance(value, Mapping):
+        good = value.keys() == {"mean", "std"} and all(
+            isinstance(each, (list, tuple)) and len(each) == 3 and all(is_number(n, 0, 2) for n in each)
+            for each in value.values()
+        )
+        if good and all(value["std"]):
+            return []
+    elif value in NORMALIZATIONS:
+        return []
+    must = "{mean: [R, G, B], std: [R, G, B]} of 0 to 1"
+    return [f"data.normalize: {value!r}: must be one of {', '.join(NORMALIZATIONS)}, or {must}"]
+
+
+Loaded = tuple[Tensor, Tensor, Sequence[str]]  # images, labels and class names
+
+
+def _cifar10(config: DataConfig, split: str) -> Loaded:
+    return cifar10.load(pathlib.Path(config.root), split, config.download, config.canvas)
+
+
+def _digits(config: DataConfig, split: str) -> Loaded:
     """scikit-learn's 1,797 handwritten digits (8x8, 16 greys), enlarged; 1,437 to train and 360 to test.
 
     Source: https://archive.ics.uci.edu/dataset/80, as shipped in ``sklearn.datasets.load_digits``.
@@ -148,81 +204,13 @@ def _digits(config: DataConfig, split: str) -> ImageSet:
     train, test = train_test_split(np.arange(len(bunch.target)), test_size=360, random_state=0, stratify=bunch.target)
     chosen = np.sort(train if split == "train" else test)
     grey = torch.from_numpy(bunch.images[chosen]).float().unsqueeze(1) * (255 / 16)
-    large = torch.nn.functional.interpolate(grey, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
+    large = torch.nn.functional.interpolate(grey, size=config.canvas, mode="bilinear", align_corners=False)
     images = large.round().clamp(0, 255).to(torch.uint8).expand(-1, 3, -1, -1).contiguous()
-    labels = torch.from_numpy(bunch.target[chosen]).long()
-    return ImageSet(images, labels, tuple(str(name) for name in bunch.target_names))
+    return images, torch.from_numpy(bunch.target[chosen]).long(), [str(name) for name in bunch.target_names]
 
 
-def _cifar10(config: DataConfig, split: str) -> ImageSet:
-    """Torchvision's CIFAR10: 50,000 images to train, 10,000 to test.
-
-    However many ranks or trials of a host start at once, one downloads and the others wait for it.
-    """
-    root = pathlib.Path(config.root)
-    with host_lock(root, "cifar10") as folder:
-        cache = folder / f".cifar10-{split}.pt"
-        kept = image_cache.read(cache, _cifar10_fingerprint(root))
-        if kept is None:
-            dataset = _cifar10_on_disk(root, split)
-            if dataset is None:
-                _fetch_cifar10(root, config.download)
-                dataset = _cifar10_on_disk(root, split)
-            if dataset is None:
-                what = f"{_CIFAR.base_folder} is damaged again after unpacking"
-                raise InvalidInput(f"data.root: {root}: {what}; check the disk")
-            images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
-            labels = torch.tensor(dataset.targets)
-            kept = image_cache.write(cache, _cifar10_fingerprint(root), images, labels, dataset.classes)
-    return ImageSet(kept["images"], kept["labels"], tuple(kept["classes"]))
-
-
-_CIFAR = torchvision.datasets.CIFAR10
-
-
-def _cifar10_fingerprint(root: pathlib.Path) -> str:
-    """Changes whenever a file of the dataset does; what torchvision has checked once is not read again."""
-    files = sorted((root / _CIFAR.base_folder).glob("*"))
-    return repr([(each.name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for each in files for s in [each.stat()]])
-
-
-def _cifar10_on_disk(root: pathlib.Path, split: str) -> torchvision.datasets.CIFAR10 | None:
-    """The dataset, or None if its files are missing or fail their checksums."""
-    try:
-        return _CIFAR(str(root), train=split == "train", download=False)
-    except RuntimeError:
-        return None
-    except OSError as error:
-        raise InvalidInput(f"data.root: {root}: cannot be read ({one_line(error)}); give another folder") from error
-
-
-def _fetch_cifar10(root: pathlib.Path, may_download: bool) -> None:
-    """Unpacks or downloads CIFAR-10 beside its final place and moves it there whole."""
-    archive, unpacked, partial = root / _CIFAR.filename, root / _CIFAR.base_folder, root / ".cifar10-partial"
-    mend = f"put {_CIFAR.filename} (MD5 {_CIFAR.tgz_md5}) there, or use data.dataset: imagefolder or digits"
-    what = f"{unpacked} is {'damaged' if unpacked.exists() else 'missing'}"
-    usable = archive.exists() and torchvision.datasets.utils.check_integrity(str(archive), _CIFAR.tgz_md5)
-    if archive.exists() and not usable:
-        what += f" and {archive} is truncated or another file"
-    if not usable and not may_download:
-        raise InvalidInput(f"data.root: {root}: {what}, and data.download is false; {mend}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir()
-        if usable:  # what is in the right place already is not downloaded again
-            (partial / _CIFAR.filename).symlink_to(archive.resolve())
-        _CIFAR(str(partial), download=True)
-        if unpacked.exists():
-            shutil.rmtree(unpacked)
-        os.replace(partial / _CIFAR.base_folder, unpacked)
-    except (OSError, RuntimeError, http.client.HTTPException) as error:  # RuntimeError: torchvision's for a checksum
-        raise InvalidInput(f"data.root: {root}: {what}, and getting it failed ({one_line(error)}); {mend}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _image_folder(config: DataConfig, split: str) -> ImageSet:
-    return ImageSet(*image_folder.load(pathlib.Path(config.root), split, config.image_size))
+def _image_folder(config: DataConfig, split: str) -> Loaded:
+    return image_folder.load(pathlib.Path(config.root), split, config.canvas)
 
 
 def count(config: DataConfig, split: str) -> int:
@@ -236,130 +224,48 @@ def count(config: DataConfig, split: str) -> int:
     return {"cifar10": {"train": 50_000, "test": 10_000}, "digits": {"train": 1437, "test": 360}}[config.dataset][split]
 
 
-DATASETS: dict[str, Callable[[DataConfig, str], ImageSet]] = {
+DATASETS: dict[str, Callable[[DataConfig, str], Loaded]] = {
     "cifar10": _cifar10,
     "digits": _digits,
     "imagefolder": _image_folder,
 }
 
 
-# -------------------------------------------------------------------------------------------------- loaders
+def normalization(config: DataConfig, train_set: ImageSet) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel, of pixels from 0 to 1, by which inputs are normalised.
+
+    Args:
+        config: which says whose; not ``weights``, for those know themselves (``nets.normalization``).
+        train_set: of whose images the statistics are taken, evenly spaced ones if there are many.
+    """
+    if isinstance(config.normalize, Mapping):
+        return tuple(config.normalize["mean"]), tuple(config.normalize["std"])
+    if config.normalize == "imagenet":
+        return IMAGENET
+    if config.normalize == "half":
+        return HALF, HALF
+    chosen = train_set.images[:: -(-len(train_set) // SAMPLE)]
+    sums, squares, count = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), 0
+    for part in chosen.split(256):
+        pixels = part.cpu().double() / 255
+        sums, squares = sums + pixels.sum((0, 2, 3)), squares + pixels.square().sum((0, 2, 3))
+        count += pixels[:, 0].numel()
+    mean = sums / count
+    std = (squares / count - mean.square()).clamp(min=1e-6).sqrt()  # images of one colour have none
+    return tuple(round(each, 6) for each in mean.tolist()), tuple(round(each, 6) for each in std.tolist())
 
 
-def as_inputs(images: Tensor) -> Tensor:
+def as_inputs(images: Tensor, mean: Sequence[float] = HALF, std: Sequence[float] = HALF) -> Tensor:
     """Makes inputs (B, 3, H, W) float32 of images (B, 3, H, W) uint8, on whichever device they are.
 
-    Normalised to [-1, 1], bit for bit as torchvision's ``ToTensor`` and ``Normalize(0.5, 0.5)`` do.
-    """
-    return torch.div(images, 127.5).sub_(1)  # (x / 255 - 0.5) / 0.5: doubling is exact
-
-
-class Batches(Dataset):
-    """Images fetched a whole micro-batch at a time, from wherever they are kept.
+    Normalised by default to [-1, 1], bit for bit as torchvision's ``ToTensor`` and ``Normalize(0.5, 0.5)`` do.
 
     Args:
-        source: the images.
-        sampler: whose epoch the augmentation is for.
-        augmenter: of training images.
+        images: RGB, 0 to 255.
+        mean: of each channel, for pixels from 0 to 1.
+        std: standard deviation of each channel.
     """
-
-    def __init__(
-        self, source: ImageSet, sampler: MicroBatchSampler | None = None, augmenter: Augmenter | None = None
-    ) -> None:
-        self.source, self.sampler, self.augmenter = source, sampler, augmenter
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitems__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives images (B, 3, 32, 32) uint8 and labels (B,) int64 for indices (B,) int64."""
-        indices = indices.to(self.source.images.device, non_blocking=True)
-        images, labels = self.source.images.index_select(0, indices), self.source.labels.index_select(0, indices)
-        if self.augmenter and self.sampler:
-            images = self.augmenter(images, indices, self.sampler.begun - 1)
-        return images, labels
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        images, labels = self.__getitems__(torch.tensor([index]))
-        return images[0], labels[0]
-
-
-class MicroBatchSampler(BatchSampler):
-    """Cuts every epoch into global batches, and each of those evenly into micro-batches.
-
-    Micro-batch ``(step * gradient_accumulation_steps + a) * ranks + rank`` is the ``a``-th of a step on a rank: so does
-    ``determined.pytorch`` deal batches out to ranks. So the images of a step are the same for any number of
-    processes and any accumulation (but for an uneven end of the epoch), ranks see disjoint images, and an epoch is a
-    whole number of optimizer steps. The last step takes what is left over; if that is too little to give every
-    micro-batch an image, it shares with the step before.
-
-    Args:
-        size: how many images there are.
-        batch_size: images a step, over all ranks and accumulated micro-batches.
-        parts: micro-batches a step: ranks times gradient accumulation steps.
-        seed: shuffle by (seed, epoch); in order if None.
-
-    Raises:
-        InvalidInput: if there are fewer images than micro-batches in one step.
-    """
-
-    def __init__(self, size: int, batch_size: int, parts: int, seed: int | None = None) -> None:
-        self.size, self.parts, self.seed = size, parts, seed
-        self.epoch = self.begun = 0
-        self.step_sizes = step_sizes(size, batch_size, parts)
-
-    def __len__(self) -> int:
-        return len(self.step_sizes) * self.parts
-
-    def set_epoch(self, epoch: int) -> None:
-        """Makes ``epoch`` the next one, as in ``torch.utils.data.DistributedSampler``."""
-        self.epoch = epoch
-
-    def order(self, epoch: int) -> Tensor:
-        """The order of the images in an epoch, (N,) int64: a function of the seed and the epoch alone."""
-        if self.seed is None:
-            return torch.arange(self.size)
-        return torch.from_numpy(np.random.default_rng((self.seed, epoch)).permutation(self.size))
-
-    def __iter__(self) -> Iterator[Any]:
-        order = self.order(self.epoch)[: sum(self.step_sizes)]
-        self.epoch += 1
-        self.begun = self.epoch
-        for step in order.split(self.step_sizes):
-            yield from step.tensor_split(self.parts)
-
-
-def step_sizes(size: int, batch_size: int, parts: int) -> list[int]:
-    """The images in each optimizer step of an epoch; see ``MicroBatchSampler``."""
-    if size < parts:
-        raise InvalidInput(
-            f"train_batch_size: {batch_size}: one step is {parts} micro-batches, but there are only {size} images;"
-            " use fewer processes or accumulation steps"
-        )
-    steps, left = divmod(size, batch_size)
-    sizes = [batch_size] * steps
-    if left >= parts:
-        sizes.append(left)
-    elif left and sizes and batch_size + left >= 2 * parts:
-        both = sizes.pop() + left
-        sizes += [both - both // 2, both // 2]
-    # else: micro-batches of one image and fewer left than ranks: these few rest for one epoch
-    return sizes
-
-
-def as_fetched(batch: Any) -> Any:
-    """Collates nothing: ``Batches`` gives whole micro-batches."""
-    return batch
-
-
-def data_loader(source: ImageSet, sampler: MicroBatchSampler, augmenter: Augmenter | None = None) -> pytorch.DataLoader:
-    """Makes the loader that Determined shards, repeats and skips in.
-
-    Args:
-        source: the images.
-        sampler: which images make a micro-batch.
-        augmenter: of training images.
-    """
-    batches = Batches(source, sampler, augmenter)
-    pinned = torch.cuda.is_available() and not source.images.is_cuda  # so that copies to the GPU need no waiting
-    return pytorch.DataLoader(batches, batch_sampler=sampler, collate_fn=as_fetched, pin_memory=pinned)
+    if tuple(mean) == tuple(std) == HALF:
+        return images.float().div_(127.5).sub_(1)  # (x / 255 - 0.5) / 0.5: doubling is exact
+    middle, spread = (torch.tensor(each, device=images.device).view(3, 1, 1) for each in (mean, std))
+    return images.float().div_(255 * spread).sub_(middle / spread)

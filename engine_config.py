@@ -25,7 +25,7 @@ from engine_rules import (
     zero_stage,
 )
 from errors import InvalidInput, nearest, one_line
-from hyperparameters import is_count
+from hyperparameters import is_count, is_moe
 from optimizer_rules import accepted, built_faults, optimizer_class, schedule_class, schedule_faults
 
 # Where each schedule keeps its peak; WarmupCosineLR scales the optimizer's learning rate and so has none.
@@ -189,7 +189,7 @@ def _resolve_batch_size(config: dict[str, Any], replicas: int) -> list[str]:
 
 def _capacity_faults(config: Mapping[str, Any], hparams: Mapping[str, Any]) -> list[str]:
     micro, capacity = config[BATCH_KEYS[1]], hparams.get("min_capacity", 0)
-    if not hparams.get("moe") or capacity <= micro:
+    if not is_moe(hparams) or capacity <= micro:
         return []
     return [f"hyperparameters.min_capacity: {capacity}: more than a micro-batch of {micro} images; use at most {micro}"]
 

@@ -16,7 +16,7 @@ import pydantic
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 
 from errors import nearest, one_line
-from hyperparameters import is_count, is_number
+from hyperparameters import is_count, is_moe, is_number
 from optimizer_rules import optimizer_class, optimizer_faults, optimizer_names, scheduler_faults
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -182,13 +182,15 @@ def combination_faults(config: Mapping[str, Any], hparams: Mapping[str, Any], de
         faults.append(f"data_types.grad_accum_dtype: {sums!r}: without ZeRO it has to be {_dtype(config)}; remove it")
     for what in ("offload_optimizer", "offload_param"):
         faults += _nvme_faults(config, what)
-    if hparams.get("moe") and stage == 3:
+    if is_moe(hparams) and stage == 3:
         faults.append(f"{at} mixture of experts does not go with ZeRO stage 3; set it to 2 or less, or moe to false")
-    if hparams.get("moe") and stage > 0 and hparams.get("moe_param_group") is False:
+    if is_moe(hparams) and stage > 0 and hparams.get("moe_param_group") is False:
         faults.append(
             f"hyperparameters.moe_param_group: False: ZeRO stage {stage} needs a group of parameters each for experts;"
             " set it to true"
         )
+    if hparams.get("sync_batchnorm") and device == "cpu":
+        faults.append("hyperparameters.sync_batchnorm: True: torch computes it on GPUs alone; set it to false")
     if enabled(config, "fp16") and (enabled(config, "bf16") or enabled(config, "bfloat16")):
         faults.append("bf16.enabled: True: fp16 is enabled too; set one of them to false")
     name = (config.get("optimizer") or {}).get("type", "")

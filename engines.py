@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import deepspeed
 import torch
@@ -17,6 +18,8 @@ def refusals() -> Iterator[None]:
     """Turns what DeepSpeed refuses while it builds an engine, beyond the rules here, into ``InvalidInput``."""
     try:
         yield
+    except InvalidInput:
+        raise
     except (
         ArithmeticError,
         AssertionError,
@@ -67,6 +70,12 @@ def keep_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> None:
     engine.clip_fp32_gradients = clip_fp32_gradients
 
 
+def leave_out_reductions_to_oneself(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Spares a single process the sum of its gradients over itself: for small micro-batches a tenth of a step."""
+    if engine.dp_world_size == 1 and engine.zero_optimization_stage() == 0:
+        engine.enable_backward_allreduce = False
+
+
 def loss_scale(engine: deepspeed.DeepSpeedEngine) -> float:
     """By what fp16's losses are multiplied; 1 in other precisions."""
     if not engine.fp16_enabled():
@@ -79,3 +88,17 @@ def data_rank(engine: deepspeed.DeepSpeedEngine) -> int:
     """Which share of the data this rank gets; all stages of a pipeline get the same."""
     grid = getattr(engine, "grid", None)
     return grid.get_data_parallel_rank() if grid else torch.distributed.get_rank()
+
+
+def share_buffers(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Gives every rank the first one's running statistics of batch normalization, as ``DistributedDataParallel`` does.
+
+    Only validation and exports use them. Without it every rank would judge by its own share of the images.
+    """
+    grid = getattr(engine, "grid", None)
+    group: Any = grid.get_data_parallel_group() if grid else torch.distributed.group.WORLD
+    if torch.distributed.get_world_size(group) == 1:
+        return
+    first = torch.distributed.get_global_rank(group, 0)
+    for buffer in engine.module.buffers():
+        torch.distributed.broadcast(buffer, first, group=group)

@@ -30,6 +30,8 @@ from determined import core, pytorch
 from determined.pytorch import deepspeed as det_ds
 from typing_extensions import override
 
+import engines
+import memory
 import net_file
 import resume
 import weights
@@ -329,7 +331,7 @@ class TrialController(det_ds.DeepSpeedTrialController):
                 self.local.begin(1 if self.test_mode else total, epoch, self.start_from_batch)
             if self.context.get_stop_requested():
                 return  # early stopping had ended the run that this one resumes
-            with self._profiled():
+            with self._profiled(), self._memory_explained():
                 if not isinstance(preempt, LocalPreempt):
                     return super()._run()
                 with preempt.gracefully(), processes.watching_peers(self.context.distributed):
@@ -337,6 +339,18 @@ class TrialController(det_ds.DeepSpeedTrialController):
         finally:
             if self.local:
                 self.local.close()
+
+    @contextlib.contextmanager
+    def _memory_explained(self) -> Iterator[None]:
+        """Ends training with what to change where there is no memory left."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, TrainingStopped) or not memory.is_exhausted(error):
+                raise
+            step = self.state.batches_trained + 1 if self.state else 1
+            said = f"no memory left in step {step} ({one_line(error).split('. ')[0]}), after {memory.peak():,.0f} MiB"
+            raise TrainingStopped(f"{said}; {memory.advice(self.trial)}") from error
 
     @contextlib.contextmanager
     def _profiled(self) -> Iterator[None]:
@@ -418,6 +432,7 @@ class TrialController(det_ds.DeepSpeedTrialController):
 
     @override
     def _validate(self) -> dict[str, Any]:
+        engines.share_buffers(self.trial.model_engine)
         metrics = super()._validate()
         if self.local:
             self.local.keep_classification(self.trial.metrics, self.trial.test_set.images)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-import net
+import nets
+from errors import InvalidInput, nearest
 
 Rule = tuple[Callable[[Any], bool], str]  # what holds of a good value, and what to say of another
 
@@ -59,15 +60,24 @@ def _is_early_stopping(value: Any) -> bool:
 
 # The hyperparameters of CIFARTrial itself: the rule of each and what to say. Every other one is DeepSpeed's.
 OWN: dict[str, Rule] = {
-    "net": one_of("net"),
+    "net": (nets.is_name, "no such network"),
+    "net_args": (lambda v: v is None or isinstance(v, Mapping), "must be a mapping of the network's arguments"),
     "max_length": (lambda v: isinstance(v, Mapping), "must be {epochs: N} or {batches: N}"),
     "deepspeed_config": (lambda v: v is None or isinstance(v, str), "must be a file's name, e.g. ds_config.json"),
     "overwrite_deepspeed_args": (
         lambda v: v is None or isinstance(v, Mapping),
         "must be a mapping of DeepSpeed's keys",
     ),
-    "weights": (lambda v: v is None or isinstance(v, str), "must be the path of a state_dict, e.g. a run's net.pt"),
+    "weights": (
+        lambda v: v is None or (isinstance(v, str) and bool(v)),
+        "must be the path of a state_dict, e.g. a run's net.pt, or DEFAULT for a network of torchvision",
+    ),
     "channels_last": (is_bool, "must be true or false"),
+    "checkpoint_activations": (is_bool, "must be true or false"),
+    "sync_batchnorm": (is_bool, "must be true or false"),
+    "label_smoothing": (lambda v: is_number(v, 0, 1), "must be a number from 0 to below 1"),
+    "mixup": (is_number, "must be a number of at least 0, e.g. 0.2"),
+    "cutmix": (is_number, "must be a number of at least 0, e.g. 1"),
     "early_stopping": (
         _is_early_stopping,
         "must be e.g. {metric: loss, patience: 3, min_improvement: 0.01}: validations to wait, and for how much",
@@ -98,33 +108,74 @@ def faults(hparams: Mapping[str, Any], slots: int) -> list[str]:
     found = []
     for key, (holds, must) in OWN.items():
         if key in hparams and not holds(hparams[key]):
-            found.append(f"hyperparameters.{key}: {hparams[key]!r}: {must}")
+            mend = f"; {nearest(hparams[key], nets.names())}, or register it in net.py" if key == "net" else ""
+            found.append(f"hyperparameters.{key}: {hparams[key]!r}: {must}{mend}")
     if found:
         return found
-    if "moe" not in hparams:
+    found += _net_faults(hparams)
+    if "moe" not in hparams and not is_moe(hparams):
         found += [
             f"hyperparameters.{key}: {hparams[key]!r}: does nothing without moe; set hyperparameters.moe: true"
             for key in MOE_ONLY
             if key in hparams
         ]
-    if hparams.get("moe"):
+    if is_moe(hparams):
         found += _moe_faults(hparams, slots)
     stages = hparams.get("pipe_parallel_size", 1)
-    with torch.device("meta"):  # which draws no random numbers
-        layers = len(net.layers(net.Net()))
     if slots % stages:
         found.append(f"hyperparameters.pipe_parallel_size: {stages}: does not divide {slots} processes; use a divisor")
-    if stages > layers:
-        found.append(f"hyperparameters.pipe_parallel_size: {stages}: Net has {layers} layers; use at most {layers}")
     if hparams.get("channels_last") and stages > 1:
         found.append(
             "hyperparameters.channels_last: True: stages of a pipeline exchange plain tensors; set it to false"
         )
+    if stages > 1 and not found:
+        found += _pipeline_faults(hparams, stages)
     if "partition_method" in hparams and stages == 1:
         method = hparams["partition_method"]
         found.append(f"hyperparameters.partition_method: {method!r}: does nothing without a pipeline; "
                       "set hyperparameters.pipe_parallel_size: 2 or more")  # fmt: skip
     return found
+
+
+def is_moe(hparams: Mapping[str, Any]) -> bool:
+    """Whether a mixture of experts is asked for, in either way."""
+    return bool(hparams.get("moe")) or hparams.get("net") == "net-moe"
+
+
+def _net_faults(hparams: Mapping[str, Any]) -> list[str]:
+    """What the network does not go with."""
+    name, found = hparams.get("net", "net"), []
+    if hparams.get("moe") and name not in ("net", "net-moe"):
+        found.append(f"hyperparameters.moe: True: {name} has no experts; use net: net-moe, or moe: false")
+    if hparams.get("moe") is False and name == "net-moe":
+        found.append("hyperparameters.moe: False: but net is net-moe; use net: net")
+    own = name in (*nets.own.NETS, "net-moe")
+    if hparams.get("weights") == "DEFAULT" and own:
+        mend = "give the path of a state_dict"
+        found.append(f"hyperparameters.weights: 'DEFAULT': {name} has no pretrained weights; {mend}")
+    if hparams.get("net_args") and is_moe(hparams):
+        found.append(
+            "hyperparameters.net_args: experts have hyperparameters of their own, such as num_experts; use those"
+        )
+    if hparams.get("checkpoint_activations") and hparams.get("pipe_parallel_size", 1) > 1:
+        found.append(
+            "hyperparameters.checkpoint_activations: True: does not go with a pipeline; use smaller micro-batches"
+        )
+    return found
+
+
+def _pipeline_faults(hparams: Mapping[str, Any], stages: int) -> list[str]:
+    name, key = hparams.get("net", "net"), "hyperparameters.pipe_parallel_size"
+    try:
+        with torch.device("meta"):  # which draws no random numbers
+            layers = nets.layers(nets.build(name, 10, (224, 224), hparams.get("net_args")))
+    except InvalidInput as error:
+        return error.faults
+    if layers is None:
+        return [f"{key}: {stages}: {name} is no sequence of layers; use net, an nn.Sequential, alexnet or a vgg, or 1"]
+    if stages > len(layers):
+        return [f"{key}: {stages}: {name} has {len(layers)} layers; use at most {len(layers)}"]
+    return []
 
 
 def _moe_faults(hparams: Mapping[str, Any], slots: int) -> list[str]:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import multiprocessing
 import os
 import pathlib
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import joblib
 import numpy as np
@@ -27,12 +28,14 @@ from errors import InvalidInput, one_line
 from host_lock import host_lock
 
 SPLITS = ("train", "test")
-_CACHE_FORMAT = 2
+_CACHE_FORMAT = 3
 _CHUNK = 64  # files a worker decodes at a time
 _EXTENSIONS = ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .tga .jp2 .avif".split()
 
 
-def load(root: pathlib.Path, split: str, image_size: int) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...]]:
+def load(
+    root: pathlib.Path, split: str, image_size: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...]]:
     """Reads one split of an image folder, from the cache where that is still true to the folder.
 
     Args:
@@ -41,7 +44,7 @@ def load(root: pathlib.Path, split: str, image_size: int) -> tuple[torch.Tensor,
         image_size: height and width to scale to, in pixels; other shapes are cropped in the middle.
 
     Returns:
-        Images (N, 3, image_size, image_size) uint8, labels (N,) int64 and the class names.
+        Images (N, 3, H, W) uint8, labels (N,) int64 and the class names.
 
     Raises:
         InvalidInput: if a folder is missing or empty, the splits' classes differ, or a file is not readable.
@@ -50,11 +53,13 @@ def load(root: pathlib.Path, split: str, image_size: int) -> tuple[torch.Tensor,
     files = _files(root, split, classes)
     fingerprint = _fingerprint(root / split, files, classes, image_size)
     with host_lock(root, "images") as folder:
-        cache = folder / f".images-{split}-{image_size}.pt"
+        cache = folder / f".images-{split}-{image_size[0]}x{image_size[1]}.pt"
         kept = image_cache.read(cache, fingerprint)
         if kept is None:
             labels = torch.tensor([label for _, label in files])
-            kept = image_cache.write(cache, fingerprint, _decode(files, image_size, split), labels, classes)
+            shape = (len(files), 3, *image_size)
+            fill = functools.partial(_decode, files, image_size, split)
+            kept = image_cache.write(cache, fingerprint, shape, labels, classes, fill)
     return kept["images"], kept["labels"], tuple(kept["classes"])
 
 
@@ -131,7 +136,9 @@ def _files(root: pathlib.Path, split: str, classes: list[str]) -> list[tuple[str
     return files
 
 
-def _fingerprint(folder: pathlib.Path, files: list[tuple[str, int]], classes: list[str], image_size: int) -> str:
+def _fingerprint(
+    folder: pathlib.Path, files: list[tuple[str, int]], classes: list[str], image_size: tuple[int, int]
+) -> str:
     """Changes whenever a file is added, removed, renamed or written, or the cache would be made in another way."""
     digest = hashlib.sha256(repr((_CACHE_FORMAT, image_size, classes)).encode())
     start = len(str(folder))
@@ -141,34 +148,47 @@ def _fingerprint(folder: pathlib.Path, files: list[tuple[str, int]], classes: li
     return digest.hexdigest()
 
 
-def _decode(files: list[tuple[str, int]], image_size: int, split: str) -> torch.Tensor:
-    """Decodes every file on all cores, with a progress bar: uint8 (N, 3, image_size, image_size)."""
-    images = np.empty((len(files), 3, image_size, image_size), dtype=np.uint8)
-    chunks = [[path for path, _ in files[i : i + _CHUNK]] for i in range(0, len(files), _CHUNK)]
+def _decode(
+    files: list[tuple[str, int]],
+    image_size: tuple[int, int],
+    split: str,
+    target: pathlib.Path,
+    start: int,
+    done: Callable[[int], None],
+) -> None:
+    """Decodes the files from ``start`` on into ``target`` on all cores, with a progress bar."""
+    paths = [path for path, _ in files]
+    begins = range(start, len(paths), _CHUNK)
+    chunks = [paths[begin : begin + _CHUNK] for begin in begins]
     # The workers touch Pillow and numpy only, so forking, which costs nothing, is safe whatever threads there are.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     workers = min(joblib.cpu_count(), len(chunks))
-    bar = tqdm(total=len(files), desc=f"decoding {split}", unit=" images", disable=not sys.stderr.isatty())
+    decode = functools.partial(_decode_chunk, target, image_size)
+    bar = tqdm(
+        total=len(paths), initial=start, desc=f"decoding {split}", unit=" images", disable=not sys.stderr.isatty()
+    )
     with bar, concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork beside threads
-        done = 0
         try:
-            for decoded in pool.map(_decode_chunk, chunks, [image_size] * len(chunks)):
-                images[done : done + len(decoded)] = decoded
-                done += len(decoded)
-                bar.update(len(decoded))
+            for end in pool.map(decode, chunks, begins):
+                bar.update(end - bar.n)
+                done(end)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return torch.from_numpy(images)
 
 
-def _decode_chunk(paths: list[str], image_size: int) -> np.ndarray:
-    return np.stack([decode_image(path, image_size) for path in paths])
+def _decode_chunk(target: pathlib.Path, image_size: tuple[int, int], paths: list[str], begin: int) -> int:
+    """Writes images to their places in the file and gives the number of the one after them."""
+    pixels = np.ascontiguousarray([decode_image(path, image_size) for path in paths])
+    with open(target, "rb+") as file:
+        file.seek(begin * pixels[0].nbytes)
+        file.write(pixels.data)
+    return begin + len(paths)
 
 
-def decode_image(path: str | os.PathLike[str], image_size: int) -> np.ndarray:
-    """Reads an image file upright and in RGB, scaled and cropped in the middle: uint8 (3, image_size, image_size).
+def decode_image(path: str | os.PathLike[str], image_size: tuple[int, int]) -> np.ndarray:
+    """Reads an image file upright and in RGB, scaled and cropped in the middle: uint8 (3, H, W).
 
     Raises:
         InvalidInput: if the file cannot be read as an image.
@@ -186,8 +206,9 @@ def decode_image(path: str | os.PathLike[str], image_size: int) -> np.ndarray:
             elif upright.mode == "P":  # a palette may hold transparency, which only RGBA can take over
                 upright = upright.convert("RGBA")
             rgb = upright.convert("RGB")
-        if rgb.size != (image_size, image_size):
-            rgb = ImageOps.fit(rgb, (image_size, image_size), Image.Resampling.BILINEAR)
+        size = image_size[1], image_size[0]
+        if rgb.size != size:
+            rgb = ImageOps.fit(rgb, size, Image.Resampling.BILINEAR)
         return np.asarray(rgb).transpose(2, 0, 1)
     except Exception as error:  # Pillow's formats each raise errors of their own
         raise InvalidInput(

@@ -164,7 +164,8 @@ class LocalTrain(core.DummyTrainContext):
             shown["lr"] = f"{metrics['learning_rate']:.2g}"
         if "accuracy" in self.validation:
             shown["accuracy"] = f"{self.validation['accuracy']:.4f}"
-        shown["images/s"] = f"{metrics['images_per_second']:,.0f}"
+        if "images_per_second" in metrics:
+            shown["images/s"] = f"{metrics['images_per_second']:,.0f}"
         self.bar.set_description(self._epoch(steps_completed), refresh=False)
         self.bar.set_postfix(shown)
         self._line(steps_completed, "  ".join(f"{name} {value}" for name, value in shown.items()))

@@ -25,6 +25,7 @@ def test_context(core_context: core.Context, env: det.EnvContext) -> harness.Tri
     """The trial's context, on the CPU where there is no GPU; its checkpoint goes where ``det`` will remove it."""
     storage = pathlib.Path(env.experiment_config["checkpoint_storage"]["host_path"])
     core_context.preempt.start()
+    core_context.train = core.DummyTrainContext(storage / "tensorboard")  # det's own names no folder for it
     core_context.checkpoint = LocalCheckpoints(storage, core_context.distributed, 1, 1, lambda step: None)
     return harness.TrialContext(
         core_context=core_context,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import local_test
@@ -23,15 +24,21 @@ from determined.pytorch.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import checkpointing
 import data
 import engine_config
 import engines
+import loaders
+import memory
+import mixing
+import nets
 import weights
 from augment import Augmentation, Augmenter
 from callbacks import EarlyStopping
 from errors import InvalidInput, nearest
+from hyperparameters import is_moe
 from metrics import ClassificationMetrics, Throughput
-from net import Net, NetMoE, layers
+from net import NetMoE
 
 MOE_KEYS = ("num_experts", "ep_world_size", "mlp_type", "top_k", "min_capacity", "noisy_gate_policy")
 VALIDATION_PIXELS = 512 * 32**2  # a forward pass needs little memory, and small batches waste time
@@ -39,7 +46,7 @@ MOE_LOSS_COEFFICIENT = 0.01  # as in https://arxiv.org/abs/2101.03961, section 2
 
 
 class CIFARTrial(DeepSpeedTrial):
-    """Trains ``Net`` on the images that the experiment's ``data`` section names.
+    """Trains the network that ``hyperparameters.net`` names on the images that the ``data`` section names.
 
     Args:
         context: Determined's context, of which the hyperparameters, the data section and the seed are read.
@@ -51,6 +58,8 @@ class CIFARTrial(DeepSpeedTrial):
     trial_context_class: Any = staticmethod(local_test.test_context)
     trial_controller_class: Any = local_test.TestController
     layer_names: list[str] | None = None  # of a pipeline
+    mean: Sequence[float]
+    std: Sequence[float]
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
@@ -58,41 +67,68 @@ class CIFARTrial(DeepSpeedTrial):
         self.config = experiment_config(context)
         self.seed = int(self.config.get("reproducibility", {}).get("experiment_seed") or 0)
         data_config = data.DataConfig.parse(self.config.get("data"))
-        ds_config = engine_config.resolve(
-            context.get_hparams(),
-            context.distributed.size,
-            context.device.type,
-            steps_of(self.args.get("max_length"), data_config),
-        )
+        hparams, slots = context.get_hparams(), context.distributed.size
+        steps = steps_of(self.args.get("max_length"), data_config)
+        self.ds_config = ds_config = engine_config.resolve(hparams, slots, context.device.type, steps)
+        self.image_size, self.canvas = data_config.image_size, data_config.canvas
+        self.name, self.moe = self.args.get("net", "net"), is_moe(hparams)
         self.train_set = data.placed(data.load(data_config, "train"), data_config, context.device)
         self.test_set = data.placed(data.load(data_config, "test"), data_config, context.device)
         self.augmenter = None
-        if data_config.augment != Augmentation():
-            self.augmenter = Augmenter(data_config.augment, len(self.train_set), data.IMAGE_SIZE, self.seed)
+        if data_config.augment != Augmentation() or self.canvas != self.image_size:
+            sizes = self.canvas, self.image_size
+            self.augmenter = Augmenter(data_config.augment, len(self.train_set), *sizes, self.seed)
+        if data_config.normalize == "weights":
+            self.mean, self.std = nets.normalization(self.name)
+        else:
+            self.mean, self.std = data.normalization(data_config, self.train_set)
+        self.mixer = mixing.mixer(self.args.get("mixup"), self.args.get("cutmix"), len(self.train_set.classes))
+        nets.check(
+            self.name,
+            len(self.train_set.classes),
+            self.image_size,
+            self.args.get("net_args"),
+            self._least_micro_batch(),
+        )
         self.throughput = context.wrap_reducer(Throughput(), for_validation=False)
         metrics = ClassificationMetrics(self.train_set.classes, self.throughput)
         self.metrics = context.wrap_reducer(metrics, for_training=False)
+        self.step, self.micro_batch = -1, 0  # which of a step's
 
-        with contextlib.redirect_stdout(None):  # DeepSpeed prints its process groups and layers
-            model = self._build(ds_config["train_micro_batch_size_per_gpu"])
+        with contextlib.redirect_stdout(None), engines.refusals():  # DeepSpeed prints its process groups and layers
+            model = self._build()
             parameters: Any = filter(lambda p: p.requires_grad, model.parameters())
-            if self.args.get("moe") and self.args.get("moe_param_group", True):
+            if self.moe and self.args.get("moe_param_group", True):
                 grouped = {"params": list(parameters), "name": "parameters"}
                 parameters = split_params_into_different_moe_groups_for_optimizer(grouped)
-            with engines.refusals():
-                engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
+            engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
         engines.keep_gradient_norm(engine)
+        engines.leave_out_reductions_to_oneself(engine)
         self.model_engine = context.wrap_model_engine(engine)
         self.dtype = engines.engine_dtype(engine)
         self.train_sampler = self._sampler(self.train_set, engine.train_batch_size(), self._accumulation, self.seed)
 
-    def _build(self, micro_batch: int) -> nn.Module:
+    def plain_net(self) -> nn.Module:
+        """The network as plain PyTorch, with random weights."""
+        return nets.build(self.name, len(self.train_set.classes), self.image_size, self.args.get("net_args"))
+
+    def _build(self) -> nn.Module:
         """The network in the form that the hyperparameters ask for: plain, of experts, or cut into stages."""
-        args, classes = self.args, len(self.train_set.classes)
-        if args.get("moe"):
+        args, micro_batch = self.args, self.ds_config["train_micro_batch_size_per_gpu"]
+        shared = self.ds_config.get("zero_optimization", {}).get("stage") == 3
+        memory.keep_what_is_freed(not (shared or args.get("checkpoint_activations")))
+        if self.moe:
             chosen = {key: args[key] for key in MOE_KEYS if args.get(key) is not None}
-            return self._start_from(NetMoE(classes, micro_batch=max(2, micro_batch), **chosen))
-        plain = self._start_from(Net(classes))
+            return self._start_from(NetMoE(len(self.train_set.classes), micro_batch=max(2, micro_batch), **chosen))
+        plain = self._start_from(self.plain_net())
+        if args.get("sync_batchnorm"):
+            plain = nn.SyncBatchNorm.convert_sync_batchnorm(plain)
+        if args.get("checkpoint_activations"):
+            checkpointing.enable(plain)
+        if shared:
+            # Made whole in the host's memory, for as its context zero.Init skips what a network itself initialises;
+            # before the engine, which would move all of it to the device first.
+            deepspeed.zero.Init(module=plain, config_dict_or_path=self.ds_config)
         if args.get("pipe_parallel_size", 1) == 1:
             return plain
         if "dynamic_shape" not in inspect.signature(PipelineModule.__init__).parameters:
@@ -101,7 +137,8 @@ class CIFARTrial(DeepSpeedTrial):
                 f"hyperparameters.pipe_parallel_size: {stages}: DeepSpeed {version} cannot take an epoch's smaller last"
                 " step; use the image of the Dockerfile, or 1"
             )
-        named = layers(plain)
+        named = nets.layers(plain)
+        assert named  # or hyperparameters.py has refused it
         self.layer_names = [name for name, _ in named]
         stage = PipelineModule(
             layers=[layer for _, layer in named],
@@ -114,10 +151,22 @@ class CIFARTrial(DeepSpeedTrial):
             parameter.model_parallel = True
         return stage
 
-    def _start_from(self, net: Net) -> Net:
-        if self.args.get("weights"):
-            weights.load_into(net, self.args.weights)
+    def _start_from(self, net: nn.Module) -> nn.Module:
+        chosen = self.args.get("weights")
+        if chosen:
+            state = (
+                nets.pretrained(self.name, chosen) if nets.is_pretrained(self.name, chosen) else weights.read(chosen)
+            )
+            replaced = weights.start_from(net, state, chosen)
+            if replaced and self.context.distributed.rank == 0:
+                print(weights.said(replaced, chosen), file=sys.stderr)
         return net
+
+    def _least_micro_batch(self) -> int:
+        """The fewest images that a network gets at a time in training."""
+        config, slots = self.ds_config, self.context.distributed.size // self.args.get("pipe_parallel_size", 1)
+        parts = slots * config["gradient_accumulation_steps"]
+        return min(loaders.step_sizes(len(self.train_set), config["train_batch_size"], parts)) // parts
 
     @property
     def _accumulation(self) -> int:
@@ -125,19 +174,19 @@ class CIFARTrial(DeepSpeedTrial):
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
         """Micro-batches of the training images, shuffled by (seed, epoch)."""
-        return data.data_loader(self.train_set, self.train_sampler, self.augmenter)
+        return loaders.data_loader(self.train_set, self.train_sampler, self.augmenter)
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
         """Batches of the test images, in order, every image once; larger than the micro-batch where that may be."""
         micro_batch = max(2, self.model_engine.train_micro_batch_size_per_gpu())  # two can always be shared out
-        if not (self.context.use_pipeline_parallel or self.args.get("moe")):  # whose buffers and gates are made for it
-            micro_batch = max(micro_batch, VALIDATION_PIXELS // data.IMAGE_SIZE**2)
+        if not (self.context.use_pipeline_parallel or self.moe):  # whose buffers and gates are made for it
+            micro_batch = max(micro_batch, VALIDATION_PIXELS // (self.image_size[0] * self.image_size[1]))
         accumulation = self._accumulation if self.context.use_pipeline_parallel else 1
         batch_size = micro_batch * accumulation * self.model_engine.dp_world_size
         sampler = self._sampler(self.test_set, batch_size, accumulation)
         mine = list(sampler)[engines.data_rank(self.model_engine) :: self.model_engine.dp_world_size]
         self.metrics.order = torch.cat(mine)
-        return data.data_loader(self.test_set, sampler)
+        return loaders.data_loader(self.test_set, sampler)
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
         """Early stopping, where it is asked for."""
@@ -160,6 +209,8 @@ class CIFARTrial(DeepSpeedTrial):
             ``loss``: the mean cross-entropy of the images, a scalar on the device; ``learning_rate``: that of the step;
             with experts also ``load_balancing_loss``.
         """
+        self.micro_batch = 0 if batch_idx != self.step else self.micro_batch + 1
+        self.step = batch_idx
         batches = self._prepared(dataloader_iter)
         self.step_size = self.train_sampler.step_sizes[batch_idx % len(self.train_sampler.step_sizes)]
         metrics: dict[str, Any] = {"learning_rate": self.model_engine.get_lr()[0]}
@@ -168,9 +219,9 @@ class CIFARTrial(DeepSpeedTrial):
             return {"loss": self.model_engine.train_batch(batches).detach(), **metrics}
         self.throughput.update(self.step_size / self._accumulation)
         inputs, labels = next(batches)
-        loss = F.cross_entropy(self.model_engine(inputs).float(), labels) * self._share(labels)
+        loss = self._loss(nets.logits(self.model_engine(inputs)), labels)
         metrics["loss"] = loss.detach()
-        if self.args.get("moe"):
+        if self.moe:
             balance = self.model_engine.module.load_balancing_loss
             metrics["load_balancing_loss"] = balance.detach()
             loss = loss + self.args.get("moe_loss_coefficient", MOE_LOSS_COEFFICIENT) * balance
@@ -185,7 +236,7 @@ class CIFARTrial(DeepSpeedTrial):
             self.model_engine.eval_batch(batches)
         else:
             inputs, labels = next(batches)
-            self.metrics.update(self.model_engine(inputs).float(), labels)
+            self.metrics.update(nets.logits(self.model_engine(inputs)).float(), labels)
         return {}
 
     def _pipeline_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
@@ -193,27 +244,42 @@ class CIFARTrial(DeepSpeedTrial):
         if not torch.is_grad_enabled():
             self.metrics.update(outputs.float(), labels)
             return F.cross_entropy(outputs.float(), labels)
-        return F.cross_entropy(outputs.float(), labels) * self._share(labels)
+        return self._loss(outputs, labels)
 
-    def _share(self, labels: Tensor) -> float:
-        """A micro-batch's weight, so that the mean over a step's micro-batches is the mean over its images."""
-        return len(labels) * self.train_sampler.parts / self.step_size
+    def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """The training loss of a micro-batch, so weighted that the mean over a step's is the mean over its images.
+
+        Args:
+            outputs: logits (B, C).
+            labels: (B,) int64, or (B, C) float32 where images are mixed.
+        """
+        smoothing = float(self.args.get("label_smoothing", 0))
+        loss = F.cross_entropy(outputs.float(), labels, label_smoothing=smoothing)
+        share = len(labels) * self.train_sampler.parts / self.step_size
+        return loss if share == 1 else loss * share
 
     def _prepared(self, dataloader_iter: Iterator[pytorch.TorchData] | None) -> Iterator[tuple[Tensor, Tensor]]:
         """The micro-batches on the device, in the engine's dtype; none on a pipeline's middle stages."""
         device = self.context.device
         for images, labels in dataloader_iter or ():
+            inputs = data.as_inputs(images.to(device, non_blocking=True), self.mean, self.std)
             validating = not (torch.is_grad_enabled() or self.context.use_pipeline_parallel)
             if validating or self.args.get("channels_last"):
-                images = images.contiguous(memory_format=torch.channels_last)  # a faster forward pass on a CPU
-            inputs = data.as_inputs(images.to(device, non_blocking=True))
-            yield inputs.to(self.dtype), labels.to(device, non_blocking=True)
+                inputs = inputs.contiguous(memory_format=torch.channels_last)  # a faster forward pass on a CPU
+            labels = labels.to(device, non_blocking=True)
+            if self.mixer and torch.is_grad_enabled():
+                rank = engines.data_rank(self.model_engine)
+                inputs, labels = mixing.mixed(
+                    self.mixer, inputs, labels, (self.seed, self.step, self.micro_batch, rank)
+                )
+                self.micro_batch += self.context.use_pipeline_parallel  # which takes all those of a step in one call
+            yield inputs.to(self.dtype), labels
 
     def _sampler(
         self, source: data.ImageSet, batch_size: int, accumulation: int = 1, seed: int | None = None
-    ) -> data.MicroBatchSampler:
+    ) -> loaders.MicroBatchSampler:
         parts = self.model_engine.dp_world_size * accumulation
-        return data.MicroBatchSampler(len(source), batch_size, parts, seed)
+        return loaders.MicroBatchSampler(len(source), batch_size, parts, seed)
 
 
 def steps_of(max_length: Mapping[str, int] | None, data_config: data.DataConfig) -> Callable[[int, int], int] | None:
@@ -223,7 +289,7 @@ def steps_of(max_length: Mapping[str, int] | None, data_config: data.DataConfig)
     images = data.count(data_config, "train")
 
     def steps(batch_size: int, parts: int) -> int:
-        epoch = len(data.step_sizes(images, batch_size, parts))
+        epoch = len(loaders.step_sizes(images, batch_size, parts))
         return max_length["batches"] if "batches" in max_length else max_length["epochs"] * epoch
 
     return steps

@@ -1,4 +1,4 @@
-"""The network of the PyTorch CIFAR-10 tutorial, which knows nothing of training.
+"""The network of the PyTorch CIFAR-10 tutorial, which knows nothing of training; and the place for one's own.
 
 Source: https://pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html
 """
@@ -6,12 +6,26 @@ Source: https://pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+NETS: dict[str, Callable[..., nn.Module]] = {}  # by hyperparameters.net
 
+
+def register(name: str) -> Callable[[Any], Any]:
+    """Makes a function or class a network of this name: it is called with the number of classes and ``net_args``."""
+
+    def keep(function: Any) -> Any:
+        NETS[name] = function
+        return function
+
+    return keep
+
+
+@register("net")
 class Net(nn.Module):
     """Two convolutions and three fully connected layers; 62,006 parameters for 10 classes.
 
@@ -59,7 +73,7 @@ def layers(net: Net) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
         ("conv2", net.conv2),
         ("relu2", F.relu),
         ("pool2", net.pool),
-        ("flatten", _flatten),
+        ("flatten", flatten),
         ("fc1", net.fc1),
         ("relu3", F.relu),
         ("fc2", net.fc2),
@@ -68,7 +82,8 @@ def layers(net: Net) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
     ]
 
 
-def _flatten(x: Tensor) -> Tensor:
+def flatten(x: Tensor) -> Tensor:
+    """Makes one row of each image."""
     return torch.flatten(x, 1)
 
 

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import data
 import machine
+import nets
 import weights
 from errors import InvalidInput, one_line
-from net import Net, NetMoE
+from hyperparameters import is_moe
+from net import NetMoE
 
 MOE_KEYS = ("num_experts", "mlp_type", "top_k", "min_capacity")  # what the exported network has to know of experts
 FORMATS = ("pt", "safetensors", "onnx")
@@ -34,13 +35,26 @@ def describe(trial: Any, steps: int) -> dict[str, Any]:
         steps: the optimizer steps that it was trained for.
     """
     args, engine = trial.context.get_hparams(), trial.model_engine
-    net: dict[str, Any] = {"name": "net-moe" if args.get("moe") else "net", "num_classes": len(trial.train_set.classes)}
-    if args.get("moe"):
+    moe = is_moe(args)
+    height, width = trial.image_size
+    net: dict[str, Any] = {
+        "name": "net-moe" if moe else args.get("net", "net"),
+        "num_classes": len(trial.train_set.classes),
+    }
+    if args.get("net_args"):
+        net["net_args"] = dict(args["net_args"])
+    if moe:
         net.update({key: args[key] for key in MOE_KEYS if args.get(key) is not None})
     return {
         "net": net,
         "classes": list(trial.train_set.classes),
-        "input": {"height": data.IMAGE_SIZE, "width": data.IMAGE_SIZE, "mean": data.MEAN, "std": data.STD},
+        "input": {
+            "height": height,
+            "width": width,
+            "resize": list(trial.canvas),
+            "mean": list(trial.mean),
+            "std": list(trial.std),
+        },
         "dtype": str(trial.dtype).removeprefix("torch."),
         "provenance": {
             "experiment": trial.config.get("name"),
@@ -98,7 +112,7 @@ def _text(description: Mapping[str, Any]) -> dict[str, str]:
 
 def _write_onnx(path: pathlib.Path, state: dict[str, Tensor], description: Mapping[str, Any]) -> None:
     """Writes the network with its weights, for any number of images; inputs are normalised already."""
-    if description["net"]["name"] != "net":
+    if description["net"]["name"] == "net-moe":
         raise InvalidInput("--format: onnx: has no operators for a mixture of experts; use pt or safetensors")
     import onnx
 
@@ -152,7 +166,7 @@ def read_description(path: pathlib.Path) -> dict[str, Any]:
     try:
         description = json.loads(file.read_text())
         assert len(description["classes"]) == description["net"]["num_classes"]
-        assert {"height", "width", "mean", "std"} <= description["input"].keys()
+        assert {"height", "width", "resize", "mean", "std"} <= description["input"].keys()
         getattr(torch, description["dtype"])
     except FileNotFoundError:
         raise InvalidInput(f"{file}: is missing, it belongs beside {path.name}; export the network anew") from None
@@ -165,8 +179,9 @@ def build(description: Mapping[str, Any], state: dict[str, Tensor], path: str = 
     """Makes the described network with these weights, in evaluation mode, on the CPU and in fp32."""
     arguments = dict(description["net"])
     name = arguments.pop("name")
-    if name == "net":
-        net: nn.Module = Net(**arguments)
+    if name != "net-moe":
+        size = description["input"]["height"], description["input"]["width"]
+        net = nets.build(name, arguments["num_classes"], size, arguments.get("net_args"))
     else:
         import processes
 

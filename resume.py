@@ -20,6 +20,7 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from errors import InvalidInput, one_line
+from hyperparameters import is_moe
 
 IDENTITY = "identity.json"
 TAG = "model0"  # the folder in which Determined has DeepSpeed save a trial's only engine
@@ -37,14 +38,16 @@ def identity(trial: Any) -> dict[str, Any]:
     """
     engine, hparams = trial.model_engine, trial.context.get_hparams()
     net = {
-        "hyperparameters.net": hparams.get("net", "net"),
-        "hyperparameters.moe": bool(hparams.get("moe")),
+        "hyperparameters.net": "net" if is_moe(hparams) else hparams.get("net", "net"),
+        "hyperparameters.net_args": dict(hparams.get("net_args") or {}),
+        "hyperparameters.moe": is_moe(hparams),
         "hyperparameters.num_experts": list(hparams.get("num_experts", ())),
         "hyperparameters.mlp_type": hparams.get("mlp_type", "standard"),
         "hyperparameters.ep_world_size": hparams.get("ep_world_size", 1),
         "hyperparameters.pipe_parallel_size": hparams.get("pipe_parallel_size", 1),
         "hyperparameters.partition_method": hparams.get("partition_method", "parameters"),
         "data: classes": list(trial.train_set.classes),
+        "data.image_size": list(trial.image_size),
     }
     mode = {
         "precision": str(trial.dtype).removeprefix("torch."),
@@ -56,7 +59,8 @@ def identity(trial: Any) -> dict[str, Any]:
         "train_batch_size": engine.train_batch_size(),
         "reproducibility.experiment_seed": trial.seed,
         "data: training images": len(trial.train_set),
-        "data.augment": vars(trial.augmenter.augmentation) if trial.augmenter else {},
+        "data.augment": json.loads(json.dumps(vars(trial.augmenter.augmentation))) if trial.augmenter else {},
+        **{f"hyperparameters.{key}": hparams.get(key) or 0 for key in ("label_smoothing", "mixup", "cutmix")},
     }
     return {"net": net, "mode": mode, "position": position}
 

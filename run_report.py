@@ -137,6 +137,7 @@ def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
         row("optimizer steps", lambda s, m: f"{s['steps']:,}"),
         row("time of training and validation", lambda s, m: f"{s['seconds']:,.1f} s"),
         row("images a second while training", lambda s, m: f"{s['images_per_second']:,.0f}"),
+        row("peak memory of a process", lambda s, m: f"{max(s['peak_memory_mib']):,.0f} MiB"),
         row("processes", lambda s, m: f"{s['world_size']}"),
         row("ZeRO stage", lambda s, m: f"{s['zero_stage']}"),
         row("precision", lambda s, m: s["dtype"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -12,12 +13,12 @@ import torch
 from determined import pytorch
 from typing_extensions import override
 
-import data
 import engines
 import pictures
-from net import Net
+from errors import one_line
 
 PICTURES_SHARE = 20  # pictures are drawn when at least so many times what they took has passed since
+LARGEST_GRAPH = 30_000_000  # parameters of a network that is made once more to be drawn
 FIRST_PICTURES = 3.0  # seconds that the first take, for matplotlib has to be imported
 
 
@@ -103,10 +104,21 @@ class TensorBoardLog(pytorch.PyTorchCallback):
         self._took = self._drawn - since
 
     def _add_graph(self) -> None:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own writer uses what torch is about to remove
-            example = torch.zeros(1, 3, data.IMAGE_SIZE, data.IMAGE_SIZE)
-            self.writer.add_graph(Net(len(self.trial.metrics.classes)), example)
+        with torch.device("meta"):
+            if sum(each.numel() for each in self.trial.plain_net().parameters()) > LARGEST_GRAPH:
+                return
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # one operator, which torch cannot trace
+        try:
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own writer uses what torch is about to remove
+                inputs = torch.zeros(1, 3, *self.trial.image_size)
+                traced: Any = torch.jit.trace(self.trial.plain_net().eval(), inputs, check_trace=False)
+                self.writer.add_graph(traced, inputs)
+        except Exception as error:  # a network of one's own may not be traceable, and trains all the same
+            print(f"TensorBoard: no graph of the network ({one_line(error)})", file=sys.stderr)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _pixels(figure: Any) -> np.ndarray:

@@ -92,13 +92,17 @@ def resolved(loaded: experiment.Experiment, slots: int) -> dict[str, Any]:
     """
     import processes
 
+    import nets
     from data import DataConfig
     from engine_config import resolve
     from model_def import steps_of
 
-    data_config = DataConfig.parse(loaded.config.get("data"))
-    steps = steps_of(loaded.hyperparameters["max_length"], data_config)
-    return resolve(loaded.hyperparameters, slots, processes.device_type(), steps)
+    data_config, hparams = DataConfig.parse(loaded.config.get("data")), loaded.hyperparameters
+    steps = steps_of(hparams["max_length"], data_config)
+    config = resolve(hparams, slots, processes.device_type(), steps)
+    micro_batch = max(2, config["train_micro_batch_size_per_gpu"])  # the epoch's last depends on the data
+    nets.check(hparams.get("net", "net"), 10, data_config.image_size, hparams.get("net_args"), micro_batch)
+    return config
 
 
 def run(args: argparse.Namespace) -> int:
@@ -106,6 +110,7 @@ def run(args: argparse.Namespace) -> int:
     profile = ["profiling.enabled=true"] if args.profile else []
     loaded = experiment.from_cluster() or experiment.load(args.config, [*args.overrides, *profile])
     import harness
+    import memory
     from model_def import CIFARTrial
 
     if args.resume and not args.output:
@@ -122,8 +127,10 @@ def run(args: argparse.Namespace) -> int:
             if controller.local:
                 print(f"stopped; go on with --resume latest --output {context.output}", file=sys.stderr)
             return 130
+        peaks = context.distributed.gather(round(memory.peak(), 1))
         summary = summarize(trial, controller, time.perf_counter() - started)
         if controller.local:
+            summary["peak_memory_mib"] = peaks  # of each rank
             (context.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
             print(f"accuracy {summary['validation']['accuracy']:.4f}")
     return 0

@@ -86,39 +86,93 @@ def of_module(module: nn.Module) -> dict[str, Tensor]:
     return {name: weight.detach().float().cpu() for name, weight in sorted(module.state_dict().items())}
 
 
-def load_into(module: nn.Module, path: str) -> None:
-    """Puts the weights of a file into a network.
+def start_from(module: nn.Module, found: Mapping[str, Tensor], path: str) -> list[str]:
+    """Puts weights into a network that is to be trained, all but those of a last layer for other classes.
 
     Args:
         module: the network.
-        path: a ``state_dict`` that ``torch.save`` wrote, e.g. a run's ``net.pt``.
+        found: the weights by name.
+        path: what to call them in an error line.
+
+    Returns:
+        The names of the weights that stay as they are, for they are of another size.
 
     Raises:
-        InvalidInput: if the file cannot be read, or holds the weights of another network.
+        InvalidInput: if they are of another network.
     """
-    put_into(module, read(path), path)
+    wanted = {name: getattr(each, "ds_shape", each.shape) for name, each in module.named_parameters()}
+    wanted |= {name: each.shape for name, each in module.named_buffers() if name in module.state_dict()}
+    last = next((name.rpartition(".")[0] for name in reversed(list(dict(module.named_parameters())))), "")
+    other = _is_other_head(found, wanted, last)
+    replaced = [name for name in wanted if other and name.rpartition(".")[0] == last]
+    for name in sorted(wanted.keys() | found.keys()):
+        if name not in replaced:
+            _compare(name, found.get(name), wanted.get(name), path)
+    with torch.no_grad():
+        for name, each in (*module.named_parameters(), *module.named_buffers()):
+            if name in found and name not in replaced:
+                each.copy_(found[name])
+    return replaced
 
 
 def read(path: str) -> dict[str, Tensor]:
-    """Reads a ``state_dict``; raises as ``load_into`` does."""
+    """Reads a ``state_dict``, also one within a training checkpoint or of a ``DistributedDataParallel`` module.
+
+    Raises:
+        InvalidInput: if the file cannot be read or holds none.
+    """
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        found = _load(path)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
         raise InvalidInput(f"weights: {path}: not a readable state_dict ({one_line(error)}); give a net.pt") from error
+    for key in ("state_dict", "model"):
+        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+            found = found[key]
+    if isinstance(found, Mapping) and found and all(str(name).startswith("module.") for name in found):
+        found = {name.removeprefix("module."): value for name, value in found.items()}
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
         raise InvalidInput(f"weights: {path}: holds no state_dict; give a net.pt")
     return dict(found)
 
 
+def said(replaced: list[str], path: str) -> str:
+    """What ``start_from`` left at random, as a line."""
+    return f"weights: {path}: {', '.join(replaced)} start at random, for other classes"
+
+
 def put_into(module: nn.Module, found: Mapping[str, Tensor], path: str) -> None:
-    """Puts weights into a network; ``path`` names them in an error line. Raises as ``load_into`` does."""
+    """Puts weights into a network; ``path`` names them in an error line. Raises ``InvalidInput`` where they differ."""
     wanted = module.state_dict()
     for name in sorted(wanted.keys() | found.keys()):
-        here = tuple(found[name].shape) if name in found else "none"
-        there = tuple(wanted[name].shape) if name in wanted else "none"
-        if here != there:
-            raise InvalidInput(f"weights: {path}: {name} is {here}, but {there} in this network; give its own weights")
+        _compare(name, found.get(name), wanted[name].shape if name in wanted else None, path)
     module.load_state_dict(found)
+
+
+def _compare(name: str, found: Tensor | None, wanted: torch.Size | None, path: str) -> None:
+    here, there = (None if found is None else tuple(found.shape)), (None if wanted is None else tuple(wanted))
+    if here != there:
+        raise InvalidInput(
+            f"weights: {path}: {name} is {here or 'none'}, but {there or 'none'} in this network; give its own weights"
+        )
+
+
+def _is_other_head(found: Mapping[str, Tensor], wanted: Mapping[str, torch.Size], last: str) -> bool:
+    """Whether the weights of the last layer are there, but for another number of classes."""
+    name = f"{last}.weight"
+    return (
+        name in found
+        and name in wanted
+        and found[name].shape[1:] == wanted[name][1:]
+        and (found[name].shape[0] != wanted[name][0])
+    )
+
+
+def _load(path: str) -> Any:
+    if path.endswith(".safetensors"):
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def sha256(weights: dict[str, Tensor]) -> str:

@@ -31,7 +31,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", default="const.yaml", metavar="FILE", help="experiment file (%(default)s)")
     parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", dest="overrides", help="replace it")
     parser.add_argument("--quick", action="store_true", help="one process, ZeRO 0, few repeats; writes no RESULTS.md")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of steps; of programs half as many (5)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="steps thrice, programs half as often (5)")
     parser.add_argument("--only", choices=PARTS, help="one part; writes no RESULTS.md")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write every time there, too")
     return parser.parse_args(argv)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results["costs"] = costs.measure(args.config, args.overrides, 3 if args.quick else 3 * args.repeats)
         print("\n".join(costs.lines(results["costs"])), flush=True)
     if args.only in (None, "programs"):
-        results["programs"] = programs.measure(args.overrides, 1 if args.quick else max(2, args.repeats // 2))
+        results["programs"] = programs.measure(args.overrides, 1 if args.quick else max(1, args.repeats // 2))
         print("\n".join(programs.lines(results["programs"])), flush=True)
     if args.json:
         args.json.write_text(json.dumps(results, indent=2) + "\n")

@@ -112,6 +112,8 @@ def plain_loop(folder: pathlib.Path) -> None:
     from deepspeed.runtime import lr_schedules
 
     from augment import Augmentation, Augmenter
+    from data import as_inputs
+    from loaders import MicroBatchSampler
 
     recipe = json.loads((folder / "recipe.json").read_text())
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -121,18 +123,20 @@ def plain_loop(folder: pathlib.Path) -> None:
             pixels = torch.from_numpy(kept["pixels"]).permute(0, 3, 1, 2).contiguous()
             splits[split] = pixels.to(device), torch.from_numpy(kept["labels"]).to(device)
     (images, labels), (test_images, test_labels) = splits["train"], splits["test"]
-    test_inputs = test_images / 127.5 - 1
-    torch.manual_seed(0)
+    test_inputs = as_inputs(test_images)
+    torch.manual_seed(recipe["seed"])
     net = Net(recipe["classes"]).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), **recipe["optimizer"])
     schedule = getattr(lr_schedules, recipe["scheduler"]["type"])(optimizer, **recipe["scheduler"]["params"])
-    augmenter = Augmenter(Augmentation(**recipe["augment"]), len(labels), images.shape[-1], 0)
+    size = images.shape[2], images.shape[3]
+    augmenter = Augmenter(Augmentation(**recipe["augment"]), len(labels), size, size, recipe["seed"])
+    order = MicroBatchSampler(len(labels), recipe["batch"], 1, seed=recipe["seed"]).order
     form = torch.channels_last if recipe["channels_last"] else torch.contiguous_format
     print("training", flush=True)
     step = 0
     for epoch in range(recipe["epochs"]):
-        for chosen in torch.randperm(len(labels), device=device).split(recipe["batch"]):
-            inputs = augmenter(images[chosen], chosen, epoch).contiguous(memory_format=form) / 127.5 - 1
+        for chosen in order(epoch).to(device).split(recipe["batch"]):
+            inputs = as_inputs(augmenter(images[chosen], chosen, epoch)).contiguous(memory_format=form)
             optimizer.zero_grad()
             F.cross_entropy(net(inputs), labels[chosen]).backward()
             if recipe["clip"]:

@@ -79,7 +79,7 @@ def images(request: dict[str, Any], answer: pathlib.Path) -> None:
         trial = CIFARTrial(context)
         touched = int(trial.train_set.images.sum()) + int(trial.test_set.images.sum())
         context.distributed.allgather(touched)  # all have read all of it
-        shares = {each.path: each.pss for each in psutil.Process().memory_maps() if each.path.endswith(".pt")}
+        shares = {each.path: each.pss for each in psutil.Process().memory_maps() if each.path.endswith(".raw")}
         everyones = context.distributed.gather(shares)
         if context.distributed.rank == 0:
             files = {path: pathlib.Path(path).stat().st_size for path in everyones[0]}

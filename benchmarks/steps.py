@@ -1,7 +1,8 @@
-"""Times an optimizer step of every contender, in the same process, taking turns."""
+"""Times an optimizer step of every contender, each in processes of its own, taking turns."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -10,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import joblib
@@ -28,7 +29,7 @@ def measure_all(config: str, overrides: Sequence[str], quick: bool, repeats: int
     """Measures at every point: processes, ZeRO stage and micro-batch."""
     micro_batches, stages, processes = ((16, 256), (0,), (1,)) if quick else ((16, 256, 1024), (0, 2), (1, 2))
     for count, stage, micro_batch in itertools.product(processes, stages, micro_batches):
-        yield measure(config, overrides, count, stage, micro_batch, 3 if quick else repeats, seconds=1)
+        yield measure(config, overrides, count, stage, micro_batch, 3 if quick else 3 * repeats, seconds=0.4)
 
 
 def measure(
@@ -41,18 +42,69 @@ def measure(
         f"{deepspeed}train_batch_size={micro_batch * processes}",
         f"{deepspeed}zero_optimization.stage={stage}",
     ]
-    steps = max(20, int(seconds * 3000 / (micro_batch + 10)))  # about so many seconds a segment on two cores
+    steps = max(5, int(seconds * 3000 / (micro_batch + 10)))  # about so many seconds a segment on two cores
     row: dict[str, Any] = {"processes": processes, "stage": stage, "micro_batch": micro_batch, "steps": steps}
-    row["seconds_per_step"] = {}
-    for contenders in (["pytorch", "engine", "trial"], ["example"]):
-        request = {"config": config, "overrides": overrides, "contenders": contenders}
-        answer = run(["benchmarks.worker"], {**request, "steps": steps, "repeats": repeats}, processes)
-        row["seconds_per_step"].update(answer["seconds_per_step"])
+    row["seconds_per_step"] = {name: [] for name in CONTENDERS}
+    with contextlib.ExitStack() as stack:
+        request = {"config": config, "overrides": overrides, "steps": steps}
+        workers = {name: stack.enter_context(contender(name, request, processes)) for name in CONTENDERS}
+        for repeat in range(repeats + 1):  # the first warms up
+            for name, segment in workers.items():
+                seconds = segment()
+                if repeat:
+                    row["seconds_per_step"][name].append(seconds)
     row["images_per_second"] = {
         name: micro_batch * processes / statistics.median(times) for name, times in row["seconds_per_step"].items()
     }
     row["spread"] = {name: spread(times) for name, times in row["seconds_per_step"].items()}
     return row
+
+
+@contextlib.contextmanager
+def contender(name: str, request: dict[str, Any], processes: int) -> Iterator[Callable[[], float]]:
+    """Starts a contender, and gives what has it train a segment and returns the seconds an optimizer step took.
+
+    Args:
+        name: one of ``CONTENDERS``.
+        request: as ``benchmarks.worker`` takes it.
+        processes: how many.
+    """
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
+        asked = pathlib.Path(folder, "request.json")
+        asked.write_text(json.dumps(request))
+        command, variables = launched(["benchmarks.worker", name, str(asked)], processes)
+        pipe = subprocess.PIPE
+        worker = subprocess.Popen(
+            command, cwd=PROJECT, env=variables, stdin=pipe, stdout=pipe, stderr=errors, text=True, bufsize=1
+        )
+        assert worker.stdin and worker.stdout
+        turns, lines = worker.stdin, worker.stdout
+
+        def segment() -> float:
+            with contextlib.suppress(BrokenPipeError):
+                turns.write("\n")
+            for line in lines:
+                if line.startswith("seconds "):
+                    return float(line.split()[1])
+            errors.seek(0)
+            sys.exit(f"benchmarks: {name} failed:\n{errors.read()[-3000:]}")
+
+        try:
+            yield segment
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                turns.close()
+            for _ in lines:  # its last, without which it could not end
+                pass
+            worker.wait()
+
+
+def launched(module: Sequence[str], processes: int) -> tuple[list[str], dict[str, str]]:
+    """The command and the environment that run a module, with its arguments, in so many processes."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, joblib.cpu_count() // processes))
+    command = [sys.executable, *(launcher if processes > 1 else []), "-m", *module]
+    return command, {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(PROJECT)}
 
 
 def run(
@@ -69,10 +121,8 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = pathlib.Path(folder, "request.json"), pathlib.Path(folder, "answer.json")
         asked.write_text(json.dumps(request))
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [sys.executable, *(launcher if processes > 1 else []), "-m", *module, str(asked), str(answer)]
-        threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, joblib.cpu_count() // processes))
-        variables = {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": str(PROJECT), **(environment or {})}
+        command, variables = launched([*module, str(asked), str(answer)], processes)
+        variables.update(environment or {})
         done = subprocess.run(command, cwd=PROJECT, env=variables, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"benchmarks: {' '.join(module)} failed:\n{done.stderr[-3000:]}")
@@ -90,9 +140,11 @@ def spread(times: Sequence[float]) -> float:
 def ratios(row: dict[str, Any]) -> tuple[float, float]:
     """The trial's speed over the bare engine's and over the example style's, each the median over the repeats."""
     times = row["seconds_per_step"]
-    pairs = zip(times["engine"], times["trial"], strict=True)
-    example = statistics.median(times["example"]) / statistics.median(times["trial"])
-    return statistics.median(engine / trial for engine, trial in pairs), example
+
+    def over(peer: str) -> float:
+        return statistics.median(a / b for a, b in zip(times[peer], times["trial"], strict=True))
+
+    return over("engine"), over("example")
 
 
 def line(row: dict[str, Any]) -> str:

@@ -1,9 +1,13 @@
-"""Times contenders in turn, in the processes that ``benchmarks`` starts, and writes the times as JSON.
+"""One contender in the processes of its own, which trains a segment whenever ``benchmarks.steps`` says that it may.
+
+    python3 -m benchmarks.worker CONTENDER REQUEST
 
 - ``pytorch``: a bare PyTorch loop over float tensors in memory;
 - ``engine``: a bare DeepSpeed loop over the same;
 - ``trial``: this package's trial in Determined's trainer, with reports and TensorBoard;
 - ``example``: the style of Determined's own examples: its stock trainer, a PIL dataset and 2 workers.
+
+For each line that it reads it trains so many steps as ``REQUEST``, JSON, says, and prints how long one took.
 """
 
 from __future__ import annotations
@@ -32,57 +36,59 @@ from model_def import CIFARTrial
 from net import Net
 
 
-def main(request: dict[str, Any], answer: pathlib.Path) -> None:
-    """Runs the contenders of a request: ``config``, ``overrides``, ``contenders``, ``steps``, ``repeats``."""
+def main(contender: str, request: dict[str, Any]) -> None:
+    """Runs a contender as a request says: ``config``, ``overrides``, ``steps``."""
     loaded = experiment.load(request["config"], request["overrides"])
-    times: dict[str, list[float]] = {name: [] for name in request["contenders"]}
-    with harness.trial_context(loaded, pathlib.Path(tempfile.mkdtemp())) as context:
-        example = "example" in request["contenders"]
-        trial = (ExampleTrial if example else CIFARTrial)(context)
-        segments: dict[str, Callable[[int], None]] = {}
-        if not example:
-            segments = {"pytorch": bare_pytorch(trial), "engine": bare_engine(trial, loaded)}
+    with tempfile.TemporaryDirectory() as folder, harness.trial_context(loaded, pathlib.Path(folder)) as context:
+        steps, distributed = request["steps"], context.distributed
 
-        def measure(made: Any) -> None:
-            every = {**segments, "example" if example else "trial": made.segment}
-            for repeat in range(request["repeats"] + 1):  # the first warms up
-                for name, run in every.items():
-                    torch.distributed.barrier()
-                    since = time.perf_counter()
-                    run(request["steps"])
-                    harness.get_accelerator().synchronize()
-                    if repeat:
-                        times[name].append((time.perf_counter() - since) / request["steps"])
+        def take_turns(run: Callable[[int], None]) -> None:
+            while distributed.broadcast(sys.stdin.readline() if distributed.rank == 0 else ""):
+                torch.distributed.barrier()
+                since = time.perf_counter()
+                run(steps)
+                harness.get_accelerator().synchronize()
+                if distributed.rank == 0:
+                    print("seconds", (time.perf_counter() - since) / steps, flush=True)
 
-        controller(trial, context, loaded, measure, StockTiming if example else TrialTiming)
-        images = trial.model_engine.train_batch_size()
-        if context.distributed.rank == 0:
-            answer.write_text(json.dumps({"seconds_per_step": times, "images_per_step": images}))
+        if contender in BARE:
+            take_turns(BARE[contender](context, loaded))
+        else:
+            trial, kind = TRIALS[contender]
+            controller(trial(context), context, loaded, lambda made: take_turns(made.segment), kind)
 
 
-def bare_pytorch(trial: CIFARTrial) -> Callable[[int], None]:
-    """A loop as short as PyTorch allows, with this trial's optimizer."""
-    device, net = trial.context.device, Net(len(trial.train_set.classes)).to(trial.context.device)
-    wrapped = torch.nn.parallel.DistributedDataParallel(net) if trial.context.distributed.size > 1 else net
+def resolved(context: Any, loaded: experiment.Experiment) -> dict[str, Any]:
+    """What the engines are configured with."""
+    return engine_config.resolve(
+        loaded.hyperparameters, context.distributed.size, context.device.type, lambda *_: 10**6
+    )
+
+
+def bare_pytorch(context: Any, loaded: experiment.Experiment) -> Callable[[int], None]:
+    """A loop as short as PyTorch allows, with the trial's optimizer."""
+    fetch, classes = in_memory(context, loaded)
+    net: torch.nn.Module = Net(classes).to(context.device)
+    if context.distributed.size > 1:
+        net = torch.nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.8, 0.999), eps=1e-8, weight_decay=3e-7)
-    fetch = in_memory(trial, device)
 
     def run(steps: int) -> None:
         for _ in range(steps):
             inputs, labels = fetch()
             optimizer.zero_grad()
-            F.cross_entropy(wrapped(inputs), labels).backward()
+            F.cross_entropy(net(inputs), labels).backward()
             optimizer.step()
 
     return run
 
 
-def bare_engine(trial: CIFARTrial, loaded: experiment.Experiment) -> Callable[[int], None]:
-    """A loop as short as DeepSpeed allows, with this trial's configuration."""
-    device, net = trial.context.device, Net(len(trial.train_set.classes))
-    config = engine_config.resolve(loaded.hyperparameters, trial.context.distributed.size, device.type, lambda *_: 1000)
+def bare_engine(context: Any, loaded: experiment.Experiment) -> Callable[[int], None]:
+    """A loop as short as DeepSpeed allows, with the trial's configuration."""
+    fetch, classes = in_memory(context, loaded)
+    net = Net(classes)
+    config = resolved(context, loaded)
     engine, _, _, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
-    fetch = in_memory(trial, device)
 
     def run(steps: int) -> None:
         for _ in range(steps):
@@ -93,11 +99,12 @@ def bare_engine(trial: CIFARTrial, loaded: experiment.Experiment) -> Callable[[i
     return run
 
 
-def in_memory(trial: CIFARTrial, device: torch.device) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """Gives random micro-batches of normalised float32 images that lie in memory already."""
-    size = trial.model_engine.train_micro_batch_size_per_gpu()
-    inputs, labels = data.as_inputs(trial.train_set.images).contiguous().to(device), trial.train_set.labels.to(device)
-    order, at = torch.randperm(len(labels), device=device), 0
+def in_memory(context: Any, loaded: experiment.Experiment) -> tuple[Callable[[], tuple[Any, Any]], int]:
+    """What fetches random micro-batches of normalised float32 images that lie in memory already; how many classes."""
+    source = data.load(data.DataConfig.parse(loaded.config.get("data")), "train")
+    size = resolved(context, loaded)["train_micro_batch_size_per_gpu"]
+    inputs, labels = data.as_inputs(source.images).to(context.device), source.labels.to(context.device)
+    order, at = torch.randperm(len(labels), device=context.device), 0
 
     def fetch() -> tuple[torch.Tensor, torch.Tensor]:
         nonlocal at
@@ -105,18 +112,30 @@ def in_memory(trial: CIFARTrial, device: torch.device) -> Callable[[], tuple[tor
         chosen = order[at : at + size]
         return inputs[chosen], labels[chosen]
 
-    return fetch
+    return fetch, len(source.classes)
 
 
-class ExampleTrial(CIFARTrial):
-    """The trial with the loader and the batches of Determined's examples."""
+class ExampleTrial(det_ds.DeepSpeedTrial):
+    """A trial as Determined's examples are written: an image at a time, the engine as DeepSpeed makes it."""
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+        loaded = experiment.Experiment(context.get_experiment_config(), context.get_hparams())
+        self.source = data.load(data.DataConfig.parse(loaded.config.get("data")), "train")
+        net = Net(len(self.source.classes))
+        config = resolved(context, loaded)
+        engine, _, _, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+        self.model_engine = context.wrap_model_engine(engine)
 
     @override
     def build_training_data_loader(self) -> pytorch.DataLoader:
         size = self.model_engine.train_micro_batch_size_per_gpu()
-        pixels = self.train_set.images.permute(0, 2, 3, 1).contiguous().numpy()
-        pictures = Pictures(pixels, self.train_set.labels.tolist())
+        pictures = Pictures(self.source.images.permute(0, 2, 3, 1).contiguous().numpy(), self.source.labels.tolist())
         return pytorch.DataLoader(pictures, batch_size=size, shuffle=True, num_workers=2, drop_last=True)
+
+    @override
+    def build_validation_data_loader(self) -> pytorch.DataLoader:
+        return self.build_training_data_loader()  # which is never asked
 
     @override
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
@@ -125,6 +144,10 @@ class ExampleTrial(CIFARTrial):
         self.model_engine.backward(loss)
         self.model_engine.step()
         return {"loss": loss}
+
+    @override
+    def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
+        raise NotImplementedError
 
 
 def controller(trial: Any, context: Any, loaded: Any, measure: Callable[..., None], kind: type) -> None:
@@ -161,7 +184,7 @@ class Timing:
 
     def _run(self: Any) -> None:
         if self.is_chief:
-            self.core_context.train.begin(10**9, len(self.trial.train_sampler.step_sizes), 0)
+            self.core_context.train.begin(10**9, 10**9, 0)
         self.measure(self)
 
     def segment(self: Any, steps: int) -> None:
@@ -192,5 +215,8 @@ class StockTiming(Timing, det_ds.DeepSpeedTrialController):
     counts_from_start = False
 
 
+BARE = {"pytorch": bare_pytorch, "engine": bare_engine}
+TRIALS: dict[str, tuple[type, type]] = {"trial": (CIFARTrial, TrialTiming), "example": (ExampleTrial, StockTiming)}
+
 if __name__ == "__main__":
-    main(json.loads(pathlib.Path(sys.argv[1]).read_text()), pathlib.Path(sys.argv[2]))
+    main(sys.argv[1], json.loads(pathlib.Path(sys.argv[2]).read_text()))

@@ -5,7 +5,8 @@ import torch
 from conftest import fault, overrides, train_many
 
 from augment import Augmentation, Augmenter
-from data import Batches, DataConfig, ImageSet, MicroBatchSampler
+from data import DataConfig, ImageSet
+from loaders import Batches, MicroBatchSampler
 
 SIZE, COUNT = 32, 64
 
@@ -17,7 +18,7 @@ def images():
 
 def augmented(images, epoch=0, indices=None, seed=5, **how):
     indices = torch.arange(COUNT) if indices is None else indices
-    augmenter = Augmenter(Augmentation(**how), COUNT, SIZE, seed)
+    augmenter = Augmenter(Augmentation(**how), COUNT, (SIZE, SIZE), (SIZE, SIZE), seed)
     return augmenter(images.index_select(0, indices), indices, epoch)
 
 
@@ -44,6 +45,25 @@ def test_a_crop_shifts_by_at_most_so_much_and_fills_with_zeros(images):
     assert len(shifts) > 15 and {0, 4} <= {down for down, _ in shifts} & {right for _, right in shifts}
 
 
+def test_a_flip_and_a_crop_cut_a_window_out_of_the_mirror_image_of_half(images):
+    """Also of images larger and longer than what the network sees."""
+    size, crop, seen = (20, 24), 1, set()
+    augmenter = Augmenter(Augmentation(flip=True, crop=crop), COUNT, (SIZE, SIZE), size, 5)
+    for after, before in zip(augmenter(images, torch.arange(COUNT), 0), images, strict=True):
+        padded = torch.nn.functional.pad(before, (crop,) * 4)
+        windows = [
+            (way, down, right)
+            for way, either in enumerate([padded, padded.flip(2)])
+            for down in range(SIZE + 2 * crop - size[0] + 1)
+            for right in range(SIZE + 2 * crop - size[1] + 1)
+            if torch.equal(after, either[:, down : down + size[0], right : right + size[1]])
+        ]
+        assert len(windows) == 1
+        seen.add(windows[0])
+    assert len(seen) > 45 and {way for way, _, _ in seen} == {0, 1}
+    assert {0, 14} <= {down for _, down, _ in seen} and {0, 10} <= {right for _, _, right in seen}
+
+
 def test_a_cutout_is_a_square_of_zeros(images):
     areas = []
     for after, before in zip(augmented(images, cutout=8), images, strict=True):
@@ -68,7 +88,7 @@ def test_an_image_is_changed_alike_in_any_batch_and_otherwise_in_another_epoch(i
 def test_a_loader_augments_by_the_epoch_it_is_in(images):
     source = ImageSet(images, torch.arange(COUNT), ("a",))
     sampler = MicroBatchSampler(COUNT, 16, 1, seed=5)
-    batches = Batches(source, sampler, Augmenter(Augmentation(flip=True), COUNT, SIZE, 5))
+    batches = Batches(source, sampler, Augmenter(Augmentation(flip=True), COUNT, (SIZE, SIZE), (SIZE, SIZE), 5))
     for epoch in range(2):
         wanted = augmented(images, epoch=epoch, flip=True)
         for indices in sampler:

@@ -11,17 +11,9 @@ from conftest import DIGITS, PROJECT, Run, execute, launcher, overrides, train_m
 import baseline
 import data
 import experiment
+import loaders
 from callbacks import Patience
 from net import Net
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As many as the runs in processes of their own have: another number adds up in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def run_baseline(output, *arguments, config=DIGITS):
@@ -97,7 +89,7 @@ def test_ranks_see_every_image_once():
     source = data.ImageSet(images, torch.arange(100), ("a", "b"))
     seen: list[int] = []
     for rank in range(3):
-        sampler = data.MicroBatchSampler(100, 12, 3, seed=5)
+        sampler = loaders.MicroBatchSampler(100, 12, 3, seed=5)
         labels = [y for _, y in baseline.batches(source, sampler, rank, 3, torch.device("cpu"))]
         seen += torch.cat(labels).tolist()
     assert sorted(seen) == list(range(100))
@@ -172,14 +164,14 @@ def test_bad_input(tmp_path, capsys):
     text = tmp_path / "text.pt"
     text.write_text("no weights")
     other = tmp_path / "other.pt"
-    torch.save(Net(3).state_dict(), other)
+    torch.save({**Net(3).state_dict(), "conv1.weight": torch.zeros(6, 3, 3, 3)}, other)
     truncated = tmp_path / "truncated.pt"
     truncated.write_bytes(other.read_bytes()[:1000])
     for arguments, named in [
         (["--weights", str(text)], "text.pt"),
         (["--weights", str(tmp_path / "none.pt")], "none.pt"),
         (["--weights", str(truncated)], "truncated.pt"),
-        (["--weights", str(other)], "fc3.bias is (3,), but (10,)"),
+        (["--weights", str(other)], "conv1.weight is (6, 3, 3, 3), but (6, 3, 5, 5)"),
         (["--batch-size", "6", "--accumulate", "4"], "use a multiple of 4"),
         (["--epochs", "0"], "--epochs"),
         (["--set", "data.dataset=mnist"], "'mnist'"),

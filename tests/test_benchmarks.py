@@ -15,7 +15,7 @@ def row():
 
 @pytest.fixture(scope="module")
 def whole():
-    warmup = "hyperparameters.overwrite_deepspeed_args.scheduler.params.warmup_num_steps=20"
+    warmup = "hyperparameters.overwrite_deepspeed_args.scheduler.params.cycle_first_step_size=20"
     return programs.measure([*DIGITS, "min_validation_period={batches: 20}", warmup], repeats=1)
 
 

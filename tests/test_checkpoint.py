@@ -148,7 +148,7 @@ def test_onnx_gives_the_same_scores(classifier, tmp_path):
     assert checkpoint.main(["export", str(run.output), str(tmp_path / "net.onnx")]) == 0
     session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
     net = Net(4)
-    weights.load_into(net, str(run.output / "net.pt"))
+    net.load_state_dict(weights.read(str(run.output / "net.pt")))
     for count in (1, 5):
         images = torch.rand(count, 3, 32, 32)
         (logits,) = session.run(None, {"images": images.numpy()})

@@ -54,7 +54,7 @@ class Cifar:
     @property
     def names(self) -> set[str]:
         """What is in the root, but for locks and caches."""
-        return {path.name for path in self.root.iterdir() if path.suffix not in (".lock", ".pt")}
+        return {path.name for path in self.root.iterdir() if path.suffix not in (".lock", ".pt", ".raw")}
 
     def load(self, split: str = "train", download: bool = True) -> ImageSet:
         return data.load(DataConfig("cifar10", str(self.root), download), split)
@@ -219,7 +219,11 @@ def test_read_only_root(cifar, tmp_path, monkeypatch):
     monkeypatch.setattr(host_lock.os, "access", lambda *_: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     cifar.check("test")
-    assert {path.name for path in cifar.root.iterdir()} == {cifar.unpacked.name, ".cifar10-train.pt"}
+    assert {path.name for path in cifar.root.iterdir()} == {
+        cifar.unpacked.name,
+        ".cifar10-train-32x32.pt",
+        ".cifar10-train-32x32.raw",
+    }
 
 
 def test_killed_holder_of_the_lock_blocks_nobody(cifar):

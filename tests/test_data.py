@@ -11,10 +11,17 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 import data
-from data import Batches, DataConfig, ImageSet, MicroBatchSampler
+import loaders
+from data import DataConfig, ImageSet
 from errors import InvalidInput
+from loaders import Batches, MicroBatchSampler
 
 # --------------------------------------------------------------------------------------------------- config
+
+
+def test_images_are_kept_as_much_larger_as_resize_says():
+    assert DataConfig(image_size=32).canvas == (32, 32)
+    assert DataConfig(image_size=[32, 48], resize=40).canvas == (40, 60)
 
 
 def test_config():
@@ -30,13 +37,17 @@ def test_config():
         ({"dataset": None}, ["data.dataset", "None"]),
         ({"dataset": ["digits"]}, ["data.dataset", "['digits']"]),
         ({"datset": "digits"}, ["data.datset", "'digits'", "did you mean 'dataset'"]),
-        ({"colour": 1}, ["data.colour", "augment, dataset, device, download, image_size, root"]),
+        ({"colour": 1}, ["data.colour", "augment, dataset, device, download, image_size, normalize, resize, root"]),
         ({7: 1}, ["data.7", "unknown key"]),
         ({"root": None}, ["data.root", "None"]),
         ({"root": ""}, ["data.root", "''"]),
         ({"download": "yes"}, ["data.download", "'yes'", "true or false"]),
         ({"download": 1}, ["data.download", "1"]),
-        ({"image_size": 64}, ["data.image_size", "64", "use 32"]),
+        ({"image_size": 0}, ["data.image_size", "0", "whole number of pixels"]),
+        ({"image_size": [32]}, ["data.image_size", "[32]", "[height, width]"]),
+        ({"image_size": 64, "resize": 32}, ["data.resize", "32", "at least image_size (64)"]),
+        ({"normalize": "imagenett"}, ["data.normalize", "imagenet", "dataset"]),
+        ({"normalize": {"mean": [0, 0, 0], "std": [1, 0, 1]}}, ["data.normalize", "std"]),
         ({"image_size": "32"}, ["data.image_size", "'32'"]),
         ({"image_size": 32.0}, ["data.image_size", "32.0"]),
         ("digits", ["data: 'digits'", "mapping"]),
@@ -50,8 +61,8 @@ def test_bad_config(section, parts):
 
 def test_every_fault_is_named_at_once():
     with pytest.raises(InvalidInput) as caught:
-        DataConfig.parse({"rot": "x", "dataset": 5, "root": 5, "download": "no", "image_size": 28})
-    wanted = ["data.rot: 'x'", "data.dataset: 5", "data.root: 5", "data.download: 'no'", "data.image_size: 28"]
+        DataConfig.parse({"rot": "x", "dataset": 5, "root": 5, "download": "no", "image_size": -28})
+    wanted = ["data.rot: 'x'", "data.dataset: 5", "data.root: 5", "data.download: 'no'", "data.image_size: -28"]
     assert [line[: len(start)] for line, start in zip(caught.value.faults, wanted, strict=True)] == wanted
     assert "'root'" in caught.value.faults[0]
     assert "\n" not in "".join(caught.value.faults)
@@ -126,7 +137,7 @@ def test_batches_are_torchvisions_bit_for_bit(all_values):
 
 def test_a_whole_micro_batch_a_fetch(all_values, monkeypatch):
     monkeypatch.delattr(Batches, "__getitem__")
-    loader = data.data_loader(all_values, MicroBatchSampler(7, 4, 1)).get_data_loader()
+    loader = loaders.data_loader(all_values, MicroBatchSampler(7, 4, 1)).get_data_loader()
     fetched = [(images.shape, images.dtype, labels.shape, labels.dtype) for images, labels in loader]
     assert fetched == [((n, 3, 32, 32), torch.uint8, (n,), torch.int64) for n in (4, 3)]
 
@@ -227,7 +238,7 @@ def dealt(micro_batches=None, size=91, batch_size=24, parts=6, **how) -> list[li
     """The images that Determined's loader deals out; each one's pixels and label are its number."""
     numbers = torch.arange(size)
     source = ImageSet(numbers.to(torch.uint8)[:, None, None, None].expand(-1, 3, 32, 32), numbers, ("a",))
-    loader = data.data_loader(source, MicroBatchSampler(size, batch_size, parts, seed=2)).get_data_loader(**how)
+    loader = loaders.data_loader(source, MicroBatchSampler(size, batch_size, parts, seed=2)).get_data_loader(**how)
     given = []
     for images, labels in itertools.islice(loader, micro_batches):
         assert torch.equal(images.long(), labels[:, None, None, None].expand(-1, 3, 32, 32))

@@ -13,6 +13,8 @@ from PIL import Image
 
 import data
 import host_lock
+import image_cache
+import image_folder
 from data import DataConfig, ImageSet
 from image_folder import SPLITS
 
@@ -44,7 +46,7 @@ def greys(kept: ImageSet) -> list[tuple[int, int]]:
 
 def caches(place: pathlib.Path) -> dict[str, tuple[int, int]]:
     """When and as which file each cache was written."""
-    assert list(place.rglob("*.partial")) == []
+    assert [path for path in place.rglob(".*") if path.suffix in (".partial", ".progress", ".sidecar")] == []
     found = {str(path): path.stat() for path in place.rglob("*.pt")}
     return {name: (status.st_ino, status.st_mtime_ns) for name, status in found.items()}
 
@@ -216,6 +218,8 @@ def test_change_is_noticed(folder, change, wanted):
     garbage=(lambda cache: cache.write_bytes(b"garbage" * 1000),),
     no_fingerprint=(lambda cache: torch.save({"images": torch.zeros(4, 3, 32, 32), "labels": torch.zeros(4)}, cache),),
     no_cache=(lambda cache: torch.save([1, 2], cache),),
+    half_of_the_pixels=(lambda cache: os.truncate(cache.with_suffix(".raw"), 100),),
+    no_pixels=(lambda cache: cache.with_suffix(".raw").unlink(),),
 )
 def test_damaged_cache_is_mended(folder, damage):
     read(folder)
@@ -241,6 +245,42 @@ def test_read_only_root(folder, tmp_path, monkeypatch):
     assert sorted(folder.rglob("*")) == before
     assert len(kept[0]) == 2
     assert kept[1] == kept[0]
+
+
+def test_decoding_goes_on_where_it_was_interrupted(folder, monkeypatch):
+    for index in range(200):
+        save(folder / f"train/a/more{index}.bmp", 99)
+    monkeypatch.setattr(image_folder, "_CHUNK", 10)
+    noted = []
+
+    class Noting(image_cache._Progress):
+        def __call__(self, done):
+            self._noted = 0.0  # every time
+            super().__call__(done)
+            noted.append(done)
+            if done >= 100:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+        interrupted.setattr(image_cache, "_Progress", Noting)
+        read(folder)
+    decode, begun = image_folder._decode, []
+
+    def resumed(files, size, split, target, start, done):
+        begun.append(start)
+        decode(files, size, split, target, start, done)
+
+    monkeypatch.setattr(image_folder, "_decode", resumed)
+    assert sorted(greys(read(folder))) == sorted([*TRAIN, *[(99, 0)] * 200])
+    assert begun == [100]
+    assert len(caches(folder)) == 1
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(folder, monkeypatch):
+    monkeypatch.setattr(image_cache.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10_000))
+    line = fault(read, folder)
+    assert "4 images of 32x32 need" in line and "only 0.0 MiB are free" in line and "make room" in line
+    assert caches(folder) == {} and list(folder.rglob("*.raw")) == []
 
 
 # ---------------------------------------------------------------------------------------------- bad folders

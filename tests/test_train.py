@@ -14,7 +14,7 @@ SHORT = overrides(hyperparameters__max_length="{epochs: 2}", min_validation_peri
 BATCH = "hyperparameters__overwrite_deepspeed_args__train_batch_size"
 KEYS = {
     "steps", "epochs", "world_size", "zero_stage", "dtype", "seconds", "images_per_second", "validation",
-    "weights_sha256", "checkpoint",
+    "weights_sha256", "checkpoint", "peak_memory_mib",
 }  # fmt: skip
 
 
@@ -146,7 +146,7 @@ def test_test_mode_is_one_batch_of_everything(train):
 
 def test_check_prints_the_configuration(tmp_path):
     files = [*PROJECT.glob("*.yaml"), *PROJECT.glob("experiments/*.yaml")]
-    single = [file for file in files if not file.stem.startswith("search-")]
+    single = [file for file in files if not file.stem.startswith(("search-", "photos"))]  # photos needs some
     rows = {file.stem: ["--config", str(file), "--check", "--slots", "2"] for file in single}
     assert {"const", "distributed", "digits"} <= set(rows)
     for name, run in train_many(tmp_path, rows).items():

@@ -1,0 +1,187 @@
+"""Networks by name: those of ``net.py``, and every classifier of torchvision.
+
+Source: https://docs.pytorch.org/vision/stable/models.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import pathlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+import net as own
+from errors import InvalidInput, one_line
+from host_lock import host_lock
+
+# Vision transformers, whose sizes torchvision's own functions fix and so do not take as arguments.
+VIT_KEYS = ("patch_size", "num_layers", "num_heads", "hidden_dim", "mlp_dim")
+VIT = {
+    "vit_b_16": (16, 12, 12, 768, 3072),
+    "vit_b_32": (32, 12, 12, 768, 3072),
+    "vit_l_16": (16, 24, 16, 1024, 4096),
+    "vit_l_32": (32, 24, 16, 1024, 4096),
+    "vit_h_14": (14, 32, 16, 1280, 5120),
+}
+
+
+def names() -> list[str]:
+    """Every name that ``hyperparameters.net`` may have."""
+    return [*own.NETS, "net-moe", *torchvision.models.list_models(module=torchvision.models)]
+
+
+def build(name: str, num_classes: int, image_size: tuple[int, int], net_args: Mapping[str, Any] | None) -> nn.Module:
+    """Makes a network with random weights.
+
+    Args:
+        name: one of ``names``.
+        num_classes: the width of its last layer.
+        image_size: height and width of its images in pixels, for the networks that have to know.
+        net_args: further arguments of its function.
+
+    Raises:
+        InvalidInput: if it does not take these arguments.
+    """
+    given = dict(net_args or {})
+    try:
+        if name in own.NETS:
+            return own.NETS[name](num_classes, **given)
+        if name in VIT:
+            sizes = dict(zip(VIT_KEYS, VIT[name], strict=True))
+            given = {"image_size": image_size[0], **sizes, **given}
+            return torchvision.models.VisionTransformer(num_classes=num_classes, **given)
+        builder = torchvision.models.get_model_builder(name)
+        if name.startswith("maxvit"):
+            given.setdefault("input_size", image_size)
+        if name in ("googlenet", "inception_v3"):
+            given = {"aux_logits": False, "init_weights": True, **given}
+        return builder(weights=None, num_classes=num_classes, **given)
+    except InvalidInput:
+        raise
+    except Exception as error:  # each network refuses in its own way
+        raise InvalidInput(
+            f"hyperparameters.net_args: {dict(net_args or {})!r}: {name} cannot be made with image_size"
+            f" {image_size[0]}x{image_size[1]} ({one_line(error)}); change them"
+        ) from error
+
+
+def is_name(name: Any) -> bool:
+    """Whether a network has this name."""
+    return isinstance(name, str) and name in names()
+
+
+def check(
+    name: str, num_classes: int, image_size: tuple[int, int], net_args: Mapping[str, Any] | None, micro_batch: int
+) -> None:
+    """Runs a network without computing, on torch's meta device, as training and validation will run it.
+
+    Args:
+        name: of the network.
+        num_classes: of the data.
+        image_size: height and width in pixels.
+        net_args: further arguments.
+        micro_batch: the least images that it will be given in training.
+
+    Raises:
+        InvalidInput: if it does not take such images, or gives no scores for the classes.
+    """
+    if name == "net-moe":
+        name, net_args = "net", None
+    with torch.device("meta"):  # which draws no random numbers
+        made = build(name, num_classes, image_size, net_args)
+        images = torch.empty(micro_batch, 3, *image_size)
+        shown = f"{image_size[0]}x{image_size[1]}"
+        try:
+            outputs = logits(made(images))
+        except NotImplementedError:  # an operator of one's own, which only a real device has
+            return
+        except Exception as error:
+            reason = one_line(error)
+            if "Expected more than 1 value per channel" in reason:
+                raise InvalidInput(
+                    f"train_micro_batch_size_per_gpu: {micro_batch}: the smallest micro-batch is too small for {name}'s"
+                    " batch normalization; use one that leaves 2 images or more in an epoch's last step"
+                ) from error
+            raise InvalidInput(f"data.image_size: {shown}: {name} does not take it ({reason}); use another") from error
+    if not isinstance(outputs, Tensor) or tuple(outputs.shape) != (micro_batch, num_classes):
+        found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise InvalidInput(
+            f"hyperparameters.net: {name!r}: gives {found} for {micro_batch} images and {num_classes} classes;"
+            f" it must give ({micro_batch}, {num_classes})"
+        )
+
+
+def logits(outputs: Any) -> Any:
+    """The class scores among what a network gives: some of torchvision's give auxiliary ones, too, while training."""
+    return getattr(outputs, "logits", outputs)
+
+
+def layers(made: nn.Module) -> list[tuple[str, Callable[[Tensor], Tensor]]] | None:
+    """The network as a sequence of named layers, for a pipeline to cut into stages; None if it is no sequence.
+
+    Those are ``Net``, any ``nn.Sequential``, and torchvision's AlexNet and VGG. Source:
+    https://www.deepspeed.ai/tutorials/pipeline/
+    """
+    if isinstance(made, own.Net) and not isinstance(made, own.NetMoE):
+        return own.layers(made)
+    if isinstance(made, nn.Sequential):
+        return list(made.named_children())
+    if isinstance(made, (torchvision.models.AlexNet, torchvision.models.VGG)):
+        parts: dict[str, Any] = {"features": made.features, "classifier": made.classifier}
+        named = {
+            name: [(f"{name}.{index}", layer) for index, layer in part.named_children()] for name, part in parts.items()
+        }
+        return [*named["features"], ("avgpool", made.avgpool), ("flatten", own.flatten), *named["classifier"]]
+    return None
+
+
+def is_pretrained(name: str, weights: str) -> bool:
+    """Whether ``weights`` is the name of weights that torchvision has for a network, such as ``DEFAULT``."""
+    if name in own.NETS or name == "net-moe":
+        return False
+    known = torchvision.models.get_model_weights(name).__members__
+    return weights == "DEFAULT" or weights in known
+
+
+def pretrained(name: str, weights: str) -> dict[str, Tensor]:
+    """Torchvision's weights of that name, downloaded once a host.
+
+    Raises:
+        InvalidInput: if they cannot be had.
+    """
+    chosen: Any = _weights(name, weights)
+    folder = pathlib.Path(torch.hub.get_dir())
+    with host_lock(folder, "weights"):
+        try:
+            with contextlib.redirect_stdout(sys.stderr):  # where torch says that it downloads
+                found = chosen.get_state_dict(progress=sys.stderr.isatty(), check_hash=True)
+        except (OSError, RuntimeError, http.client.HTTPException) as error:
+            raise InvalidInput(
+                f"hyperparameters.weights: {weights}: {chosen.url} cannot be downloaded ({one_line(error)}); put it"
+                f" into {folder / 'checkpoints'}, or give the path of a state_dict"
+            ) from error
+    return {key: value for key, value in found.items() if not key.lower().startswith("aux")}
+
+
+def normalization(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation that torchvision's pretrained weights of a network want.
+
+    Raises:
+        InvalidInput: if it has none.
+    """
+    if name in own.NETS or name == "net-moe":
+        mend = "use half, dataset or imagenet"
+        raise InvalidInput(f"data.normalize: 'weights': {name} has no pretrained weights that say; {mend}")
+    transforms: Any = _weights(name, "DEFAULT").transforms()
+    return tuple(transforms.mean), tuple(transforms.std)
+
+
+def _weights(name: str, weights: str) -> Any:
+    known: Any = torchvision.models.get_model_weights(name)
+    return known.DEFAULT if weights == "DEFAULT" else known[weights]
