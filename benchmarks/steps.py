@@ -16,6 +16,8 @@ from typing import Any
 
 import joblib
 
+import experiment
+
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 CONTENDERS = {
     "pytorch": "bare PyTorch loop, float tensors in memory",
@@ -43,6 +45,9 @@ def measure(
         f"{deepspeed}zero_optimization.stage={stage}",
     ]
     steps = max(5, int(seconds * 3000 / (micro_batch + 10)))  # about so many seconds a segment on two cores
+    period = experiment.load(config, overrides).scheduling_unit
+    if steps > period / 4:
+        steps = period  # where a report costs as much as a step, there is one for as many steps as in training
     row: dict[str, Any] = {"processes": processes, "stage": stage, "micro_batch": micro_batch, "steps": steps}
     row["seconds_per_step"] = {name: [] for name in CONTENDERS}
     with contextlib.ExitStack() as stack:

@@ -87,9 +87,11 @@ def test_other_processes_and_stages(mode_runs, tmp_path):
         assert run.code == 0, f"{name}: {run.stderr}"
         whole = straight[name.split()[0]]
         assert run.summary["zero_stage"] == (2 if "as stage 2" in name else whole.summary["zero_stage"])
-        tolerance = 5e-2 if name == "bf16" else 1e-4
-        assert losses(run) == pytest.approx(losses(whole), rel=tolerance), name
-        assert run.summary["validation"]["loss"] == pytest.approx(whole.summary["validation"]["loss"], rel=tolerance)
+        # bf16 keeps 8 bits: how much two orders of a sum differ by in the end depends on the CPU's kernels
+        relative, absolute = (None, 0.1) if name == "bf16" else (1e-4, None)
+        assert losses(run) == pytest.approx(losses(whole), rel=relative, abs=absolute), name
+        expected = whole.summary["validation"]["loss"]
+        assert run.summary["validation"]["loss"] == pytest.approx(expected, rel=relative, abs=absolute), name
 
 
 LONG = [*DIGITS, *overrides(hyperparameters__max_length="{batches: 240}", min_checkpoint_period="{batches: 4}")]
