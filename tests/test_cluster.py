@@ -78,6 +78,10 @@ def test_a_combination_that_cannot_run_is_an_invalid_hyperparameter_set(cluster,
 TRAIN = "exec python3 -m determined.launch.deepspeed python3 train.py"
 
 
+# A container has every port to itself, this host has not; the first is for the launcher beside sitecustomize.py.
+PORTS = ("FREE_PORT", "INTER_TRAIN_PROCESS_COMM_PORT_1", "INTER_TRAIN_PROCESS_COMM_PORT_2")
+
+
 def container(folder: pathlib.Path, master: Master, slots: int, hparams: dict, **trial: Any) -> dict[str, str]:
     """Writes a container's files by Determined's own writers, and gives its environment."""
     with open(PROJECT / "experiments/digits.yaml") as file:
@@ -112,7 +116,7 @@ def container(folder: pathlib.Path, master: Master, slots: int, hparams: dict, *
         "CONTAINER_FILES": str(folder),
         "PYTHONPATH": str(PROJECT / "tests/container"),
         "PATH": f"{PROJECT / 'tests/container'}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
-        "FREE_PORT": str(free_port()),
+        **{name: str(free_port()) for name in PORTS},
         "DET_RESOURCES_ID": "r",
         "DET_SLOT_IDS": json.dumps(list(range(slots))),
         "DET_MASTER": master.url,
