@@ -127,7 +127,8 @@ def run(args: argparse.Namespace) -> int:
             if controller.local:
                 print(f"stopped; go on with --resume latest --output {context.output}", file=sys.stderr)
             return 130
-        peaks = context.distributed.gather(round(memory.peak(), 1))
+        # All wait for the chief's last pictures: Determined's launcher can take a rank that ends long before for dead.
+        peaks = context.distributed.allgather(round(memory.peak(), 1))
         summary = summarize(trial, controller, time.perf_counter() - started)
         if controller.local:
             summary["peak_memory_mib"] = peaks  # of each rank
