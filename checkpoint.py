@@ -13,6 +13,7 @@ Exit codes: 0 done, 2 a path or value that cannot be used, 1 anything else.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import pathlib
 import sys
@@ -132,7 +133,9 @@ def evaluate(args: argparse.Namespace) -> None:
 
     net, description = net_file.read(args.net)
     config = experiment.read(args.config, args.overrides)
-    source = data.load(data.DataConfig.parse(config.get("data")), "test")
+    kept = tuple(description["input"]["resize"])  # whatever size the experiment file names now
+    section = dataclasses.replace(data.DataConfig.parse(config.get("data")), image_size=kept, resize=None)
+    source = data.load(section, "test")
     if list(source.classes) != description["classes"]:
         shown = ", ".join(source.classes[:12])
         raise InvalidInput(f"data: {args.config}: its classes ({shown}) are not those of {args.net}; give its own data")
@@ -155,6 +158,7 @@ def classify(net: nn.Module, description: dict[str, Any], images: Tensor) -> lis
     from torchvision.transforms.v2 import functional
 
     import data
+    import nets
 
     seen = description["input"]
     size, dtype = [seen["height"], seen["width"]], getattr(torch, description["dtype"])
@@ -164,7 +168,9 @@ def classify(net: nn.Module, description: dict[str, Any], images: Tensor) -> lis
             data.as_inputs(functional.center_crop(batch, size), seen["mean"], seen["std"])
             for batch in images.split(BATCH)
         )
-        return [net(each.to(dtype, memory_format=torch.channels_last)).float() for each in inputs]  # as in validation
+        turned = nets.prefers_channels_last(description["net"]["name"])  # as in validation
+        form = torch.channels_last if turned else torch.contiguous_format
+        return [nets.logits(net(each.to(dtype, memory_format=form))).float() for each in inputs]
 
 
 def report(args: argparse.Namespace) -> None:

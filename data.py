@@ -224,6 +224,11 @@ def count(config: DataConfig, split: str) -> int:
     return {"cifar10": {"train": 50_000, "test": 10_000}, "digits": {"train": 1437, "test": 360}}[config.dataset][split]
 
 
+def class_count(config: DataConfig) -> int:
+    """How many classes the dataset has; raises as ``count`` does."""
+    return image_folder.class_count(pathlib.Path(config.root)) if config.dataset == "imagefolder" else 10
+
+
 DATASETS: dict[str, Callable[[DataConfig, str], Loaded]] = {
     "cifar10": _cifar10,
     "digits": _digits,

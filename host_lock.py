@@ -26,8 +26,8 @@ def _writable_folder(root: pathlib.Path) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def host_lock(root: pathlib.Path, name: str) -> Iterator[pathlib.Path]:
-    """Holds the lock ``name`` of ``root`` and gives the folder in which to keep what is prepared.
+def host_lock(root: pathlib.Path, name: str, key: str = "data.root") -> Iterator[pathlib.Path]:
+    """Holds the lock ``name`` of ``root``, which ``key`` sets, and gives the folder in which to keep what is prepared.
 
     The operating system releases the lock when its holder dies, however it dies.
 
@@ -44,7 +44,7 @@ def host_lock(root: pathlib.Path, name: str) -> Iterator[pathlib.Path]:
             print(f"waiting for another process that prepares {root}", file=sys.stderr)
             lock.acquire()
     except OSError as error:
-        raise InvalidInput(f"data.root: {root}: cannot be used ({one_line(error)}); give another folder") from error
+        raise InvalidInput(f"{key}: {root}: cannot be used ({one_line(error)}); give another folder") from error
     try:
         yield folder
     finally:

@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 import nets
 from errors import InvalidInput, nearest
 
@@ -157,6 +155,10 @@ def _net_faults(hparams: Mapping[str, Any]) -> list[str]:
         found.append(
             "hyperparameters.net_args: experts have hyperparameters of their own, such as num_experts; use those"
         )
+    if hparams.get("checkpoint_activations") and is_moe(hparams):
+        found.append(
+            "hyperparameters.checkpoint_activations: True: does not go with experts; use smaller micro-batches"
+        )
     if hparams.get("checkpoint_activations") and hparams.get("pipe_parallel_size", 1) > 1:
         found.append(
             "hyperparameters.checkpoint_activations: True: does not go with a pipeline; use smaller micro-batches"
@@ -167,8 +169,7 @@ def _net_faults(hparams: Mapping[str, Any]) -> list[str]:
 def _pipeline_faults(hparams: Mapping[str, Any], stages: int) -> list[str]:
     name, key = hparams.get("net", "net"), "hyperparameters.pipe_parallel_size"
     try:
-        with torch.device("meta"):  # which draws no random numbers
-            layers = nets.layers(nets.build(name, 10, (224, 224), hparams.get("net_args")))
+        layers = nets.layers(nets.outline(name, 10, (224, 224), hparams.get("net_args")))
     except InvalidInput as error:
         return error.faults
     if layers is None:

@@ -89,6 +89,11 @@ def count(root: pathlib.Path, split: str) -> int:
     return len(_files(root, split, _classes(root)))
 
 
+def class_count(root: pathlib.Path) -> int:
+    """How many classes there are; raises as ``load`` does."""
+    return len(_classes(root))
+
+
 def _subfolders(folder: pathlib.Path) -> list[str]:
     return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
 
@@ -143,7 +148,10 @@ def _fingerprint(
     digest = hashlib.sha256(repr((_CACHE_FORMAT, image_size, classes)).encode())
     start = len(str(folder))
     for path, label in files:
-        status = os.stat(path)
+        try:
+            status = os.stat(path)
+        except OSError as error:  # such as a link to nowhere
+            raise InvalidInput(f"data.root: {path}: {one_line(error)}; mend or remove it") from error
         digest.update(repr((path[start:], label, status.st_size, status.st_mtime_ns, status.st_ctime_ns)).encode())
     return digest.hexdigest()
 
@@ -160,6 +168,8 @@ def _decode(
     paths = [path for path, _ in files]
     begins = range(start, len(paths), _CHUNK)
     chunks = [paths[begin : begin + _CHUNK] for begin in begins]
+    if not chunks:
+        return  # an interrupted attempt had decoded them all
     # The workers touch Pillow and numpy only, so forking, which costs nothing, is safe whatever threads there are.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     workers = min(joblib.cpu_count(), len(chunks))

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+import checkpointing
+
 BYTES = {
     "fp32": (4, 4, 8),
     "16 bits": (2, 2, 12),
@@ -63,34 +65,38 @@ def advice(trial: Any) -> str:
     """
     config, processes = trial.ds_config, trial.model_engine.dp_world_size
     parameters = sum(getattr(each, "ds_numel", each.numel()) for each in trial.model_engine.module.parameters())
-    checkpointing, device = trial.args.get("checkpoint_activations"), trial.context.device.type
+    checkpointed, device = trial.args.get("checkpoint_activations"), trial.context.device.type
     micro, accumulate = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
     zero = config.get("zero_optimization") or {}
     stage = int(zero.get("stage", 0))
     low = any((config.get(key) or {}).get("enabled") for key in ("bf16", "fp16", "bfloat16"))
+    pipeline = trial.context.use_pipeline_parallel
+    most = 1 if pipeline else 2 if trial.moe else 3  # the stage
     steps = []
     if micro > 1:
-        half = micro // 2
+        part = next(each for each in range(micro // 2, 0, -1) if micro % each == 0)
         steps.append(
-            f"train_micro_batch_size_per_gpu: {half} with gradient_accumulation_steps: {accumulate * -(-micro // half)}"
-            f" (now {micro} and {accumulate}; the same steps with the activations of {half} images)"
+            f"train_micro_batch_size_per_gpu: {part} with gradient_accumulation_steps: {accumulate * micro // part}"
+            f" (now {micro} and {accumulate}; the same steps with the activations of {part} images)"
         )
-    if processes > 1 and stage < 3:
+    if processes > 1 and stage < most:
         held = [_held(parameters, processes, each, low) / MIB for each in range(4)]
         steps.append(
             f"zero_optimization.stage: {stage + 1} (now {stage}; weights, gradients and optimizer take"
             f" {held[stage]:,.0f} MiB a process, at stage "
-            + ", ".join(f"{each}: {held[each]:,.0f}" for each in range(stage + 1, 4))
+            + ", ".join(f"{each}: {held[each]:,.0f}" for each in range(stage + 1, most + 1))
             + ")"
         )
-    if not checkpointing:
+    if not (checkpointed or pipeline or trial.moe) and any(
+        True for _ in checkpointing.blocks(trial.model_engine.module)
+    ):
         steps.append("hyperparameters.checkpoint_activations: true (a block's activations are computed twice)")
     if not low:
         steps.append("bf16.enabled: true (activations of half the size)")
-    if device == "cuda" and not zero.get("offload_optimizer"):
+    if device == "cuda" and not pipeline and not zero.get("offload_optimizer"):
         size = parameters * BYTES["16 bits" if low else "fp32"][2] / processes / MIB
         steps.append(
-            f"zero_optimization: {{stage: 3, offload_optimizer: {{device: cpu}}}} ({size:,.0f} MiB to the host)"
+            f"zero_optimization: {{stage: {most}, offload_optimizer: {{device: cpu}}}} ({size:,.0f} MiB to the host)"
         )
     return "; then ".join(steps) or "a smaller net or data.image_size"
 

@@ -66,12 +66,13 @@ class CIFARTrial(DeepSpeedTrial):
         self.args = AttrDict(context.get_hparams())
         self.config = experiment_config(context)
         self.seed = int(self.config.get("reproducibility", {}).get("experiment_seed") or 0)
-        data_config = data.DataConfig.parse(self.config.get("data"))
+        self.data_config = data_config = data.DataConfig.parse(self.config.get("data"))
         hparams, slots = context.get_hparams(), context.distributed.size
         steps = steps_of(self.args.get("max_length"), data_config)
         self.ds_config = ds_config = engine_config.resolve(hparams, slots, context.device.type, steps)
         self.image_size, self.canvas = data_config.image_size, data_config.canvas
         self.name, self.moe = self.args.get("net", "net"), is_moe(hparams)
+        self._check_net(data_config)
         self.train_set = data.placed(data.load(data_config, "train"), data_config, context.device)
         self.test_set = data.placed(data.load(data_config, "test"), data_config, context.device)
         self.augmenter = None
@@ -83,13 +84,6 @@ class CIFARTrial(DeepSpeedTrial):
         else:
             self.mean, self.std = data.normalization(data_config, self.train_set)
         self.mixer = mixing.mixer(self.args.get("mixup"), self.args.get("cutmix"), len(self.train_set.classes))
-        nets.check(
-            self.name,
-            len(self.train_set.classes),
-            self.image_size,
-            self.args.get("net_args"),
-            self._least_micro_batch(),
-        )
         self.throughput = context.wrap_reducer(Throughput(), for_validation=False)
         metrics = ClassificationMetrics(self.train_set.classes, self.throughput)
         self.metrics = context.wrap_reducer(metrics, for_training=False)
@@ -113,6 +107,10 @@ class CIFARTrial(DeepSpeedTrial):
         """The network as plain PyTorch, with random weights."""
         return nets.build(self.name, len(self.train_set.classes), self.image_size, self.args.get("net_args"))
 
+    def outline(self) -> nn.Module:
+        """The same on torch's meta device, without weights."""
+        return nets.outline(self.name, len(self.train_set.classes), self.image_size, self.args.get("net_args"))
+
     def _build(self) -> nn.Module:
         """The network in the form that the hyperparameters ask for: plain, of experts, or cut into stages."""
         args, micro_batch = self.args, self.ds_config["train_micro_batch_size_per_gpu"]
@@ -128,7 +126,9 @@ class CIFARTrial(DeepSpeedTrial):
             checkpointing.enable(plain)
         if shared:
             # Made whole in the host's memory, for as its context zero.Init skips what a network itself initialises;
-            # before the engine, which would move all of it to the device first.
+            # before the engine, which would move all of it to the device first. Neither casts what it finds cut up.
+            for parameter in plain.parameters():
+                parameter.data = parameter.data.to(engine_config.dtype(self.ds_config))
             deepspeed.zero.Init(module=plain, config_dict_or_path=self.ds_config)
         if args.get("pipe_parallel_size", 1) == 1:
             return plain
@@ -163,11 +163,12 @@ class CIFARTrial(DeepSpeedTrial):
                 print(weights.said(replaced, chosen), file=sys.stderr)
         return net
 
-    def _least_micro_batch(self) -> int:
-        """The fewest images that a network gets at a time in training."""
+    def _check_net(self, data_config: data.DataConfig) -> None:
+        """Refuses a network that cannot be, before any image is decoded."""
         config, slots = self.ds_config, self.context.distributed.size // self.args.get("pipe_parallel_size", 1)
         parts = slots * config["gradient_accumulation_steps"]
-        return min(loaders.step_sizes(len(self.train_set), config["train_batch_size"], parts)) // parts
+        least = min(loaders.step_sizes(data.count(data_config, "train"), config["train_batch_size"], parts)) // parts
+        check_net(self.context.get_hparams(), data_config, least)
 
     @property
     def _accumulation(self) -> int:
@@ -265,8 +266,8 @@ class CIFARTrial(DeepSpeedTrial):
         for images, labels in dataloader_iter or ():
             inputs = data.as_inputs(images.to(device, non_blocking=True), self.mean, self.std)
             validating = not (torch.is_grad_enabled() or self.context.use_pipeline_parallel)
-            if validating or self.args.get("channels_last"):
-                inputs = inputs.contiguous(memory_format=torch.channels_last)  # a faster forward pass on a CPU
+            if self.args.get("channels_last") or (validating and nets.prefers_channels_last(self.name)):
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
             labels = labels.to(device, non_blocking=True)
             if self.mixer and torch.is_grad_enabled():
                 rank = engines.data_rank(self.model_engine)
@@ -281,6 +282,30 @@ class CIFARTrial(DeepSpeedTrial):
     ) -> loaders.MicroBatchSampler:
         parts = self.model_engine.dp_world_size * accumulation
         return loaders.MicroBatchSampler(len(source), batch_size, parts, seed)
+
+
+def check_net(hparams: Mapping[str, Any], data_config: data.DataConfig, micro_batch: int) -> None:
+    """Refuses a network that does not go with the data.
+
+    Args:
+        hparams: the trial's hyperparameters.
+        data_config: the data.
+        micro_batch: the fewest images that the network gets at a time in training.
+
+    Raises:
+        InvalidInput: if it does not.
+    """
+    name = hparams.get("net", "net")
+    if data_config.normalize == "weights":
+        nets.normalization(name)
+    nets.check(
+        name,
+        data.class_count(data_config),
+        data_config.image_size,
+        hparams.get("net_args"),
+        micro_batch,
+        bool(hparams.get("channels_last")),
+    )
 
 
 def steps_of(max_length: Mapping[str, int] | None, data_config: data.DataConfig) -> Callable[[int, int], int] | None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import pathlib
+import pickle
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +33,10 @@ VIT = {
 }
 
 
+HALF = (0.5, 0.5, 0.5)
+_OLD_DENSE_LAYER = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.(\d)")
+
+
 def names() -> list[str]:
     """Every name that ``hyperparameters.net`` may have."""
     return [*own.NETS, "net-moe", *torchvision.models.list_models(module=torchvision.models)]
@@ -47,6 +53,7 @@ def build(name: str, num_classes: int, image_size: tuple[int, int], net_args: Ma
 
     Raises:
         InvalidInput: if it does not take these arguments.
+        NotImplementedError: on torch's meta device, where its constructor computes; see ``outline``.
     """
     given = dict(net_args or {})
     try:
@@ -62,7 +69,7 @@ def build(name: str, num_classes: int, image_size: tuple[int, int], net_args: Ma
         if name in ("googlenet", "inception_v3"):
             given = {"aux_logits": False, "init_weights": True, **given}
         return builder(weights=None, num_classes=num_classes, **given)
-    except InvalidInput:
+    except (InvalidInput, NotImplementedError):
         raise
     except Exception as error:  # each network refuses in its own way
         raise InvalidInput(
@@ -71,13 +78,36 @@ def build(name: str, num_classes: int, image_size: tuple[int, int], net_args: Ma
         ) from error
 
 
+def outline(name: str, num_classes: int, image_size: tuple[int, int], net_args: Mapping[str, Any] | None) -> nn.Module:
+    """The network on torch's meta device: its layers and shapes, without weights, and no random number drawn.
+
+    Takes and raises what ``build`` does.
+    """
+    try:
+        with torch.device("meta"):
+            return build(name, num_classes, image_size, net_args)
+    except NotImplementedError:  # such as RegNet, which computes its widths by tensors
+        with torch.random.fork_rng(devices=[]):
+            return build(name, num_classes, image_size, net_args).to("meta")
+
+
+def prefers_channels_last(name: str) -> bool:
+    """Whether a forward pass is faster on a CPU, and sure to work, in that memory format, which ``view`` may refuse."""
+    return name == "net" or name not in own.NETS
+
+
 def is_name(name: Any) -> bool:
     """Whether a network has this name."""
     return isinstance(name, str) and name in names()
 
 
 def check(
-    name: str, num_classes: int, image_size: tuple[int, int], net_args: Mapping[str, Any] | None, micro_batch: int
+    name: str,
+    num_classes: int,
+    image_size: tuple[int, int],
+    net_args: Mapping[str, Any] | None,
+    micro_batch: int,
+    channels_last: bool = False,
 ) -> None:
     """Runs a network without computing, on torch's meta device, as training and validation will run it.
 
@@ -87,18 +117,22 @@ def check(
         image_size: height and width in pixels.
         net_args: further arguments.
         micro_batch: the least images that it will be given in training.
+        channels_last: whether in that memory format.
 
     Raises:
         InvalidInput: if it does not take such images, or gives no scores for the classes.
     """
     if name == "net-moe":
         name, net_args = "net", None
-    with torch.device("meta"):  # which draws no random numbers
-        made = build(name, num_classes, image_size, net_args)
+    made = outline(name, num_classes, image_size, net_args)
+    with torch.device("meta"):
         images = torch.empty(micro_batch, 3, *image_size)
+        turned = images.contiguous(memory_format=torch.channels_last)
         shown = f"{image_size[0]}x{image_size[1]}"
         try:
             outputs = logits(made(images))
+            with torch.no_grad():
+                made.eval()(turned if prefers_channels_last(name) else images)
         except NotImplementedError:  # an operator of one's own, which only a real device has
             return
         except Exception as error:
@@ -109,6 +143,14 @@ def check(
                     " batch normalization; use one that leaves 2 images or more in an epoch's last step"
                 ) from error
             raise InvalidInput(f"data.image_size: {shown}: {name} does not take it ({reason}); use another") from error
+        try:
+            if channels_last:
+                made.train()(turned)
+        except Exception as error:
+            raise InvalidInput(
+                f"hyperparameters.channels_last: True: {name} does not take it ({one_line(error)}); set it to false,"
+                " or use reshape instead of view"
+            ) from error
     if not isinstance(outputs, Tensor) or tuple(outputs.shape) != (micro_batch, num_classes):
         found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise InvalidInput(
@@ -125,20 +167,24 @@ def logits(outputs: Any) -> Any:
 def layers(made: nn.Module) -> list[tuple[str, Callable[[Tensor], Tensor]]] | None:
     """The network as a sequence of named layers, for a pipeline to cut into stages; None if it is no sequence.
 
-    Those are ``Net``, any ``nn.Sequential``, and torchvision's AlexNet and VGG. Source:
+    Those are ``Net``, any ``nn.Sequential`` that does not use weights twice, and torchvision's AlexNet and VGG. Source:
     https://www.deepspeed.ai/tutorials/pipeline/
     """
     if isinstance(made, own.Net) and not isinstance(made, own.NetMoE):
         return own.layers(made)
-    if isinstance(made, nn.Sequential):
-        return list(made.named_children())
+    if type(made) is nn.Sequential:
+        shared = len(list(made.parameters())) < len(list(made.named_parameters(remove_duplicate=False)))
+        return None if shared else list(_children(made))
     if isinstance(made, (torchvision.models.AlexNet, torchvision.models.VGG)):
         parts: dict[str, Any] = {"features": made.features, "classifier": made.classifier}
-        named = {
-            name: [(f"{name}.{index}", layer) for index, layer in part.named_children()] for name, part in parts.items()
-        }
+        named = {name: [(f"{name}.{index}", layer) for index, layer in _children(part)] for name, part in parts.items()}
         return [*named["features"], ("avgpool", made.avgpool), ("flatten", own.flatten), *named["classifier"]]
     return None
+
+
+def _children(sequence: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All of a sequence's layers by name, one that stands in it twice, too."""
+    return ((name, layer) for name, layer in sequence._modules.items() if layer is not None)
 
 
 def is_pretrained(name: str, weights: str) -> bool:
@@ -157,15 +203,17 @@ def pretrained(name: str, weights: str) -> dict[str, Tensor]:
     """
     chosen: Any = _weights(name, weights)
     folder = pathlib.Path(torch.hub.get_dir())
-    with host_lock(folder, "weights"):
+    with host_lock(folder, "weights", "TORCH_HOME"):
         try:
             with contextlib.redirect_stdout(sys.stderr):  # where torch says that it downloads
-                found = chosen.get_state_dict(progress=sys.stderr.isatty(), check_hash=True)
-        except (OSError, RuntimeError, http.client.HTTPException) as error:
+                found = chosen.get_state_dict(progress=sys.stderr.isatty(), check_hash=True, weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, http.client.HTTPException) as error:
             raise InvalidInput(
                 f"hyperparameters.weights: {weights}: {chosen.url} cannot be downloaded ({one_line(error)}); put it"
                 f" into {folder / 'checkpoints'}, or give the path of a state_dict"
             ) from error
+    if name.startswith("densenet"):  # whose file has names of before torchvision 0.2
+        found = {_OLD_DENSE_LAYER.sub(r"\1\2", key): value for key, value in found.items()}
     return {key: value for key, value in found.items() if not key.lower().startswith("aux")}
 
 
@@ -178,6 +226,8 @@ def normalization(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     if name in own.NETS or name == "net-moe":
         mend = "use half, dataset or imagenet"
         raise InvalidInput(f"data.normalize: 'weights': {name} has no pretrained weights that say; {mend}")
+    if name in ("googlenet", "inception_v3"):  # what torchvision's transform_input, left out here, makes of ImageNet's
+        return HALF, HALF
     transforms: Any = _weights(name, "DEFAULT").transforms()
     return tuple(transforms.mean), tuple(transforms.std)
 

@@ -92,16 +92,14 @@ def resolved(loaded: experiment.Experiment, slots: int) -> dict[str, Any]:
     """
     import processes
 
-    import nets
     from data import DataConfig
     from engine_config import resolve
-    from model_def import steps_of
+    from model_def import check_net, steps_of
 
     data_config, hparams = DataConfig.parse(loaded.config.get("data")), loaded.hyperparameters
     steps = steps_of(hparams["max_length"], data_config)
     config = resolve(hparams, slots, processes.device_type(), steps)
-    micro_batch = max(2, config["train_micro_batch_size_per_gpu"])  # the epoch's last depends on the data
-    nets.check(hparams.get("net", "net"), 10, data_config.image_size, hparams.get("net_args"), micro_batch)
+    check_net(hparams, data_config, max(2, config["train_micro_batch_size_per_gpu"]))  # an epoch's last may be smaller
     return config
 
 

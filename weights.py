@@ -16,6 +16,7 @@ from errors import InvalidInput, one_line
 if TYPE_CHECKING:  # what is plain PyTorch here does without DeepSpeed
     import deepspeed
 
+COUNT = "num_batches_tracked"  # of batch normalization, which files of before torch 0.4.1 lack
 _EXPERT = re.compile(r"^(?P<layer>.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(?P<local>\d+)(?P<rest>.*)$")
 
 
@@ -37,7 +38,7 @@ def consolidate(engine: deepspeed.DeepSpeedEngine, layer_names: list[str] | None
 
     masters = dict(_masters(engine))
     held: dict[str, Tensor] = {}
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         whole = safe_get_full_fp32_param(parameter)
         if whole is None and hasattr(parameter, "ds_id"):
             with GatheredParameters([parameter]):
@@ -46,13 +47,21 @@ def consolidate(engine: deepspeed.DeepSpeedEngine, layer_names: list[str] | None
             whole = masters.get(id(parameter), parameter)
         shape = getattr(parameter, "ds_shape", parameter.shape)
         held[_name(engine, name, layer_names)] = whole.detach().float().cpu().reshape(shape)
-    for name, buffer in engine.module.named_buffers():
+    for name, buffer in _kept_buffers(engine.module):
         held[_name(engine, name, layer_names)] = buffer.detach().float().cpu()
     if layer_names or engine.has_moe_layers:  # ranks hold different weights
         everyone: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, held)
         held = {name: weight for each in reversed(everyone) for name, weight in each.items()}
     return dict(sorted(held.items()))
+
+
+def _kept_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a ``state_dict`` holds, by name."""
+    for prefix, each in module.named_modules(remove_duplicate=False):
+        for name, buffer in each._buffers.items():
+            if buffer is not None and name not in each._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def _masters(engine: deepspeed.DeepSpeedEngine) -> Iterator[tuple[int, Tensor]]:
@@ -100,8 +109,9 @@ def start_from(module: nn.Module, found: Mapping[str, Tensor], path: str) -> lis
     Raises:
         InvalidInput: if they are of another network.
     """
-    wanted = {name: getattr(each, "ds_shape", each.shape) for name, each in module.named_parameters()}
-    wanted |= {name: each.shape for name, each in module.named_buffers() if name in module.state_dict()}
+    mine = {**dict(module.named_parameters(remove_duplicate=False)), **dict(_kept_buffers(module))}
+    found = {name: value for name, value in found.items() if name in mine or not name.endswith(COUNT)}
+    wanted = {name: each.shape for name, each in mine.items() if name in found or not name.endswith(COUNT)}
     last = next((name.rpartition(".")[0] for name in reversed(list(dict(module.named_parameters())))), "")
     other = _is_other_head(found, wanted, last)
     replaced = [name for name in wanted if other and name.rpartition(".")[0] == last]
@@ -109,9 +119,9 @@ def start_from(module: nn.Module, found: Mapping[str, Tensor], path: str) -> lis
         if name not in replaced:
             _compare(name, found.get(name), wanted.get(name), path)
     with torch.no_grad():
-        for name, each in (*module.named_parameters(), *module.named_buffers()):
-            if name in found and name not in replaced:
-                each.copy_(found[name])
+        for name in wanted:
+            if name not in replaced:
+                mine[name].copy_(found[name])
     return replaced
 
 
@@ -152,8 +162,12 @@ def _compare(name: str, found: Tensor | None, wanted: torch.Size | None, path: s
     here, there = (None if found is None else tuple(found.shape)), (None if wanted is None else tuple(wanted))
     if here != there:
         raise InvalidInput(
-            f"weights: {path}: {name} is {here or 'none'}, but {there or 'none'} in this network; give its own weights"
+            f"weights: {path}: {name} is {_shown(here)}, but {_shown(there)} in this network; give its own weights"
         )
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "none" if shape is None else str(shape)
 
 
 def _is_other_head(found: Mapping[str, Tensor], wanted: Mapping[str, torch.Size], last: str) -> bool:
@@ -169,9 +183,13 @@ def _is_other_head(found: Mapping[str, Tensor], wanted: Mapping[str, torch.Size]
 
 def _load(path: str) -> Any:
     if path.endswith(".safetensors"):
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        return load_file(path)
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error
     return torch.load(path, map_location="cpu", weights_only=True)
 
 

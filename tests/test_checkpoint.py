@@ -121,7 +121,7 @@ def test_predict_agrees_with_evaluate(classifier, tmp_path, capsys):
     assert len(rows) == 80
     right = [row["class"] == pathlib.Path(row["image"]).parent.name for row in rows]
     assert all(sum(row["probabilities"].values()) == pytest.approx(1, abs=1e-5) for row in rows)
-    data = ["--set", "data.dataset=imagefolder", "--set", f"data.root={root}"]
+    data = ["--set", "data.dataset=imagefolder", "--set", f"data.root={root}", "--set", "data.image_size=48"]
     assert checkpoint.main(["evaluate", str(net), *DIGITS, *data, "--json"]) == 0
     validation = json.loads(capsys.readouterr().out)
     assert validation["accuracy"] == sum(right) / 80 == run.summary["validation"]["accuracy"]
