@@ -138,8 +138,9 @@ class Augmenter:
         self._corners = self._places(random, [low, low], [side - half for side in self.size]).to(device)
         if chosen.resized_crop:
             area = random.uniform(*chosen.resized_crop, self.count)
-            ratio = np.exp(random.uniform(np.log(3 / 4), np.log(4 / 3), self.count))
-            width, height = np.minimum(np.sqrt(area * ratio), 1), np.minimum(np.sqrt(area / ratio), 1)
+            most = np.minimum(np.log(4 / 3), -np.log(area))  # of width to height, up to where a side is all there is
+            ratio = np.exp(random.uniform(-most, most))
+            width, height = np.sqrt(area * ratio), np.sqrt(area / ratio)
             right, down = (random.uniform(-1, 1, self.count) * (1 - side) for side in (width, height))
             zero, way = np.zeros(self.count), np.where(flips, -1, 1)
             parts = np.stack([np.stack([way * width, zero, right], 1), np.stack([zero, height, down], 1)], 1)

@@ -38,8 +38,8 @@ def load(root: pathlib.Path, split: str, may_download: bool, size: tuple[int, in
     Raises:
         InvalidInput: if the dataset is missing or damaged and cannot be had.
     """
-    fingerprint = f"{_fingerprint(root)} {size}"
     with host_lock(root, "cifar10") as folder:
+        fingerprint = f"{_fingerprint(root)} {size}"
         cache = folder / f".cifar10-{split}-{size[0]}x{size[1]}.pt"
         kept = image_cache.read(cache, fingerprint)
         if kept is None:

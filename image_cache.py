@@ -85,6 +85,8 @@ def write(
     for old in (cache, cache.with_suffix(".raw")):
         old.unlink(missing_ok=True)  # of other images; its room may be needed
     done = _done(partial, progress, fingerprint, shape)
+    if not done:
+        partial.unlink(missing_ok=True)
     _check_room(cache, shape, done)
     try:
         if not done:

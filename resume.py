@@ -59,7 +59,9 @@ def identity(trial: Any) -> dict[str, Any]:
         "train_batch_size": engine.train_batch_size(),
         "reproducibility.experiment_seed": trial.seed,
         "data: training images": len(trial.train_set),
-        "data.augment": json.loads(json.dumps(vars(trial.augmenter.augmentation))) if trial.augmenter else {},
+        "data.augment": json.loads(json.dumps(vars(trial.data_config.augment))),
+        "data.resize": list(trial.canvas),
+        "data.normalize": [list(trial.mean), list(trial.std)],
         **{f"hyperparameters.{key}": hparams.get(key) or 0 for key in ("label_smoothing", "mixup", "cutmix")},
     }
     return {"net": net, "mode": mode, "position": position}

@@ -109,6 +109,21 @@ def test_what_is_wrong_is_said(augment, line):
     assert fault(DataConfig.parse, {"augment": augment}).startswith(line)
 
 
+def test_resized_crops_have_the_area_that_is_asked_for_and_may_be_mirrored():
+    """Of images that grow by 4 a pixel: to the right in one channel, downwards in another."""
+    right = (torch.arange(32) * 4).expand(32, 32)
+    images = torch.stack([right, right.T, right]).to(torch.uint8).expand(400, 3, 32, 32).contiguous()
+    for least, most in ((0.5, 0.6), (0.9, 1.0)):
+        augmenter = Augmenter(Augmentation(flip=True, resized_crop=(least, most)), 400, (32, 32), (32, 32), 0)
+        seen = augmenter(images, torch.arange(400), 0).float()
+        width, height = (seen[:, 0, 16, 24] - seen[:, 0, 16, 8]) / 64, (seen[:, 1, 24, 16] - seen[:, 1, 8, 16]) / 64
+        assert 150 < (width < 0).sum() < 250 and (height > 0).all()
+        area, ratio = (width * height).abs(), (width / height).abs()
+        assert least - 0.03 < area.min() and area.max() < most + 0.03
+        assert ratio.min() > 0.7 and ratio.max() < 1.43
+        assert area.std() > 0.02 and ratio.std() > 0.02
+
+
 def test_devices():
     assert fault(DataConfig.parse, {"device": "gpu"}) == "data.device: 'gpu': must be one of auto, cpu, cuda"
     if not torch.cuda.is_available():

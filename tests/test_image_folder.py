@@ -1,6 +1,7 @@
 """Image folders on disk: which files count, how they are decoded, the cache, and folders that cannot be used."""
 
 import itertools
+import json
 import os
 import pathlib
 import shutil
@@ -276,6 +277,16 @@ def test_decoding_goes_on_where_it_was_interrupted(folder, monkeypatch):
     assert len(caches(folder)) == 1
 
 
+def test_decoding_goes_on_where_all_but_the_labels_were_written(folder, monkeypatch):
+    monkeypatch.setattr(image_cache.time, "monotonic", itertools.count(step=2).__next__)
+    with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+        interrupted.setattr(image_cache.torch, "save", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        read(folder)
+    (progress,) = folder.rglob("*.progress")
+    assert json.loads(progress.read_text())["done"] == len(TRAIN)
+    assert sorted(greys(read(folder))) == sorted(TRAIN)
+
+
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(folder, monkeypatch):
     monkeypatch.setattr(image_cache.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10_000))
     line = fault(read, folder)
@@ -309,6 +320,7 @@ def cut(path: pathlib.Path) -> None:
     class_not_in_test=(gone("test/b"), ["data.root: {}:", "only in train: b;", "only in test: none"]),
     class_not_in_train=(lambda root: save(root / "test/c/1.png", 1), ["only in train: none;", "only in test: c"]),
     truncated=(lambda root: cut(root / "train/b/0.jpg"), ["{}/train/b/0.jpg:", "not a readable image", "truncated"]),
+    link=(lambda root: (root / "train/b/0.png").symlink_to("nowhere"), ["{}/train/b/0.png:", "No such file"]),
     text=(lambda root: (root / "train/b/0.png").write_text("a\nb"), ["{}/train/b/0.png:", "not a readable image"]),
 )
 def test_bad_folder(folder, damage, parts):

@@ -224,6 +224,11 @@ DAMAGE = {
         ["precision: 'bfloat16'", "'float32'"],
     ),
     "other batch": (None, overrides(**{f"{DEEPSPEED}train_batch_size": 48}), ["train_batch_size: 48", "made with 32"]),
+    "other inputs": (
+        None,
+        overrides(data__normalize="imagenet"),
+        ["data.normalize: [[0.485, 0.456, 0.406]", "made with [[0.5, 0.5, 0.5]"],
+    ),
     "other seed": (None, overrides(reproducibility__experiment_seed=9), ["experiment_seed: 9", "made with 0"]),
     "stage 0 to 2": (
         None,
