@@ -11,7 +11,6 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from deepspeed.runtime import constants
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from determined.pytorch.deepspeed import overwrite_deepspeed_config
@@ -20,6 +19,7 @@ import hyperparameters
 from engine_rules import (
     BATCH_KEYS,
     combination_faults,
+    dtype_name,
     enabled,
     key_faults,
     known_keys,
@@ -276,21 +276,13 @@ def _avoid_compiling(config: dict[str, Any], device: str) -> None:
         config.setdefault("zero_allow_untested_optimizer", True)  # all of torch's step element by element
 
 
-def dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """The floating-point type of the weights that a configuration asks for."""
-    if enabled(config, "bf16") or enabled(config, "bfloat16"):
-        return torch.bfloat16
-    return torch.float16 if enabled(config, "fp16") else torch.float32
-
-
 def _cast_buffers(config: dict[str, Any]) -> None:
     """Keeps running statistics in the dtype of the weights, as batch normalization wants them.
 
     DeepSpeed leaves buffers in fp32 since 0.19; before, it knew no other way.
     """
-    if hasattr(constants, "BUFFER_DTYPE") and dtype(config) != torch.float32:
-        name = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype(config)]
-        config.setdefault("data_types", {}).setdefault("buffer_dtype", name)
+    if hasattr(constants, "BUFFER_DTYPE") and dtype_name(config) != "fp32":
+        config.setdefault("data_types", {}).setdefault("buffer_dtype", dtype_name(config))
 
 
 def _sum_in_fp32(config: dict[str, Any]) -> None:

@@ -178,8 +178,10 @@ def combination_faults(config: Mapping[str, Any], hparams: Mapping[str, Any], de
     sums = (config.get("data_types") or {}).get("grad_accum_dtype")
     if sums not in (None, "fp32", "fp16", "bf16"):
         faults.append(f"data_types.grad_accum_dtype: {sums!r}: must be one of fp32, fp16, bf16")
-    elif sums is not None and stage == 0 and sums != _dtype(config):
-        faults.append(f"data_types.grad_accum_dtype: {sums!r}: without ZeRO it has to be {_dtype(config)}; remove it")
+    elif sums is not None and stage == 0 and sums != dtype_name(config):
+        faults.append(
+            f"data_types.grad_accum_dtype: {sums!r}: without ZeRO it has to be {dtype_name(config)}; remove it"
+        )
     for what in ("offload_optimizer", "offload_param"):
         faults += _nvme_faults(config, what)
     if is_moe(hparams) and stage == 3:
@@ -201,7 +203,8 @@ def combination_faults(config: Mapping[str, Any], hparams: Mapping[str, Any], de
     return faults
 
 
-def _dtype(config: Mapping[str, Any]) -> str:
+def dtype_name(config: Mapping[str, Any]) -> str:
+    """What DeepSpeed calls the floating-point type of the weights."""
     if enabled(config, "fp16"):
         return "fp16"
     return "bf16" if enabled(config, "bf16") or enabled(config, "bfloat16") else "fp32"

@@ -35,11 +35,13 @@ import nets
 import weights
 from augment import Augmentation, Augmenter
 from callbacks import EarlyStopping
+from engine_rules import dtype_name
 from errors import InvalidInput, nearest
 from hyperparameters import is_moe
 from metrics import ClassificationMetrics, Throughput
 from net import NetMoE
 
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MOE_KEYS = ("num_experts", "ep_world_size", "mlp_type", "top_k", "min_capacity", "noisy_gate_policy")
 VALIDATION_PIXELS = 512 * 32**2  # a forward pass needs little memory, and small batches waste time
 MOE_LOSS_COEFFICIENT = 0.01  # as in https://arxiv.org/abs/2101.03961, section 2.2
@@ -128,7 +130,7 @@ class CIFARTrial(DeepSpeedTrial):
             # Made whole in the host's memory, for as its context zero.Init skips what a network itself initialises;
             # before the engine, which would move all of it to the device first. Neither casts what it finds cut up.
             for parameter in plain.parameters():
-                parameter.data = parameter.data.to(engine_config.dtype(self.ds_config))
+                parameter.data = parameter.data.to(DTYPES[dtype_name(self.ds_config)])
             deepspeed.zero.Init(module=plain, config_dict_or_path=self.ds_config)
         if args.get("pipe_parallel_size", 1) == 1:
             return plain
