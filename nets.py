@@ -33,7 +33,6 @@ VIT = {
 }
 
 
-HALF = (0.5, 0.5, 0.5)
 _OLD_DENSE_LAYER = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.(\d)")
 
 
@@ -227,7 +226,7 @@ def normalization(name: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         mend = "use half, dataset or imagenet"
         raise InvalidInput(f"data.normalize: 'weights': {name} has no pretrained weights that say; {mend}")
     if name in ("googlenet", "inception_v3"):  # what torchvision's transform_input, left out here, makes of ImageNet's
-        return HALF, HALF
+        return (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
     transforms: Any = _weights(name, "DEFAULT").transforms()
     return tuple(transforms.mean), tuple(transforms.std)
 

@@ -334,6 +334,7 @@ def test_inputs_are_normalised_by_the_statistics_of_the_dataset():
     assert inputs.mean((0, 2, 3)).tolist() == pytest.approx([0, 0, 0], abs=1e-4)
     assert inputs.std((0, 2, 3)).tolist() == pytest.approx([1, 1, 1], abs=1e-3)
     assert nets.normalization("resnet18") == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert nets.normalization("inception_v3") == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 # ------------------------------------------------------------------------------------------------ bad input
