@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import checkpointing
+from engine_rules import dtype_name, zero_stage
 
 BYTES = {
     "fp32": (4, 4, 8),
@@ -67,9 +68,7 @@ def advice(trial: Any) -> str:
     parameters = sum(getattr(each, "ds_numel", each.numel()) for each in trial.model_engine.module.parameters())
     checkpointed, device = trial.args.get("checkpoint_activations"), trial.context.device.type
     micro, accumulate = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
-    zero = config.get("zero_optimization") or {}
-    stage = int(zero.get("stage", 0))
-    low = any((config.get(key) or {}).get("enabled") for key in ("bf16", "fp16", "bfloat16"))
+    zero, stage, low = config.get("zero_optimization") or {}, zero_stage(config), dtype_name(config) != "fp32"
     pipeline = trial.context.use_pipeline_parallel
     most = 1 if pipeline else 2 if trial.moe else 3  # the stage
     steps = []

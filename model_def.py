@@ -35,7 +35,7 @@ import nets
 import weights
 from augment import Augmentation, Augmenter
 from callbacks import EarlyStopping
-from engine_rules import dtype_name
+from engine_rules import dtype_name, zero_stage
 from errors import InvalidInput, nearest
 from hyperparameters import is_moe
 from metrics import ClassificationMetrics, Throughput
@@ -116,7 +116,7 @@ class CIFARTrial(DeepSpeedTrial):
     def _build(self) -> nn.Module:
         """The network in the form that the hyperparameters ask for: plain, of experts, or cut into stages."""
         args, micro_batch = self.args, self.ds_config["train_micro_batch_size_per_gpu"]
-        shared = self.ds_config.get("zero_optimization", {}).get("stage") == 3
+        shared = zero_stage(self.ds_config) == 3
         memory.keep_what_is_freed(not (shared or args.get("checkpoint_activations")))
         if self.moe:
             chosen = {key: args[key] for key in MOE_KEYS if args.get(key) is not None}
