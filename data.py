@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -272,5 +273,12 @@ def as_inputs(images: Tensor, mean: Sequence[float] = HALF, std: Sequence[float]
     """
     if tuple(mean) == tuple(std) == HALF:
         return images.float().div_(127.5).sub_(1)  # (x / 255 - 0.5) / 0.5: doubling is exact
-    middle, spread = (torch.tensor(each, device=images.device).view(3, 1, 1) for each in (mean, std))
-    return images.float().div_(255 * spread).sub_(middle / spread)
+    scale, shift = _constants(tuple(mean), tuple(std), images.device)
+    return images.float().div_(scale).sub_(shift)
+
+
+@functools.lru_cache
+def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """By what pixels are divided, and what is taken off them: made once, for a copy to a GPU waits for it."""
+    middle, spread = (torch.tensor(each).view(3, 1, 1) for each in (mean, std))
+    return (255 * spread).to(device), (middle / spread).to(device)

@@ -74,6 +74,7 @@ def resolve(
     _follow_learning_rate(config, overrides)
     _follow_length(config, replicas, steps)
     _avoid_compiling(config, device)
+    _time_nothing(config)
     _sum_in_fp32(config)
     _cast_buffers(config)
     faults = schedule_faults(config) or built_faults(config)
@@ -274,6 +275,14 @@ def _avoid_compiling(config: dict[str, Any], device: str) -> None:
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     if optimizer["type"].lower() not in DEEPSPEED_OPTIMIZERS:
         config.setdefault("zero_allow_untested_optimizer", True)  # all of torch's step element by element
+
+
+def _time_nothing(config: dict[str, Any]) -> None:
+    """Leaves DeepSpeed's throughput timer off, which waits for the device twice in every micro-batch."""
+    timers = config.setdefault("timers", {})
+    throughput = timers.setdefault("throughput", {}) if isinstance(timers, dict) else None
+    if isinstance(throughput, dict):
+        throughput.setdefault("enabled", False)
 
 
 def _cast_buffers(config: dict[str, Any]) -> None:

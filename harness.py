@@ -31,6 +31,7 @@ from determined.pytorch import deepspeed as det_ds
 from typing_extensions import override
 
 import engines
+import loaders
 import memory
 import net_file
 import resume
@@ -318,6 +319,10 @@ class TrialController(det_ds.DeepSpeedTrialController):
         self.start_from_batch = steps * self.context.get_num_micro_batches_per_slot()  # the loader skips micro-batches
         super()._set_data_loaders()
         self.start_from_batch = steps
+        if self.context.device.type == "cuda" and not self.trial.train_set.images.is_cuda:
+            for name in ("training_loader", "validation_loader"):
+                if (loader := getattr(self, name)) is not None:
+                    setattr(self, name, loaders.FetchedAhead(loader))
 
     @override
     def _run(self) -> None:

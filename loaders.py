@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import collections
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from torch.utils.data import BatchSampler, Dataset
 from augment import Augmenter
 from data import ImageSet
 from errors import InvalidInput
+
+AHEAD = 2  # micro-batches that wait for a GPU
 
 
 class Batches(Dataset):
@@ -125,3 +129,25 @@ def data_loader(source: ImageSet, sampler: MicroBatchSampler, augmenter: Augment
     batches = Batches(source, sampler, augmenter)
     pinned = torch.cuda.is_available() and not source.images.is_cuda  # so that copies to the GPU need no waiting
     return pytorch.DataLoader(batches, batch_sampler=sampler, collate_fn=as_fetched, pin_memory=pinned)
+
+
+class FetchedAhead:
+    """A loader whose micro-batches a thread fetches and pins while the GPU computes.
+
+    Args:
+        loader: of micro-batches on the host.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        source, end = iter(self.loader), object()
+        with ThreadPoolExecutor(1) as thread:
+            fetched = collections.deque(thread.submit(next, source, end) for _ in range(AHEAD))
+            while (batch := fetched.popleft().result()) is not end:
+                fetched.append(thread.submit(next, source, end))
+                yield batch

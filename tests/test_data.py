@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 
 import data
 import loaders
+from augment import Augmentation, Augmenter
 from data import DataConfig, ImageSet
 from errors import InvalidInput
 from loaders import Batches, MicroBatchSampler
@@ -267,3 +268,39 @@ def test_skip_resumes_at_that_micro_batch(replicas):
         assert whole[:epoch] != whole[epoch : 2 * epoch] != whole[2 * epoch :]
         for skip in (1, epoch - 1, epoch, epoch + 2):
             assert dealt(len(whole) - skip, skip=skip, **how) == whole[skip:]
+
+
+def test_a_thread_fetches_ahead_what_the_loader_gives():
+    """The same images with the same augmentation, epoch by epoch, and no more than it may."""
+    torch.manual_seed(0)
+    source = ImageSet(torch.randint(0, 256, (50, 3, 8, 8), dtype=torch.uint8), torch.arange(50), ("one",))
+
+    def epochs():
+        sampler = MicroBatchSampler(50, 16, 1, seed=3)
+        fetched = loaders.data_loader(
+            source, sampler, Augmenter(Augmentation(flip=True, crop=2), 50, (8, 8), (8, 8), 3)
+        )
+        return sampler, fetched.get_data_loader(repeat=True, skip=2, num_replicas=1, rank=0)
+
+    _, plain = epochs()
+    sampler, ahead = epochs()
+    ahead = loaders.FetchedAhead(ahead)
+    assert len(ahead) == len(plain)
+    for (images, labels), (expected, order), _ in zip(ahead, plain, range(12), strict=False):
+        torch.testing.assert_close(images, expected, rtol=0, atol=0)
+        assert labels.tolist() == order.tolist()
+    assert sampler.begun == 5  # of 4 micro-batches each; the twelfth is number 14, and two more are fetched
+
+
+def test_what_goes_wrong_in_the_thread_is_raised():
+    def micro_batches():
+        yield 1
+        yield 2
+        raise InvalidInput("damaged")
+
+    got = []
+    with pytest.raises(InvalidInput, match="damaged"):
+        for each in loaders.FetchedAhead(micro_batches()):
+            got.append(each)
+    assert got == [1, 2]
+    assert list(loaders.FetchedAhead(range(3))) == [0, 1, 2]

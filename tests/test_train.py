@@ -202,6 +202,24 @@ def test_bad_input_is_one_line_and_exit_code_2(bad_runs, case):
     assert not list(run.output.glob("checkpoints/*"))
 
 
+def test_steps_do_not_wait_for_the_device(tmp_path):
+    """As with DeepSpeed's own timers, which the user may ask for."""
+    script = (
+        "import sys; import train; from deepspeed.accelerator import get_accelerator\n"
+        "waits, timers = [], 'hyperparameters.overwrite_deepspeed_args.timers.throughput.enabled='\n"
+        "get_accelerator().synchronize = lambda *_: waits.append(1)\n"
+        "for more in [], ['--set', timers + 'true']:\n"
+        "    assert train.main(sys.argv[2:] + [*more, '--output', f'{sys.argv[1]}{len(more)}']) == 0\n"
+        "    print('waits', len(waits))"
+    )
+    arguments = overrides(hyperparameters__max_length="{batches: 60}", scheduling_unit=60)
+    command = [*launcher("python", 1), "-c", script, str(tmp_path / "run"), *DIGITS, *arguments]
+    run = execute(command, tmp_path)
+    assert run.code == 0, run.stderr
+    without, with_timers = [int(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("waits")]
+    assert without < 10 and with_timers > 100
+
+
 def test_stock_context_and_trainer(train, tmp_path):
     """The trial needs of Determined only what its usage guide shows; on a CPU the context's device has to be lent."""
     script = pathlib.Path(tmp_path / "stock.py")
