@@ -151,11 +151,18 @@ class DataConfig:
 
 
 def placed(source: ImageSet, config: DataConfig, device: torch.device) -> ImageSet:
-    """The set where ``data.device`` wants it: in the memory of the device that trains, or in the host's."""
+    """The set where ``data.device`` wants it: in the memory of the device that trains, or in the host's.
+
+    Raises:
+        InvalidInput: if it has to be on the device and does not fit.
+    """
     if device.type == "cpu" or config.device == "cpu":
         return source
-    fits = source.images.nbytes < torch.cuda.mem_get_info(device)[0] / 2
-    return source.to(device) if fits or config.device == "cuda" else source
+    size, free = source.images.nbytes, torch.cuda.mem_get_info(device)[0]
+    if config.device == "cuda" and size > free:
+        sizes = f"{size / 2**20:,.0f} MiB of images, but {free / 2**20:,.0f} MiB are free on the GPU"
+        raise InvalidInput(f"data.device: 'cuda': {sizes}; use auto")
+    return source.to(device) if config.device == "cuda" or size < free / 2 else source
 
 
 def load(config: DataConfig, split: str) -> ImageSet:
@@ -175,7 +182,7 @@ def load(config: DataConfig, split: str) -> ImageSet:
 def _normalize_faults(value: Any) -> list[str]:
     if isinstance(value, Mapping):
         good = value.keys() == {"mean", "std"} and all(
-            isinstance(each, (list, tuple)) and len(each) == 3 and all(is_number(n, 0, 2) for n in each)
+            isinstance(each, (list, tuple)) and len(each) == 3 and all(is_number(n) and n <= 1 for n in each)
             for each in value.values()
         )
         if good and all(value["std"]):

@@ -32,6 +32,7 @@ from optimizer_rules import accepted, built_faults, optimizer_class, schedule_cl
 
 # Where each schedule keeps its peak; WarmupCosineLR scales the optimizer's learning rate and so has none.
 PEAK_KEYS = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr"}
+LEAST_KEYS = {"WarmupLR": "warmup_min_lr", "WarmupDecayLR": "warmup_min_lr", "OneCycle": "cycle_min_lr"}
 # The base's parameters carry over to another optimizer or schedule as far as that one takes them.
 INHERITING = {"optimizer": optimizer_class, "scheduler": schedule_class}
 
@@ -216,18 +217,20 @@ def _batch_fault(given: dict[str, int], replicas: int) -> str:
 def _follow_learning_rate(config: dict[str, Any], overrides: Mapping[str, Any]) -> None:
     """Makes the schedule's peak follow ``optimizer.params.lr``, unless the peak is given with it or over it.
 
-    DeepSpeed's own schedules silently replace the optimizer's learning rate by theirs, so that a search over the
-    learning rate alone would search nothing.
+    The least rate keeps its share of the peak, unless it is given over it. DeepSpeed's own schedules silently replace
+    the optimizer's learning rate by theirs, so that a search over the learning rate alone would search nothing.
     """
     scheduler, optimizer = config.get("scheduler") or {}, config.get("optimizer") or {}
-    peak = PEAK_KEYS.get(scheduler.get("type", ""))
+    peak, least = (keys.get(scheduler.get("type", "")) for keys in (PEAK_KEYS, LEAST_KEYS))
     lr = (optimizer.get("params") or {}).get("lr")
-    if peak is None or lr is None:
+    if peak is None or least is None or lr is None:
         return
     params = scheduler.setdefault("params", {})
     lr_overridden = "lr" in _at(overrides, "optimizer", "params")
-    peak_overridden = peak in _at(overrides, "scheduler", "params")
-    if peak not in params or (lr_overridden and not peak_overridden):
+    overridden = _at(overrides, "scheduler", "params")
+    if peak not in params or (lr_overridden and peak not in overridden):
+        if params.get(peak) and least in params and least not in overridden:
+            params[least] *= lr / params[peak]
         params[peak] = lr
 
 

@@ -336,7 +336,7 @@ class TrialController(det_ds.DeepSpeedTrialController):
                 self.local.begin(1 if self.test_mode else total, epoch, self.start_from_batch)
             if self.context.get_stop_requested():
                 return  # early stopping had ended the run that this one resumes
-            with self._profiled(), self._memory_explained():
+            with self._profiled(), memory.explained(self.trial, self._in_which_step):
                 if not isinstance(preempt, LocalPreempt):
                     return super()._run()
                 with preempt.gracefully(), processes.watching_peers(self.context.distributed):
@@ -345,17 +345,8 @@ class TrialController(det_ds.DeepSpeedTrialController):
             if self.local:
                 self.local.close()
 
-    @contextlib.contextmanager
-    def _memory_explained(self) -> Iterator[None]:
-        """Ends training with what to change where there is no memory left."""
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            if isinstance(error, TrainingStopped) or not memory.is_exhausted(error):
-                raise
-            step = self.state.batches_trained + 1 if self.state else 1
-            said = f"no memory left in step {step} ({one_line(error).split('. ')[0]}), after {memory.peak():,.0f} MiB"
-            raise TrainingStopped(f"{said}; {memory.advice(self.trial)}") from error
+    def _in_which_step(self) -> str:
+        return f"in step {self.state.batches_trained + 1 if self.state else 1}"
 
     @contextlib.contextmanager
     def _profiled(self) -> Iterator[None]:

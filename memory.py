@@ -7,12 +7,14 @@ import ctypes
 import os
 import resource
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import checkpointing
 from engine_rules import dtype_name, zero_stage
+from errors import TrainingStopped, one_line
 
 BYTES = {
     "fp32": (4, 4, 8),
@@ -58,21 +60,45 @@ def is_exhausted(error: BaseException) -> bool:
     )
 
 
+@contextlib.contextmanager
+def explained(trial: Any, when: Callable[[], str]) -> Iterator[None]:
+    """Ends what runs in it, where there is no memory left, with what to change.
+
+    Args:
+        trial: a ``CIFARTrial``.
+        when: says in which step, or before which.
+
+    Raises:
+        TrainingStopped: if memory runs out.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, TrainingStopped) or not is_exhausted(error):
+            raise
+        said = f"no memory left {when()} ({one_line(error).split('. ')[0]}), after {peak():,.0f} MiB"
+        raise TrainingStopped(f"{said}; {advice(trial)}") from error
+
+
 def advice(trial: Any) -> str:
     """What would need less memory, the cheapest first, in one line.
 
     Args:
-        trial: a ``CIFARTrial``.
+        trial: a ``CIFARTrial``, perhaps without an engine yet; then the weights alone have been too much.
     """
-    config, processes = trial.ds_config, trial.model_engine.dp_world_size
-    parameters = sum(getattr(each, "ds_numel", each.numel()) for each in trial.model_engine.module.parameters())
+    config, stages = trial.ds_config, trial.args.get("pipe_parallel_size", 1)
+    training, pipeline, processes = hasattr(trial, "model_engine"), stages > 1, trial.context.distributed.size // stages
+    net = trial.model_engine.module if training else trial.outline()
+    parameters = sum(getattr(each, "ds_numel", each.numel()) for each in net.parameters())
     checkpointed, device = trial.args.get("checkpoint_activations"), trial.context.device.type
     micro, accumulate = config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
     zero, stage, low = config.get("zero_optimization") or {}, zero_stage(config), dtype_name(config) != "fp32"
-    pipeline = trial.context.use_pipeline_parallel
     most = 1 if pipeline else 2 if trial.moe else 3  # the stage
     steps = []
-    if micro > 1:
+    if trial.train_set.images.is_cuda:
+        size = (trial.train_set.images.nbytes + trial.test_set.images.nbytes) / MIB
+        steps.append(f"data.device: cpu (the {size:,.0f} MiB of images to the host)")
+    if micro > 1 and training:
         part = next(each for each in range(micro // 2, 0, -1) if micro % each == 0)
         steps.append(
             f"train_micro_batch_size_per_gpu: {part} with gradient_accumulation_steps: {accumulate * micro // part}"
@@ -86,18 +112,16 @@ def advice(trial: Any) -> str:
             + ", ".join(f"{each}: {held[each]:,.0f}" for each in range(stage + 1, most + 1))
             + ")"
         )
-    if not (checkpointed or pipeline or trial.moe) and any(
-        True for _ in checkpointing.blocks(trial.model_engine.module)
-    ):
+    if training and not (checkpointed or pipeline or trial.moe) and any(True for _ in checkpointing.blocks(net)):
         steps.append("hyperparameters.checkpoint_activations: true (a block's activations are computed twice)")
     if not low:
-        steps.append("bf16.enabled: true (activations of half the size)")
+        steps.append(f"bf16.enabled: true ({'activations' if training else 'weights and gradients'} of half the size)")
     if device == "cuda" and not pipeline and not zero.get("offload_optimizer"):
         size = parameters * BYTES["16 bits" if low else "fp32"][2] / processes / MIB
         steps.append(
             f"zero_optimization: {{stage: {most}, offload_optimizer: {{device: cpu}}}} ({size:,.0f} MiB to the host)"
         )
-    return "; then ".join(steps) or "a smaller net or data.image_size"
+    return "; then ".join([*steps, "a smaller net or data.image_size" if training else "a smaller net"])
 
 
 def _held(parameters: int, processes: int, stage: int, low: bool) -> float:

@@ -91,7 +91,8 @@ class CIFARTrial(DeepSpeedTrial):
         self.metrics = context.wrap_reducer(metrics, for_training=False)
         self.step, self.micro_batch = -1, 0  # which of a step's
 
-        with contextlib.redirect_stdout(None), engines.refusals():  # DeepSpeed prints its process groups and layers
+        before = memory.explained(self, lambda: "before the first step")
+        with contextlib.redirect_stdout(None), before, engines.refusals():  # DeepSpeed prints its groups and layers
             model = self._build()
             parameters: Any = filter(lambda p: p.requires_grad, model.parameters())
             if self.moe and self.args.get("moe_param_group", True):

@@ -118,9 +118,12 @@ def _scheduler_parameters(name: str) -> set[str] | None:
 
 
 def schedule_faults(config: Mapping[str, Any]) -> list[str]:
-    """Checks the schedule's lengths against each other, once they are all there."""
+    """Checks the schedule's rates and lengths against each other, once they are all there."""
     section = config.get("scheduler") or {}
     params = section.get("params", {})
+    if section.get("type") == "OneCycle" and params["cycle_min_lr"] > params["cycle_max_lr"]:
+        low, high = params["cycle_min_lr"], params["cycle_max_lr"]
+        return [f"scheduler.params.cycle_min_lr: {low}: more than cycle_max_lr ({high}); use less, e.g. {high / 10:g}"]
     if section.get("type") not in ("WarmupDecayLR", "WarmupCosineLR"):
         return []
     if "total_num_steps" not in params:

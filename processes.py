@@ -30,6 +30,8 @@ import psutil
 from deepspeed.accelerator import get_accelerator
 from determined import core
 
+from errors import InvalidInput
+
 if get_accelerator().device_name() == "cpu":
     # DeepSpeed refuses fp16 on processors without instructions for it, on which torch computes it all the same, slowly.
     get_accelerator().is_fp16_supported = lambda: True
@@ -59,9 +61,23 @@ def device_type() -> str:
 
 def share_out_cores() -> None:
     """Gives each local process its part of the cores; with all the cores each they are several times slower."""
-    local_size = int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    if local_size > 1 and not _user_chose_threads():
-        torch.set_num_threads(max(1, joblib.cpu_count() // local_size))
+    if _local_size() > 1 and not _user_chose_threads():
+        torch.set_num_threads(threads_of_each(_local_size()))
+
+
+def threads_of_each(processes: int) -> int:
+    """How many threads one of a host's processes should use: fewer cores than its launcher has may be all its own."""
+    cores = joblib.cpu_count()
+    shared = cores
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        launchers = len(os.sched_getaffinity(os.getppid()))
+        if len(os.sched_getaffinity(0)) < launchers:
+            shared = launchers
+    return max(1, min(cores, shared // processes))
+
+
+def _local_size() -> int:
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def _user_chose_threads() -> bool:
@@ -89,7 +105,7 @@ def local_processes() -> core.DistributedContext:
         rank=int(env["RANK"]),
         size=size,
         local_rank=int(env["LOCAL_RANK"]),
-        local_size=int(env.get("LOCAL_SIZE") or env.get("LOCAL_WORLD_SIZE") or 1),
+        local_size=_local_size(),
         cross_rank=int(env.get("CROSS_RANK") or env.get("GROUP_RANK") or 0),
         cross_size=int(env.get("CROSS_SIZE") or env.get("GROUP_WORLD_SIZE") or 1),
         chief_ip=env.get("DET_CHIEF_IP") or env.get("MASTER_ADDR"),
@@ -135,12 +151,21 @@ def _is_alive(pid: int) -> bool:
 
 
 def start_torch_distributed() -> None:
-    """Starts torch's process group and DeepSpeed's; one process alone needs no launcher and no port."""
+    """Starts torch's process group and DeepSpeed's; one process alone needs no launcher and no port.
+
+    Raises:
+        InvalidInput: if there are more processes than GPUs.
+    """
     if torch.distributed.is_initialized():
         return  # by an earlier run in this process
     atexit.register(torch.distributed.destroy_process_group)
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if torch.cuda.is_available():
+            gpus = torch.cuda.device_count()
+            if _local_size() > gpus:
+                raise InvalidInput(
+                    f"--nproc-per-node or --num_gpus: {_local_size()}: this host has {gpus} of them; use at most {gpus}"
+                )
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         deepspeed.init_distributed(auto_mpi_discovery=False)
         return

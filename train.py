@@ -56,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.check:
             return check(args)
+        if args.slots is not None:
+            raise InvalidInput(f"--slots: {args.slots}: goes with --check; torchrun or deepspeed starts the processes")
         return run(args)
     except InvalidInput as error:
         if int(os.environ.get("RANK", 0)) == 0:  # every rank finds the same faults

@@ -49,6 +49,7 @@ def test_config():
         ({"image_size": 64, "resize": 32}, ["data.resize", "32", "at least image_size (64)"]),
         ({"normalize": "imagenett"}, ["data.normalize", "imagenet", "dataset"]),
         ({"normalize": {"mean": [0, 0, 0], "std": [1, 0, 1]}}, ["data.normalize", "std"]),
+        ({"normalize": {"mean": [1.5, 0, 0], "std": [1, 1, 1]}}, ["data.normalize", "1.5", "0 to 1"]),
         ({"image_size": "32"}, ["data.image_size", "'32'"]),
         ({"image_size": 32.0}, ["data.image_size", "32.0"]),
         ("digits", ["data: 'digits'", "mapping"]),

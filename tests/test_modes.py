@@ -6,6 +6,8 @@ import pytest
 from conftest import PROJECT, overrides, train_many
 from modes import MODES, STEPS, losses
 
+import engine_config
+
 
 def test_every_experiment_is_in_the_table():
     files = {file.stem for file in PROJECT.glob("experiments/*.yaml")}
@@ -80,6 +82,18 @@ def forms(folder, schedule):
         "override": {"deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": override},
         "inline": {"train_batch_size": 32, "optimizer": optimizer, "scheduler": scheduler},
     }
+
+
+def test_the_least_rate_keeps_its_share_of_the_peak():
+    def cycle(**chosen):
+        hparams = {"deepspeed_config": "experiments/fast.json", "overwrite_deepspeed_args": chosen}
+        params = engine_config.resolve(hparams, 1, "cpu")["scheduler"]["params"]
+        return params["cycle_min_lr"], params["cycle_max_lr"]
+
+    half = {"params": {"lr": 0.003}}
+    assert cycle() == (0.002, 0.006)
+    assert cycle(optimizer=half) == pytest.approx((0.001, 0.003))
+    assert cycle(optimizer=half, scheduler={"params": {"cycle_min_lr": 0.0001}}) == (0.0001, 0.003)
 
 
 def test_every_schedule_peaks_at_the_optimizers_learning_rate(tmp_path):

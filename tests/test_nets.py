@@ -384,6 +384,27 @@ def test_no_memory_left_ends_with_what_to_change(tmp_path):
     assert last.index("train_micro_batch") < last.index("checkpoint_activations")
 
 
+def test_no_memory_for_the_engine_ends_with_what_to_change(tmp_path):
+    script = (
+        "import resource, sys; import train, model_def\n"
+        "build = model_def.CIFARTrial._build\n"
+        "def limited(trial):\n"
+        "    net = build(trial)\n"
+        "    used = int(open('/proc/self/statm').read().split()[5]) * 4096\n"
+        "    resource.setrlimit(resource.RLIMIT_DATA, (used + 2**25, -1))\n"
+        "    return net\n"
+        "model_def.CIFARTrial._build = limited\n"
+        "sys.exit(train.main(sys.argv[1:]))"
+    )
+    command = [*launcher("python", 1), "-c", script, *FIXED, "--output", str(tmp_path / "run")]
+    large = overrides(hyperparameters__net="resnet18", **{f"{DEEPSPEED}zero_optimization.stage": 2})
+    run = execute([*command, *large], tmp_path / "run")
+    assert run.code == 1, run.stderr
+    last = run.stderr.strip().splitlines()[-1]
+    assert "no memory left before the first step" in last and "bf16.enabled: true (weights" in last
+    assert "train_micro_batch" not in last  # of which no image has been seen
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 def test_freed_blocks_are_kept_for_the_next_step_or_returned():
     def page_faults(kept):

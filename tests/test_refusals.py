@@ -78,6 +78,7 @@ BAD = {
     "unknown schedule": (["D.scheduler.type=Cosine"], 1, ["scheduler.type", "'Cosine'"]),
     "unknown schedule parameter": (["D.scheduler.params.warmup_steps=3"], 1, ["scheduler.params.warmup_steps", "'warmup_num_steps'"]),
     "warm-up longer than training": (["D.scheduler.type=WarmupDecayLR", "D.scheduler.params.warmup_num_steps=1000"], 1, ["warmup_num_steps", "1000", "900"]),
+    "lowest rate above the highest": (["D.scheduler={type: OneCycle, params: {cycle_min_lr: 1}}"], 1, ["scheduler.params.cycle_min_lr", "1", "0.0002"]),
     "mapping over a value": (["D.gradient_clipping={max: 1}"], 1, ["gradient_clipping", "{'max': 1}"]),
     "clipping is a word": (["D.gradient_clipping=hard"], 1, ["gradient_clipping", "'hard'"]),
     "clipping is negative": (["D.gradient_clipping=-1"], 1, ["gradient_clipping", "-1"]),

@@ -6,6 +6,8 @@ import pathlib
 import signal
 import subprocess
 
+from processes import joblib, threads_of_each
+
 import psutil
 import pytest
 from conftest import DIGITS, PROJECT, TIME_LIMIT, Run, execute, launcher, overrides, train_many
@@ -176,6 +178,7 @@ BAD = {
     "length": (["--set", "hyperparameters.max_length={epochs: -1}"], ["hyperparameters.max_length.epochs", "-1"]),
     "period": (["--set", "min_validation_period={hours: 1}"], ["min_validation_period", "batches"]),
     "seed": (["--set", "reproducibility.experiment_seed=x"], ["reproducibility.experiment_seed", "'x'"]),
+    "slots to train on": (["--slots", "4"], ["--slots", "4", "--check"]),
     "no checkpoint": (["--resume", "latest"], ["--resume", "latest", "no checkpoint"]),
 }
 
@@ -254,6 +257,17 @@ with det_ds.init(hparams=hparams, exp_conf={"data": {"dataset": "digits"}}) as c
     det_ds.Trainer(trial, context).fit(max_length=pytorch.Batch(3), checkpoint_policy="none")
     print("trained", trial.model_engine.global_steps, "batches")
 """
+
+
+def test_a_process_bound_to_its_cores_uses_all_of_them(monkeypatch):
+    mine, launchers = set(range(16)), set(range(16))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: launchers if pid else mine)
+    monkeypatch.setattr(joblib, "cpu_count", lambda: len(mine))
+    assert [threads_of_each(each) for each in (1, 2, 4, 32)] == [16, 8, 4, 1]
+    mine = set(range(8))  # of 16: alone in them, or one of several
+    assert [threads_of_each(each) for each in (1, 2, 4)] == [8, 8, 4]
+    launchers = mine  # in a container of 8 of the host's cores
+    assert [threads_of_each(each) for each in (1, 2, 4)] == [8, 4, 2]
 
 
 @pytest.mark.parametrize(
