@@ -1,7 +1,7 @@
 """Compares the trial with its peers on this machine, in one run, and writes benchmarks/RESULTS.md.
 
     python3 -m benchmarks                                                  all of it: an hour on two cores
-    python3 -m benchmarks --quick --set data.dataset=digits                two minutes
+    python3 -m benchmarks --quick --set data.dataset=digits                four minutes
     python3 -m benchmarks --set data.dataset=imagefolder --set data.root=FOLDER --json results.json
     python3 -m benchmarks --only steps                                     or costs, or programs
 
@@ -19,10 +19,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import data
+import experiment
 import machine
+import train
 from benchmarks import costs, programs, report, steps
+from errors import InvalidInput
+from hyperparameters import is_moe
 
 PARTS = ("steps", "costs", "programs")
+# What the loops that the trial is compared with know of an experiment.
+HYPERPARAMETERS = ("max_length", "deepspeed_config", "overwrite_deepspeed_args", "net", "net_args")
+DATA = ("dataset", "root", "download", "image_size", "device")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,24 +48,63 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints what was measured and writes the results."""
     args = parse(argv)
+    try:
+        check(args)
+    except InvalidInput as error:
+        for fault in error.faults:
+            print(f"benchmarks: {fault}", file=sys.stderr)
+        return 2
     command = shlex.join(["python3", "-m", "benchmarks", *(sys.argv[1:] if argv is None else argv)])
     results: dict[str, Any] = {"command": command, "machine": machine.describe()}
+
+    def keep(part: str, measured: Any, lines: Sequence[str]) -> None:
+        results[part] = measured
+        print("\n".join(lines), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(results, indent=2) + "\n")
+
     if args.only in (None, "steps"):
-        results["steps"] = []
+        rows: list[dict[str, Any]] = []
         for row in steps.measure_all(args.config, args.overrides, args.quick, args.repeats):
-            results["steps"].append(row)
-            print(steps.line(row), flush=True)
+            rows.append(row)
+            keep("steps", rows, [steps.line(row)])
     if args.only in (None, "costs"):
-        results["costs"] = costs.measure(args.config, args.overrides, 3 if args.quick else 3 * args.repeats)
-        print("\n".join(costs.lines(results["costs"])), flush=True)
+        found = costs.measure(args.config, args.overrides, 3 if args.quick else 3 * args.repeats)
+        keep("costs", found, costs.lines(found))
     if args.only in (None, "programs"):
-        results["programs"] = programs.measure(args.overrides, 1 if args.quick else max(1, args.repeats // 2))
-        print("\n".join(programs.lines(results["programs"])), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+        images = [each for each in args.overrides if each.startswith("data.")]  # the recipes are the programs' own
+        watched = programs.measure(images, 1 if args.quick else max(1, args.repeats // 2))
+        keep("programs", watched, programs.lines(watched))
     if not (args.quick or args.only):
         report.write(results, pathlib.Path(__file__).parent)
     return 0
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses what would end the measurements half way, or not compare like with like; decodes the images.
+
+    Raises:
+        InvalidInput: with one line for each thing that is wrong.
+    """
+    if args.repeats < 1:
+        raise InvalidInput(f"--repeats: {args.repeats}: must be at least 1")
+    if args.json and not args.json.resolve().parent.is_dir():
+        raise InvalidInput(f"--json: {args.json}: its folder is missing; make it first")
+    loaded = experiment.load(args.config, args.overrides)
+    train.resolved(loaded, slots=1)
+    section = loaded.config.get("data") or {}
+    more = {f"hyperparameters.{key}": value for key, value in loaded.hyperparameters.items()
+            if key not in HYPERPARAMETERS and value is not None}  # fmt: skip
+    more |= {f"data.{key}": value for key, value in section.items() if key not in DATA}
+    if is_moe(loaded.hyperparameters):
+        more["hyperparameters.net"] = loaded.hyperparameters.get("net", "net")
+    if more and args.only != "programs":
+        raise InvalidInput(
+            f"{key}: {value!r}: the loops that the trial is compared with do without; leave it out"
+            for key, value in more.items()
+        )
+    for split in ("train", "test"):
+        data.load(data.DataConfig.parse(section), split)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.steps import run, spread
+from benchmarks.steps import most_processes, run, spread
 
 
 def measure(config: str, overrides: Sequence[str], repeats: int) -> dict[str, Any]:
@@ -16,7 +16,8 @@ def measure(config: str, overrides: Sequence[str], repeats: int) -> dict[str, An
     Returns:
         ``startup``: seconds of ``imports``, and from their end to that of the ``first_step``, one a repeat, each with
         empty caches of compiled operators; ``validation``: the seconds of the trial's, and of bare forward passes by
-        batch size; ``images``: bytes of the cache files and, proportionally, of what two ranks hold of them.
+        batch size; ``images``: bytes of the cache files, none of embedded images, and, proportionally, of what the
+        ranks hold of them.
     """
     request = {"config": config, "overrides": list(overrides), "repeats": repeats}
     startup = []
@@ -24,11 +25,11 @@ def measure(config: str, overrides: Sequence[str], repeats: int) -> dict[str, An
         with tempfile.TemporaryDirectory() as cold:
             caches = dict.fromkeys(("TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), cold)
             startup.append(run(["benchmarks.probes", "startup"], request, environment=caches))
-    doubled = {**request, "overrides": [*overrides, "hyperparameters.overwrite_deepspeed_args.train_batch_size=16"]}
+    doubled = [*overrides, "hyperparameters.overwrite_deepspeed_args.train_batch_size=16", "data.device=cpu"]
     return {
         "startup": {key: [each[key] for each in startup] for key in startup[0]},
         "validation": run(["benchmarks.probes", "validation"], request),
-        "images": run(["benchmarks.probes", "images"], doubled, processes=2),
+        "images": run(["benchmarks.probes", "images"], {**request, "overrides": doubled}, most_processes()),
     }
 
 
@@ -46,12 +47,15 @@ def lines(costs: dict[str, Any]) -> list[str]:
     ratio, batch, width = validation_ratio(costs)
     validation, images = costs["validation"], costs["images"]
     seconds = statistics.median(validation["seconds"]["trial"])
-    mapped = images["files"] / 2**20
+    held, mapped = images["held"] / 2**20, images["files"] / 2**20
+    kept = (
+        f"{held:.0f} MiB between them (proportional set size) of {mapped:.0f} MiB of files" if mapped else "their own"
+    )
+    copies = f": {held / mapped:.2f} copies" if mapped else ", for they are in no file"
     return [
         f"Start with no operator ever compiled: imports {startup['imports']:.1f} s, from there to the end of the first"
         f" step {startup['first_step']:.1f} s.",
         f"Validation of {validation['images']:,} images: {seconds:.2f} s, {ratio:.2f} times the best bare forward pass"
         f" over float tensors in memory (batches of {batch}); spread {width:.0%}.",
-        f"Decoded images: {images['ranks']} ranks hold {images['held'] / 2**20:.0f} MiB between them (proportional set"
-        f" size) of {mapped:.0f} MiB of files: {images['held'] / images['files']:.2f} copies.",
+        f"Decoded images: {images['ranks']} ranks hold {kept}{copies}.",
     ]

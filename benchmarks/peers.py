@@ -133,7 +133,7 @@ def plain_loop(folder: pathlib.Path) -> None:
     order = MicroBatchSampler(len(labels), recipe["batch"], 1, seed=recipe["seed"]).order
     form = torch.channels_last if recipe["channels_last"] else torch.contiguous_format
     print("training", flush=True)
-    step = 0
+    step, last = 0, recipe["epochs"] * -(-len(labels) // recipe["batch"])
     for epoch in range(recipe["epochs"]):
         for chosen in order(epoch).to(device).split(recipe["batch"]):
             inputs = as_inputs(augmenter(images[chosen], chosen, epoch)).contiguous(memory_format=form)
@@ -144,7 +144,7 @@ def plain_loop(folder: pathlib.Path) -> None:
             optimizer.step()
             schedule.step()
             step += 1
-            if step % recipe["validate_every"] == 0:
+            if step % recipe["validate_every"] == 0 or step == last:
                 with torch.no_grad():
                     logits = torch.cat([net(part) for part in test_inputs.split(500)])
                 print(f"accuracy {(logits.argmax(1) == test_labels).float().mean():.4f}", flush=True)

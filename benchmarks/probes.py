@@ -19,9 +19,8 @@ import torch
 import data
 import experiment
 import harness
-from benchmarks.worker import TrialTiming, controller
+from benchmarks.worker import TrialTiming, build, controller
 from model_def import CIFARTrial
-from net import Net
 
 IMPORTED = time.time()
 BATCHES = (100, 250, 500, 1000, 2000)
@@ -48,14 +47,14 @@ def validation(request: dict[str, Any], answer: pathlib.Path) -> None:
     loaded = experiment.load(request["config"], request["overrides"])
     with harness.trial_context(loaded, pathlib.Path(tempfile.mkdtemp())) as context:
         trial = CIFARTrial(context)
-        inputs = data.as_inputs(trial.test_set.images).contiguous().to(context.device)
-        net = Net(len(trial.test_set.classes)).to(context.device).eval()
+        inputs = data.as_inputs(trial.test_set.images).contiguous().to(context.device, trial.dtype)
+        net = build(loaded.hyperparameters, trial.test_set).to(context.device, trial.dtype).eval()
         times: dict[str, list[float]] = {"trial": [], **{str(size): [] for size in BATCHES}}
 
         @torch.no_grad()
         def forward(size: int) -> None:
             for part in inputs.split(size):
-                net(part)
+                net(part)  # which in eval mode gives logits alone
 
         def measure(made: Any) -> None:
             made.segment(1)

@@ -73,7 +73,8 @@ def _programs(measured: dict[str, Any]) -> list[str]:
     for name, each in runs.items():
         seconds = [one.seconds for one in each]
         memory = statistics.median(one.memory for one in each) / 2**20
-        cells = [f"{statistics.median(seconds):.1f} ({spread(seconds):.0%})", f"{programs.reached_by(runs, name):.1%}"]
+        width = f" ({spread(seconds):.0%})" if len(seconds) > 1 else ""
+        cells = [f"{statistics.median(seconds):.1f}{width}", f"{programs.reached_by(runs, name):.1%}"]
         lines.append(f"| {name} | {' | '.join(cells)} | {memory:,.0f} MiB |")
     return [*lines, "", *(f"- {line}" for line in programs.lines(measured)), ""]
 

@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import joblib
+import torch
 
+import data
 import experiment
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
@@ -30,18 +32,33 @@ CONTENDERS = {
 def measure_all(config: str, overrides: Sequence[str], quick: bool, repeats: int) -> Iterator[dict[str, Any]]:
     """Measures at every point: processes, ZeRO stage and micro-batch."""
     micro_batches, stages, processes = ((16, 256), (0,), (1,)) if quick else ((16, 256, 1024), (0, 2), (1, 2))
+    loaded = experiment.load(config, overrides)
+    images = data.count(data.DataConfig.parse(loaded.config.get("data")), "train")
     for count, stage, micro_batch in itertools.product(processes, stages, micro_batches):
-        yield measure(config, overrides, count, stage, micro_batch, 3 if quick else 3 * repeats, seconds=0.4)
+        if count <= most_processes() and count * micro_batch <= images:
+            yield measure(config, overrides, count, stage, micro_batch, 3 if quick else 3 * repeats, seconds=0.4)
+
+
+def most_processes() -> int:
+    """How many processes can be compared here: two, but each needs a GPU where there are any."""
+    return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 
 
 def measure(
     config: str, overrides: Sequence[str], processes: int, stage: int, micro_batch: int, repeats: int, seconds: float
 ) -> dict[str, Any]:
-    """Times every contender at one point: seconds an optimizer step, one a repeat."""
+    """Times every contender at one point.
+
+    Returns:
+        What the point is, and of each contender the ``rates`` in images a second, one a repeat, their median and
+        their spread.
+    """
     deepspeed = "hyperparameters.overwrite_deepspeed_args."
     overrides = [
         *overrides,
         f"{deepspeed}train_batch_size={micro_batch * processes}",
+        f"{deepspeed}train_micro_batch_size_per_gpu={micro_batch}",
+        f"{deepspeed}gradient_accumulation_steps=1",
         f"{deepspeed}zero_optimization.stage={stage}",
     ]
     steps = max(5, int(seconds * 3000 / (micro_batch + 10)))  # about so many seconds a segment on two cores
@@ -49,25 +66,23 @@ def measure(
     if steps > period / 4:
         steps = period  # where a report costs as much as a step, there is one for as many steps as in training
     row: dict[str, Any] = {"processes": processes, "stage": stage, "micro_batch": micro_batch, "steps": steps}
-    row["seconds_per_step"] = {name: [] for name in CONTENDERS}
+    row["rates"] = {name: [] for name in CONTENDERS}
     with contextlib.ExitStack() as stack:
         request = {"config": config, "overrides": overrides, "steps": steps}
         workers = {name: stack.enter_context(contender(name, request, processes)) for name in CONTENDERS}
         for repeat in range(repeats + 1):  # the first warms up
             for name, segment in workers.items():
-                seconds = segment()
+                images, taken = segment()
                 if repeat:
-                    row["seconds_per_step"][name].append(seconds)
-    row["images_per_second"] = {
-        name: micro_batch * processes / statistics.median(times) for name, times in row["seconds_per_step"].items()
-    }
-    row["spread"] = {name: spread(times) for name, times in row["seconds_per_step"].items()}
+                    row["rates"][name].append(images / taken)
+    row["images_per_second"] = {name: statistics.median(rates) for name, rates in row["rates"].items()}
+    row["spread"] = {name: spread(rates) for name, rates in row["rates"].items()}
     return row
 
 
 @contextlib.contextmanager
-def contender(name: str, request: dict[str, Any], processes: int) -> Iterator[Callable[[], float]]:
-    """Starts a contender, and gives what has it train a segment and returns the seconds an optimizer step took.
+def contender(name: str, request: dict[str, Any], processes: int) -> Iterator[Callable[[], tuple[int, float]]]:
+    """Starts a contender, and gives what has it train a segment and returns the images in it and its seconds.
 
     Args:
         name: one of ``CONTENDERS``.
@@ -85,12 +100,13 @@ def contender(name: str, request: dict[str, Any], processes: int) -> Iterator[Ca
         assert worker.stdin and worker.stdout
         turns, lines = worker.stdin, worker.stdout
 
-        def segment() -> float:
+        def segment() -> tuple[int, float]:
             with contextlib.suppress(BrokenPipeError):
                 turns.write("\n")
             for line in lines:
-                if line.startswith("seconds "):
-                    return float(line.split()[1])
+                if line.startswith("trained "):
+                    images, seconds = line.split()[1:]
+                    return int(images), float(seconds)
             errors.seek(0)
             sys.exit(f"benchmarks: {name} failed:\n{errors.read()[-3000:]}")
 
@@ -134,20 +150,20 @@ def run(
         return json.loads(answer.read_text())
 
 
-def spread(times: Sequence[float]) -> float:
+def spread(values: Sequence[float]) -> float:
     """The distance between the quartiles over the median."""
-    if len(times) < 2:
+    if len(values) < 2:
         return 0.0
-    low, middle, high = statistics.quantiles(times, n=4)
+    low, middle, high = statistics.quantiles(values, n=4)
     return (high - low) / middle
 
 
 def ratios(row: dict[str, Any]) -> tuple[float, float]:
     """The trial's speed over the bare engine's and over the example style's, each the median over the repeats."""
-    times = row["seconds_per_step"]
+    rates = row["rates"]
 
     def over(peer: str) -> float:
-        return statistics.median(a / b for a, b in zip(times[peer], times["trial"], strict=True))
+        return statistics.median(a / b for a, b in zip(rates["trial"], rates[peer], strict=True))
 
     return over("engine"), over("example")
 

@@ -7,7 +7,8 @@
 - ``trial``: this package's trial in Determined's trainer, with reports and TensorBoard;
 - ``example``: the style of Determined's own examples: its stock trainer, a PIL dataset and 2 workers.
 
-For each line that it reads it trains so many steps as ``REQUEST``, JSON, says, and prints how long one took.
+For each line that it reads it trains so many steps as ``REQUEST``, JSON, says, and prints how long they took and how
+many images they had.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import deepspeed
@@ -31,9 +32,14 @@ import data
 import engine_config
 import experiment
 import harness
+import nets
 from benchmarks.peers import Pictures
-from model_def import CIFARTrial
-from net import Net
+from engine_rules import dtype_name
+from errors import InvalidInput
+from model_def import DTYPES, CIFARTrial
+from optimizer_rules import ADAM_SWITCHES, optimizer_class
+
+Run = Callable[[int], int]  # trains so many steps, and gives the images in them, over all ranks
 
 
 def main(contender: str, request: dict[str, Any]) -> None:
@@ -42,14 +48,14 @@ def main(contender: str, request: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder, harness.trial_context(loaded, pathlib.Path(folder)) as context:
         steps, distributed = request["steps"], context.distributed
 
-        def take_turns(run: Callable[[int], None]) -> None:
+        def take_turns(run: Run) -> None:
             while distributed.broadcast(sys.stdin.readline() if distributed.rank == 0 else ""):
                 torch.distributed.barrier()
                 since = time.perf_counter()
-                run(steps)
+                images = run(steps)
                 harness.get_accelerator().synchronize()
                 if distributed.rank == 0:
-                    print("seconds", (time.perf_counter() - since) / steps, flush=True)
+                    print("trained", images, time.perf_counter() - since, flush=True)
 
         if contender in BARE:
             take_turns(BARE[contender](context, loaded))
@@ -65,45 +71,62 @@ def resolved(context: Any, loaded: experiment.Experiment) -> dict[str, Any]:
     )
 
 
-def bare_pytorch(context: Any, loaded: experiment.Experiment) -> Callable[[int], None]:
+def build(hparams: Mapping[str, Any], source: data.ImageSet) -> torch.nn.Module:
+    """The trial's network."""
+    size = source.images.shape[2], source.images.shape[3]
+    return nets.build(hparams.get("net", "net"), len(source.classes), size, hparams.get("net_args"))
+
+
+def bare_pytorch(context: Any, loaded: experiment.Experiment) -> Run:
     """A loop as short as PyTorch allows, with the trial's optimizer."""
-    fetch, classes = in_memory(context, loaded)
-    net: torch.nn.Module = Net(classes).to(context.device)
+    config, source = resolved(context, loaded), training_set(loaded)
+    fetch = in_memory(context, config, source)
+    net = build(loaded.hyperparameters, source).to(context.device, DTYPES[dtype_name(config)])
     if context.distributed.size > 1:
         net = torch.nn.parallel.DistributedDataParallel(net)
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3, betas=(0.8, 0.999), eps=1e-8, weight_decay=3e-7)
+    kind, params = config["optimizer"]["type"], config["optimizer"]["params"]
+    cls = optimizer_class(kind)
+    if cls is None:
+        raise InvalidInput(f"optimizer.type: {kind!r}: plain PyTorch has none of that name; choose another")
+    optimizer = cls(net.parameters(), **{key: value for key, value in params.items() if key not in ADAM_SWITCHES})
 
-    def run(steps: int) -> None:
+    def run(steps: int) -> int:
         for _ in range(steps):
             inputs, labels = fetch()
             optimizer.zero_grad()
-            F.cross_entropy(net(inputs), labels).backward()
+            F.cross_entropy(nets.logits(net(inputs)), labels).backward()
             optimizer.step()
+        return steps * config["train_batch_size"]
 
     return run
 
 
-def bare_engine(context: Any, loaded: experiment.Experiment) -> Callable[[int], None]:
+def bare_engine(context: Any, loaded: experiment.Experiment) -> Run:
     """A loop as short as DeepSpeed allows, with the trial's configuration."""
-    fetch, classes = in_memory(context, loaded)
-    net = Net(classes)
-    config = resolved(context, loaded)
+    config, source = resolved(context, loaded), training_set(loaded)
+    fetch = in_memory(context, config, source)
+    net = build(loaded.hyperparameters, source)
     engine, _, _, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
 
-    def run(steps: int) -> None:
+    def run(steps: int) -> int:
         for _ in range(steps):
             inputs, labels = fetch()
-            engine.backward(F.cross_entropy(engine(inputs), labels))
+            engine.backward(F.cross_entropy(nets.logits(engine(inputs)), labels))
             engine.step()
+        return steps * config["train_batch_size"]
 
     return run
 
 
-def in_memory(context: Any, loaded: experiment.Experiment) -> tuple[Callable[[], tuple[Any, Any]], int]:
-    """What fetches random micro-batches of normalised float32 images that lie in memory already; how many classes."""
-    source = data.load(data.DataConfig.parse(loaded.config.get("data")), "train")
-    size = resolved(context, loaded)["train_micro_batch_size_per_gpu"]
-    inputs, labels = data.as_inputs(source.images).to(context.device), source.labels.to(context.device)
+def training_set(loaded: experiment.Experiment) -> data.ImageSet:
+    """The training images."""
+    return data.load(data.DataConfig.parse(loaded.config.get("data")), "train")
+
+
+def in_memory(context: Any, config: Mapping[str, Any], source: data.ImageSet) -> Callable[[], tuple[Any, Any]]:
+    """What fetches random micro-batches of normalised images that lie in memory already, in the engine's dtype."""
+    size, dtype = config["train_micro_batch_size_per_gpu"], DTYPES[dtype_name(config)]
+    inputs, labels = data.as_inputs(source.images).to(context.device, dtype), source.labels.to(context.device)
     order, at = torch.randperm(len(labels), device=context.device), 0
 
     def fetch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -112,7 +135,7 @@ def in_memory(context: Any, loaded: experiment.Experiment) -> tuple[Callable[[],
         chosen = order[at : at + size]
         return inputs[chosen], labels[chosen]
 
-    return fetch, len(source.classes)
+    return fetch
 
 
 class ExampleTrial(det_ds.DeepSpeedTrial):
@@ -121,9 +144,10 @@ class ExampleTrial(det_ds.DeepSpeedTrial):
     def __init__(self, context: Any) -> None:
         self.context = context
         loaded = experiment.Experiment(context.get_experiment_config(), context.get_hparams())
-        self.source = data.load(data.DataConfig.parse(loaded.config.get("data")), "train")
-        net = Net(len(self.source.classes))
+        self.source = training_set(loaded)
+        net = build(loaded.hyperparameters, self.source)
         config = resolved(context, loaded)
+        self.dtype = DTYPES[dtype_name(config)]
         engine, _, _, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
         self.model_engine = context.wrap_model_engine(engine)
 
@@ -140,10 +164,10 @@ class ExampleTrial(det_ds.DeepSpeedTrial):
     @override
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         inputs, labels = self.context.to_device(next(dataloader_iter))
-        loss = F.cross_entropy(self.model_engine(inputs), labels)
+        loss = F.cross_entropy(nets.logits(self.model_engine(inputs.to(self.dtype))), labels)
         self.model_engine.backward(loss)
         self.model_engine.step()
-        return {"loss": loss}
+        return {"loss": loss.float()}  # which Determined makes an array, and numpy has no bf16
 
     @override
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
@@ -187,9 +211,10 @@ class Timing:
             self.core_context.train.begin(10**9, 10**9, 0)
         self.measure(self)
 
-    def segment(self: Any, steps: int) -> None:
-        """Trains so many steps."""
-        until = self.state.batches_trained + steps
+    def segment(self: Any, steps: int) -> int:
+        """Trains so many steps, and gives the images in them."""
+        since = self.state.batches_trained
+        until = since + steps
         while (done := self.state.batches_trained) < until:
             last = until if self.counts_from_start else until - done
             units = [pytorch.Batch(self.reporting_period.value), pytorch.Batch(last)]
@@ -201,6 +226,8 @@ class Timing:
                 callback.on_training_workload_end(metrics["avg_metrics"], metrics["batch_metrics"])
             self._stop_requested()
         assert self.state.batches_trained == until
+        sizes = self.step_sizes()
+        return sum(sizes[step % len(sizes)] for step in range(since, until))
 
 
 class TrialTiming(Timing, harness.TrialController):
@@ -208,11 +235,19 @@ class TrialTiming(Timing, harness.TrialController):
 
     counts_from_start = True
 
+    def step_sizes(self) -> list[int]:
+        """The images in each step of an epoch."""
+        return self.trial.train_sampler.step_sizes
+
 
 class StockTiming(Timing, det_ds.DeepSpeedTrialController):
     """Determined's own, which counts the batches of each call anew."""
 
     counts_from_start = False
+
+    def step_sizes(self) -> list[int]:
+        """As much: what is left over is dropped."""
+        return [self.trial.model_engine.train_batch_size()]
 
 
 BARE = {"pytorch": bare_pytorch, "engine": bare_engine}

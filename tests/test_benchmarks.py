@@ -4,6 +4,7 @@ import pytest
 
 import machine
 from benchmarks import costs, programs, report, steps
+from benchmarks.__main__ import main
 
 DIGITS = ["data.dataset=digits"]
 
@@ -25,10 +26,38 @@ def other(image_folder):
 
 
 def test_every_contender_is_timed(row):
-    assert set(row["seconds_per_step"]) == set(steps.CONTENDERS)
-    for name, times in row["seconds_per_step"].items():
-        assert len(times) == 3 and min(times) > 0, name
-        assert row["images_per_second"][name] == pytest.approx(32 / sorted(times)[1])
+    assert set(row["rates"]) == set(steps.CONTENDERS)
+    for name, rates in row["rates"].items():
+        assert len(rates) == 3 and min(rates) > 0, name
+        assert row["images_per_second"][name] == sorted(rates)[1]
+
+
+def test_the_images_are_those_that_were_trained():
+    """An epoch's last step has fewer."""
+    batch = "hyperparameters.overwrite_deepspeed_args.train_batch_size=1024"
+    request = {"config": "const.yaml", "overrides": [*DIGITS, batch], "steps": 3}
+    for name, images in {"trial": 1024 + 413 + 1024, "example": 3 * 1024}.items():
+        with steps.contender(name, request, 1) as segment:
+            assert segment()[0] == images, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--repeats", "0"], ["--repeats: 0", "at least 1"]),
+        (["--json", "/nowhere/results.json"], ["--json", "/nowhere/results.json"]),
+        (["--config", "nothing.yaml"], ["--config", "nothing.yaml"]),
+        (["--set", "data.dataset=mnist"], ["data.dataset", "'mnist'"]),
+        (["--set", "data.augment={flip: true}"], ["data.augment", "do without"]),
+        (["--config", "experiments/moe.yaml"], ["hyperparameters.net", "do without"]),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_compared_is_refused_before_anything_is_measured(capsys, arguments, parts):
+    digits = [] if "--set" in arguments else ["--set", "data.dataset=digits"]
+    assert main([*digits, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and [part for part in parts if part not in captured.err] == []
 
 
 def test_every_program_reaches_an_accuracy_and_is_timed_from_its_start(whole):
@@ -40,6 +69,7 @@ def test_every_program_reaches_an_accuracy_and_is_timed_from_its_start(whole):
         assert each.memory > 100 * 2**20, name
     assert programs.reached_by(runs, "trial") > 0.9 and programs.reached_by(runs, "plain loop") > 0.9
     assert len(runs["PyTorch tutorial"][0].reached) == len(runs["DeepSpeed tutorial"][0].reached) == 1
+    assert len(runs["plain loop"][0].reached) == 11  # 18 epochs of 12 steps: after every 20, and at the end
 
 
 def test_time_to_an_accuracy_is_that_of_the_first_validation_with_it():
@@ -53,6 +83,9 @@ def test_time_to_an_accuracy_is_that_of_the_first_validation_with_it():
 def test_two_ranks_hold_the_decoded_images_once(other):
     held = other["images"]
     assert held["ranks"] == 2 and 0.9 < held["held"] / held["files"] < 1.1
+    assert "1.0" in costs.lines(other)[-1]
+    embedded = {**other, "images": {"ranks": 2, "held": 0, "files": 0}}
+    assert "their own" in costs.lines(embedded)[-1]
 
 
 def test_the_results_say_what_was_measured(row, whole, other, tmp_path):
