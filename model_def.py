@@ -74,6 +74,9 @@ class CIFARTrial(DeepSpeedTrial):
         self.ds_config = ds_config = engine_config.resolve(hparams, slots, context.device.type, steps)
         self.image_size, self.canvas = data_config.image_size, data_config.canvas
         self.name, self.moe = self.args.get("net", "net"), is_moe(hparams)
+        plain = not self.moe and self.args.get("pipe_parallel_size", 1) == 1
+        faster = plain and nets.trains_faster_channels_last(self.name, context.device.type)
+        self.channels_last = self.args.get("channels_last", faster)
         self._check_net(data_config)
         self.train_set = data.placed(data.load(data_config, "train"), data_config, context.device)
         self.test_set = data.placed(data.load(data_config, "test"), data_config, context.device)
@@ -269,7 +272,7 @@ class CIFARTrial(DeepSpeedTrial):
         for images, labels in dataloader_iter or ():
             inputs = data.as_inputs(images.to(device, non_blocking=True), self.mean, self.std)
             validating = not (torch.is_grad_enabled() or self.context.use_pipeline_parallel)
-            if self.args.get("channels_last") or (validating and nets.prefers_channels_last(self.name)):
+            if self.channels_last or (validating and nets.prefers_channels_last(self.name)):
                 inputs = inputs.contiguous(memory_format=torch.channels_last)
             labels = labels.to(device, non_blocking=True)
             if self.mixer and torch.is_grad_enabled():

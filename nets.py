@@ -95,6 +95,11 @@ def prefers_channels_last(name: str) -> bool:
     return name == "net" or name not in own.NETS
 
 
+def trains_faster_channels_last(name: str, device: str) -> bool:
+    """Whether training is faster in that memory format; for torchvision's networks it depends on the batch."""
+    return name == "net" and device == "cpu"
+
+
 def is_name(name: Any) -> bool:
     """Whether a network has this name."""
     return isinstance(name, str) and name in names()

@@ -29,7 +29,7 @@ from hyperparameters import is_moe
 
 PARTS = ("steps", "costs", "programs")
 # What the loops that the trial is compared with know of an experiment.
-HYPERPARAMETERS = ("max_length", "deepspeed_config", "overwrite_deepspeed_args", "net", "net_args")
+HYPERPARAMETERS = ("max_length", "deepspeed_config", "overwrite_deepspeed_args", "net", "net_args", "channels_last")
 DATA = ("dataset", "root", "download", "image_size", "device")
 
 

@@ -17,12 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import processes
+
 import joblib
 import numpy as np
 import psutil
 
 import data
 import experiment
+import nets
 import train
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
@@ -150,7 +153,7 @@ def write_inputs(overrides: Sequence[str], folder: pathlib.Path) -> None:
         "classes": len(source.classes),
         "batch": config["train_batch_size"],
         "clip": config["gradient_clipping"],
-        "channels_last": bool(loaded.hyperparameters.get("channels_last")),
+        "channels_last": nets.trains_faster_channels_last("net", processes.device_type()),
         "epochs": loaded.hyperparameters["max_length"]["epochs"],
         "optimizer": optimizer,
         "scheduler": config["scheduler"],

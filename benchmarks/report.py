@@ -46,6 +46,9 @@ def _steps(rows: Sequence[dict[str, Any]]) -> list[str]:
         "",
         *(f"- `{name}`: {what}" for name, what in CONTENDERS.items()),
         "",
+        "On a CPU the trial has the images of `net` in the `channels_last` memory format by default; the bare loops",
+        "have it where `hyperparameters.channels_last` asks for it.",
+        "",
         f"| processes | ZeRO | micro-batch | {' | '.join(CONTENDERS)} | trial / engine | trial / example |",
         f"|{'---|' * (len(CONTENDERS) + 5)}",
     ]

@@ -80,7 +80,7 @@ def build(hparams: Mapping[str, Any], source: data.ImageSet) -> torch.nn.Module:
 def bare_pytorch(context: Any, loaded: experiment.Experiment) -> Run:
     """A loop as short as PyTorch allows, with the trial's optimizer."""
     config, source = resolved(context, loaded), training_set(loaded)
-    fetch = in_memory(context, config, source)
+    fetch = in_memory(context, loaded, config, source)
     net = build(loaded.hyperparameters, source).to(context.device, DTYPES[dtype_name(config)])
     if context.distributed.size > 1:
         net = torch.nn.parallel.DistributedDataParallel(net)
@@ -104,7 +104,7 @@ def bare_pytorch(context: Any, loaded: experiment.Experiment) -> Run:
 def bare_engine(context: Any, loaded: experiment.Experiment) -> Run:
     """A loop as short as DeepSpeed allows, with the trial's configuration."""
     config, source = resolved(context, loaded), training_set(loaded)
-    fetch = in_memory(context, config, source)
+    fetch = in_memory(context, loaded, config, source)
     net = build(loaded.hyperparameters, source)
     engine, _, _, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
 
@@ -123,9 +123,15 @@ def training_set(loaded: experiment.Experiment) -> data.ImageSet:
     return data.load(data.DataConfig.parse(loaded.config.get("data")), "train")
 
 
-def in_memory(context: Any, config: Mapping[str, Any], source: data.ImageSet) -> Callable[[], tuple[Any, Any]]:
-    """What fetches random micro-batches of normalised images that lie in memory already, in the engine's dtype."""
+def in_memory(
+    context: Any, loaded: experiment.Experiment, config: Mapping[str, Any], source: data.ImageSet
+) -> Callable[[], tuple[Any, Any]]:
+    """What fetches random micro-batches of normalised images that lie in memory already, in the engine's dtype.
+
+    In PyTorch's own memory format, unless ``channels_last`` is asked for.
+    """
     size, dtype = config["train_micro_batch_size_per_gpu"], DTYPES[dtype_name(config)]
+    form = torch.channels_last if loaded.hyperparameters.get("channels_last") else torch.contiguous_format
     inputs, labels = data.as_inputs(source.images).to(context.device, dtype), source.labels.to(context.device)
     order, at = torch.randperm(len(labels), device=context.device), 0
 
@@ -133,7 +139,7 @@ def in_memory(context: Any, config: Mapping[str, Any], source: data.ImageSet) ->
         nonlocal at
         at = 0 if at + 2 * size > len(labels) else at + size
         chosen = order[at : at + size]
-        return inputs[chosen], labels[chosen]
+        return inputs[chosen].contiguous(memory_format=form), labels[chosen]
 
     return fetch
 
