@@ -442,13 +442,9 @@ class TrialController(det_ds.DeepSpeedTrialController):
 
     @override
     def _save(self, path: pathlib.Path) -> None:
-        here = pathlib.Path.cwd()
-        if self.local_training:
-            os.chdir(pathlib.Path(__file__).parent)  # whose code Determined copies into the checkpoint
-        try:
+        data_root = pathlib.Path(self.trial.data_config.root).resolve()
+        with _copying_code(data_root) if self.local_training else contextlib.nullcontext():
             super()._save(path)
-        finally:
-            os.chdir(here)
         whole = weights.consolidate(self.trial.model_engine, self.trial.layer_names)  # with all ranks
         if self.is_chief:
             resume.save_identity(self.trial, path)
@@ -472,6 +468,33 @@ class TrialController(det_ds.DeepSpeedTrialController):
     @override
     def _sync_device(self) -> None:
         get_accelerator().synchronize()
+
+
+@contextlib.contextmanager
+def _copying_code(data_root: pathlib.Path) -> Iterator[None]:
+    """Has Determined copy this package into the checkpoint, but neither images nor runs that are kept within it."""
+    here, detignore = pathlib.Path.cwd(), det.util.detignore
+    make = detignore.make_shutil_ignore
+
+    def make_shutil_ignore(root: pathlib.Path) -> Any:
+        ignored = make(root)
+
+        def ignore(folder: str, names: list[str]) -> set[str]:
+            paths = {name: pathlib.Path(folder, name) for name in names}
+            kept_out = {
+                name for name, path in paths.items() if path.resolve() == data_root or (path / "run.json").exists()
+            }
+            return kept_out.union(ignored(folder, names))
+
+        return ignore
+
+    os.chdir(pathlib.Path(__file__).parent)
+    detignore.make_shutil_ignore = make_shutil_ignore
+    try:
+        yield
+    finally:
+        detignore.make_shutil_ignore = make
+        os.chdir(here)
 
 
 def _fetch(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:

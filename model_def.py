@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -95,7 +96,8 @@ class CIFARTrial(DeepSpeedTrial):
         self.step, self.micro_batch = -1, 0  # which of a step's
 
         before = memory.explained(self, lambda: "before the first step")
-        with contextlib.redirect_stdout(None), before, engines.refusals():  # DeepSpeed prints its groups and layers
+        quietly = contextlib.redirect_stdout(io.StringIO())  # DeepSpeed prints its groups and layers
+        with quietly, before, engines.refusals():
             model = self._build()
             parameters: Any = filter(lambda p: p.requires_grad, model.parameters())
             if self.moe and self.args.get("moe_param_group", True):

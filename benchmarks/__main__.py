@@ -1,7 +1,7 @@
 """Compares the trial with its peers on this machine, in one run, and writes benchmarks/RESULTS.md.
 
     python3 -m benchmarks                                                  all of it: an hour on two cores
-    python3 -m benchmarks --quick --set data.dataset=digits                four minutes
+    python3 -m benchmarks --quick --set data.dataset=digits                two minutes
     python3 -m benchmarks --set data.dataset=imagefolder --set data.root=FOLDER --json results.json
     python3 -m benchmarks --only steps                                     or costs, or programs
 

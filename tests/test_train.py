@@ -3,8 +3,10 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
+import sys
 
 from processes import joblib, threads_of_each
 
@@ -203,6 +205,25 @@ def test_bad_input_is_one_line_and_exit_code_2(bad_runs, case):
     for name in fill(BAD[case][1], folder):
         assert name in run.stderr
     assert not list(run.output.glob("checkpoints/*"))
+
+
+def test_runs_and_images_within_the_package_stay_out_of_a_checkpoints_code(tmp_path, image_folder):
+    """Not only in the folders that .detignore names: a checkpoint would hold itself."""
+    package = tmp_path / "package"
+    shutil.copytree(PROJECT, package, ignore=shutil.ignore_patterns(".*", "runs", "tests", "data"))
+    shutil.copytree(image_folder, package / "photos")
+    data = overrides(data__dataset="imagefolder", data__root="photos", hyperparameters__max_length="{batches: 4}")
+    for output in ("out", "results/mine"):
+        run = execute(
+            [sys.executable, "train.py", *DIGITS, *data, "--output", output],
+            package / output,
+            cwd=package,
+            PYTHONPATH="",
+        )
+        assert run.code == 0, run.stderr
+        (code,) = run.output.glob("checkpoints/*/code")
+        assert (code / "model_def.py").exists()
+        assert not [name for name in ("out", "results/mine", "photos") if (code / name).exists()]
 
 
 def test_steps_do_not_wait_for_the_device(tmp_path):
