@@ -164,7 +164,7 @@ def start_torch_distributed() -> None:
             gpus = torch.cuda.device_count()
             if _local_size() > gpus:
                 raise InvalidInput(
-                    f"--nproc-per-node or --num_gpus: {_local_size()}: this host has {gpus} of them; use at most {gpus}"
+                    f"--nproc-per-node or --num_gpus: {_local_size()}: more than this host's GPUs; use at most {gpus}"
                 )
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         deepspeed.init_distributed(auto_mpi_discovery=False)
