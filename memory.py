@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import resource
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,7 +78,9 @@ def explained(trial: Any, when: Callable[[], str]) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, TrainingStopped) or not is_exhausted(error):
             raise
-        said = f"no memory left {when()} ({one_line(error).split('. ')[0]}), after {peak():,.0f} MiB"
+        traceback.clear_frames(error.__traceback__)  # what they hold may be all that the explanation needs
+        reason = re.sub(r"^\[enforce fail[^]]*\] [^.]*\. ", "", one_line(error)).split(". ")[0]
+        said = f"no memory left {when()} ({reason}), after {peak():,.0f} MiB"
         raise TrainingStopped(f"{said}; {advice(trial)}") from error
 
 
