@@ -40,7 +40,7 @@ from callbacks import LossWatch
 from errors import InvalidInput, TrainingStopped, one_line
 from experiment import Experiment
 from local_checkpoints import LocalCheckpoints
-from local_run import LocalPreempt, LocalTrain
+from local_run import LocalPreempt, LocalTrain, run_fault
 from tensorboard_log import TensorBoardLog
 
 PROFILED_AFTER, PROFILED_STEPS = 10, 5  # steps that torch's profiler leaves out, and records
@@ -77,7 +77,9 @@ def on_cluster() -> bool:
 
 
 @contextlib.contextmanager
-def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path()) -> Iterator[TrialContext]:
+def trial_context(
+    experiment: Experiment, output: pathlib.Path = pathlib.Path(), resumes: bool = False
+) -> Iterator[TrialContext]:
     """Sets up processes, seeds and Determined's services, and gives the context for a trial.
 
     On a cluster, bad configuration ends the trial as an invalid hyperparameter set, and is not tried again.
@@ -85,6 +87,7 @@ def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path())
     Args:
         experiment: the experiment, from the cluster or from a file.
         output: off a cluster, the run's folder; all ranks take the chief's.
+        resumes: whether the run that is there is to go on; another one may not be there.
     """
     processes.share_out_cores()
     if on_cluster():
@@ -102,7 +105,7 @@ def trial_context(experiment: Experiment, output: pathlib.Path = pathlib.Path())
     storage = None if on_cluster() else str(output / "checkpoints")
     tensorboard = core.TensorboardMode.MANUAL
     with (
-        contextlib.nullcontext() if on_cluster() else _own_folder(output, distributed),
+        contextlib.nullcontext() if on_cluster() else _own_folder(output, distributed, resumes),
         core.init(distributed=distributed, checkpoint_storage=storage, tensorboard_mode=tensorboard) as core_context,
     ):
         if not on_cluster():
@@ -148,13 +151,14 @@ def faults_end_the_trial() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own_folder(output: pathlib.Path, distributed: core.DistributedContext) -> Iterator[None]:
+def _own_folder(output: pathlib.Path, distributed: core.DistributedContext, resumes: bool) -> Iterator[None]:
     """Makes the run's folder and keeps other runs out of it until this one ends, however it ends."""
     fault, lock = None, filelock.FileLock(output / ".lock")
     if distributed.rank == 0:
         try:
             output.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
+            fault = run_fault(output, resumes)
         except filelock.Timeout:
             fault = f"--output: {output}: another run is writing there; wait for its end or give another folder"
         except OSError as error:
@@ -462,7 +466,8 @@ class TrialController(det_ds.DeepSpeedTrialController):
         for each in self.context.distributed.allgather(faults):
             if each:
                 raise InvalidInput(each)
-        with resume.fitting(self.trial, load_path, name) as fitting, resume.allowed():
+        kept = resume.keeping_settings(self.trial.model_engine)
+        with kept, resume.fitting(self.trial, load_path, name) as fitting, resume.allowed():
             super()._load(fitting)
 
     @override

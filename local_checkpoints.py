@@ -15,6 +15,7 @@ from typing import Any
 
 from determined import core
 
+import reports
 from errors import InvalidInput, TrainingStopped, one_line
 
 _PARTIAL = ".partial-"  # what a checkpoint's folder is called until it is whole, and again while it is removed
@@ -84,7 +85,7 @@ class LocalCheckpoints:
 
     def get_metadata(self, storage_id: str) -> dict[str, Any]:
         """What was written about a checkpoint, ``steps_completed`` among it."""
-        return json.loads((self.folder / storage_id / _METADATA).read_text())
+        return _metadata(self.folder / storage_id)
 
     def find(self, which: str) -> str:
         """Gives the UUID of a checkpoint whose files are all as they were written.
@@ -95,9 +96,10 @@ class LocalCheckpoints:
         Raises:
             InvalidInput: if there is none such; the line offers the last one that is whole.
         """
-        known = _known(self.folder)
-        name = next(iter(known), None) if which == "latest" else which
-        if name is None or name not in known:
+        known, unreadable = _known(self.folder), _unreadable(self.folder)
+        written = {**{name: each["time"] for name, each in known.items()}, **unreadable}
+        name = max(written, key=lambda each: written[each], default=None) if which == "latest" else which
+        if name is None or name not in written:
             found = f"it holds {', '.join(known)}" if known else "it holds no checkpoint"
             raise InvalidInput(f"--resume: {which}: not found in {self.folder}; {found}")
         damage = _damage(self.folder / name)
@@ -142,7 +144,7 @@ def locate(source: pathlib.Path, which: str = "latest") -> pathlib.Path:
     elif (source / "checkpoints").is_dir():
         known = _known(source / "checkpoints")
         name = _best(source, known) if which == "best" else next(iter(known), None) if which == "latest" else which
-        if name not in known:
+        if name not in known and name not in _unreadable(source / "checkpoints"):
             found = f"it holds {', '.join(known)}" if known else "it holds no checkpoint"
             raise InvalidInput(f"--checkpoint: {which}: not found in {source}; {found}")
         folder = source / "checkpoints" / str(name)
@@ -158,11 +160,12 @@ def _best(run: pathlib.Path, known: dict[str, dict[str, Any]]) -> str | None:
     """The checkpoint of the best validation; of equals, the earlier."""
     try:
         searcher = json.loads((run / "run.json").read_text())["config"].get("searcher") or {}
-        entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    except (OSError, ValueError, KeyError) as error:
+        entries = reports.read(run)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInput(f"--checkpoint: best: {run}: its validations cannot be read ({one_line(error)})") from error
     metric, sign = searcher.get("metric", "accuracy"), -1 if searcher.get("smaller_is_better", True) else 1
-    scores = {each["steps_completed"]: sign * each[metric] for each in entries if each["group"] == "validation"}
+    judged_by = [each for each in entries if each["group"] == "validation" and metric in each]
+    scores = {each["steps_completed"]: sign * each[metric] for each in judged_by}
     judged = [name for name in reversed(known) if known[name]["steps_completed"] in scores]
     return max(judged, key=lambda name: scores[known[name]["steps_completed"]], default=None)
 
@@ -170,20 +173,46 @@ def _best(run: pathlib.Path, known: dict[str, dict[str, Any]]) -> str | None:
 def _known(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
     """The metadata of every checkpoint in a folder of them, the latest first."""
     found = {}
-    for path in folder.glob(f"*/{_METADATA}"):
-        if not path.parent.name.startswith(_PARTIAL):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                metadata = json.loads(path.read_text())
-                time_written = metadata.get("time", path.stat().st_mtime_ns)
-                found[path.parent.name] = {**metadata, "time": time_written}
+    for path in _folders(folder):
+        with contextlib.suppress(OSError, ValueError):
+            found[path.name] = _metadata(path)
     return dict(sorted(found.items(), key=lambda item: item[1]["time"], reverse=True))
+
+
+def _unreadable(folder: pathlib.Path) -> dict[str, int]:
+    """When those checkpoints were written of which nothing is known, for their metadata are missing or damaged."""
+    known = _known(folder)
+    return {path.name: path.stat().st_mtime_ns for path in _folders(folder) if path.name not in known}
+
+
+def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
+    return [path for path in folder.glob("[!.]*") if path.is_dir()]
+
+
+def _metadata(checkpoint: pathlib.Path) -> dict[str, Any]:
+    """What was written about a checkpoint; raises ``OSError`` or ``ValueError`` where that is none."""
+    metadata = json.loads((checkpoint / _METADATA).read_text())
+    files = metadata.get("files", {}) if isinstance(metadata, dict) else None
+    if not isinstance(files, dict) or not all(map(_is_described, files.values())):
+        raise ValueError("not what describes a checkpoint")
+    if not isinstance(metadata.get("steps_completed"), int):
+        raise ValueError("steps_completed is missing")
+    if not isinstance(metadata.get("time"), int):
+        metadata["time"] = (checkpoint / _METADATA).stat().st_mtime_ns
+    return metadata
+
+
+def _is_described(file: Any) -> bool:
+    return isinstance(file, list) and len(file) == 2 and isinstance(file[0], int)
 
 
 def _damage(folder: pathlib.Path) -> str | None:
     """What is wrong with a checkpoint, beginning with the file's name; None if nothing is."""
     try:
-        wanted = json.loads((folder / _METADATA).read_text()).get("files")
-    except (OSError, ValueError, AttributeError) as error:
+        wanted = _metadata(folder).get("files")
+    except FileNotFoundError:
+        return f"{_METADATA}: is missing"
+    except (OSError, ValueError) as error:
         return f"{_METADATA}: cannot be read ({one_line(error)})"
     if wanted is None:  # downloaded from a cluster, which keeps no digests
         return None

@@ -21,8 +21,28 @@ from tqdm import tqdm
 from typing_extensions import override
 
 import machine
+import reports
 from experiment import Experiment
 from metrics import ClassificationMetrics
+
+FILES = ("run.json", reports.FILE, "classification.json", "net.pt", "net.json", "summary.json", "profile.txt")
+FOLDERS = ("checkpoints", "tensorboard")
+
+
+def run_fault(output: pathlib.Path, resumes: bool) -> str | None:
+    """Why a run cannot use a folder; None if it can.
+
+    Args:
+        output: the folder.
+        resumes: whether the run goes on with the one that is there, which it would replace otherwise.
+    """
+    for name in (*FILES, *FOLDERS):
+        path, file = output / name, name in FILES
+        if path.exists() and path.is_dir() == file:
+            return f"--output: {path}: is {'a folder' if file else 'no folder'}; move it, or give another folder"
+    if not resumes and ((output / "summary.json").exists() or any(output.glob("checkpoints/[!.]*/"))):
+        return f"--output: {output}: holds a run; --resume latest goes on with it, another folder takes a new one"
+    return None
 
 
 class LocalPreempt(core.DummyPreemptContext):
@@ -216,16 +236,14 @@ class LocalTrain(core.DummyTrainContext):
     def _forget_after(self, done: int) -> None:
         """Leaves of an earlier run in the same folder only what this one goes on from."""
         (self.output / "summary.json").unlink(missing_ok=True)
-        metrics, rest = self.output / "metrics.jsonl", self.output / ".metrics.jsonl"
+        rest = self.output / f".{reports.FILE}"
         with open(rest, "w") as file:
-            for line in metrics.read_text().splitlines() if metrics.exists() and done else ():
-                with contextlib.suppress(ValueError):  # a last line cut off when the run was killed
-                    entry = json.loads(line)
-                    if entry["steps_completed"] <= done:
-                        file.write(f"{line}\n")
-                        if entry["group"] == "validation":
-                            self._remember(entry["steps_completed"], entry)
-        os.replace(rest, metrics)
+            for entry in reports.read(self.output) if done else ():
+                if entry["steps_completed"] <= done:
+                    file.write(json.dumps(entry) + "\n")
+                    if entry["group"] == "validation":
+                        self._remember(entry["steps_completed"], entry)
+        os.replace(rest, self.output / reports.FILE)
 
     def _remember(self, step: int, validation: dict[str, Any]) -> None:
         self.validation = validation
@@ -234,7 +252,7 @@ class LocalTrain(core.DummyTrainContext):
 
     def _keep(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
         entry = {"group": group, "steps_completed": steps_completed, "time": time.time(), **metrics}
-        with open(self.output / "metrics.jsonl", "a") as file:
+        with open(self.output / reports.FILE, "a") as file:
             file.write(json.dumps(entry) + "\n")
 
     def _epoch(self, steps_completed: int) -> str:

@@ -52,6 +52,7 @@ def identity(trial: Any) -> dict[str, Any]:
     mode = {
         "precision": str(trial.dtype).removeprefix("torch."),
         "optimizer.type": engine.optimizer_name() or "",
+        **{f"optimizer.params.{key}": on for key, on in _kept_states(engine.basic_optimizer).items()},
         "zero_optimization.stage": int(engine.zero_optimization_stage()),
         "processes": torch.distributed.get_world_size(),
     }
@@ -65,6 +66,12 @@ def identity(trial: Any) -> dict[str, Any]:
         **{f"hyperparameters.{key}": hparams.get(key) or 0 for key in ("label_smoothing", "mixup", "cutmix")},
     }
     return {"net": net, "mode": mode, "position": position}
+
+
+def _kept_states(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
+    """The switches without which an optimizer does not keep a state that it needs with them."""
+    switches = {"amsgrad", "centered", *(["momentum"] if isinstance(optimizer, torch.optim.RMSprop) else [])}
+    return {key: bool(optimizer.defaults[key]) for key in sorted(switches & optimizer.defaults.keys())}
 
 
 def save_identity(trial: Any, path: pathlib.Path) -> None:
@@ -164,6 +171,26 @@ def allowed() -> contextlib.AbstractContextManager[Any]:
     if not hasattr(torch.serialization, "safe_globals"):  # before torch 2.5, whose torch.load checks nothing
         return contextlib.nullcontext()
     return torch.serialization.safe_globals(ALLOWED)
+
+
+@contextlib.contextmanager
+def keeping_settings(engine: Any) -> Iterator[None]:
+    """Lets what loads a checkpoint into an engine leave the optimizer's parameters as the experiment file has them.
+
+    DeepSpeed takes those of the checkpoint, so that a learning rate could never be changed. What a schedule moves,
+    the learning rate and OneCycle's momentum, is where the checkpoint had left it until the schedule's next step.
+
+    Args:
+        engine: DeepSpeed's.
+    """
+    optimizer, schedule = engine.basic_optimizer, engine.lr_scheduler
+    moved = {"lr"} if schedule else set()
+    if getattr(schedule, "cycle_momentum", False):
+        moved |= {"betas", "momentum"}
+    groups = [{key: group[key] for key in optimizer.defaults.keys() - moved} for group in optimizer.param_groups]
+    yield
+    for group, settings in zip(engine.basic_optimizer.param_groups, groups, strict=True):
+        group.update(settings)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from ruamel.yaml import YAML
 
 import pictures
+import reports
 from errors import InvalidInput, one_line
 
 TEMPLATE = pathlib.Path(__file__).with_name("report.html.jinja")
@@ -47,7 +48,7 @@ class FinishedRun:
     @classmethod
     def read(cls, folder: pathlib.Path) -> FinishedRun:
         """Reads a run's folder; raises ``InvalidInput`` if it is none, or the run has not finished."""
-        if not (folder / "metrics.jsonl").exists():
+        if not (folder / reports.FILE).exists():
             what = "is not the folder of a run" if folder.is_dir() else "no such folder"
             raise InvalidInput(f"{folder}: {what}; give the --output of train.py")
         if not (folder / "summary.json").exists():
@@ -55,7 +56,7 @@ class FinishedRun:
             raise InvalidInput(f"{folder}: the run has not finished, its summary.json is missing; {mend}")
         try:
             summary, described, classification = (json.loads((folder / name).read_text()) for name in FILES)
-            metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+            metrics = reports.read(folder)
         except (OSError, ValueError) as error:
             raise InvalidInput(f"{folder}: cannot be read ({one_line(error)}); run train.py again") from error
         return cls(folder, folder.resolve().name, summary, described, classification, metrics)

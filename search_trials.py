@@ -15,6 +15,8 @@ from typing import Any
 
 import filelock
 
+import reports
+
 PROJECT = pathlib.Path(__file__).resolve().parent
 _FAULT = re.compile(r"^train\.py: (.*)", re.MULTILINE)
 _RANKS_CODE = re.compile(r"exitcode\s*: (-?\d+)")  # as torchrun reports it
@@ -87,16 +89,11 @@ class TrialRun:
 
     def validations(self) -> list[dict[str, Any]]:
         """Its validations so far."""
-        return [entry for entry in self._metrics() if entry["group"] == "validation"]
+        return [entry for entry in reports.read(self.folder) if entry["group"] == "validation"]
 
     def steps(self) -> int:
         """The optimizer steps that it has reported."""
-        return max((entry["steps_completed"] for entry in self._metrics()), default=0)
-
-    def _metrics(self) -> list[dict[str, Any]]:
-        file = self.folder / "metrics.jsonl"
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return max((entry["steps_completed"] for entry in reports.read(self.folder)), default=0)
 
     def failure(self) -> tuple[str, str]:
         """How a trial without a summary ended, ``invalid`` or ``failed``, and why."""

@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     output = pathlib.Path(
         args.output or f"runs/{pathlib.Path(args.config).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     )
-    with harness.trial_context(loaded, output) as context:
+    with harness.trial_context(loaded, output, bool(args.resume)) as context:
         checkpoint = harness.checkpoint_to_resume(context, args.resume)
         trial = CIFARTrial(context)
         started = time.perf_counter()

@@ -148,7 +148,7 @@ def two_checkpoints(tmp_path_factory):
     return run
 
 
-MODEL = "model0/mp_rank_00_model_states.pt"
+MODEL, METADATA = "model0/mp_rank_00_model_states.pt", "metadata.json"
 
 
 class Smuggled:
@@ -201,6 +201,12 @@ DAMAGE = {
     "truncated": (truncate, [], [MODEL, "is truncated", OTHER, "(step 2)"]),
     "altered": (alter, [], [MODEL, "is not what was written", OTHER]),
     "missing": (lambda folder: (folder / MODEL).unlink(), [], [MODEL, "is missing", OTHER]),
+    "no metadata": (lambda folder: (folder / METADATA).unlink(), [], [f"{METADATA}: is missing", OTHER]),
+    "metadata of nothing": (
+        lambda folder: (folder / METADATA).write_text("[]"),
+        [],
+        [f"{METADATA}: cannot be read", OTHER],
+    ),
     "foreign": (lambda folder: (folder / "model0/other.pt").touch(), [], ["other.pt", "does not belong", OTHER]),
     "truncated, downloaded": (without_digests(truncate), [], [MODEL, "cannot be loaded safely"]),
     "missing, downloaded": (
@@ -218,6 +224,11 @@ DAMAGE = {
     "command in the engine": (smuggle(MODEL), [], [MODEL, "posix.system"]),
     "other net": (None, overrides(hyperparameters__moe="true"), ["hyperparameters.moe: True", "made with False"]),
     "other optimizer": (None, overrides(**{f"{DEEPSPEED}optimizer__type": "SGD"}), ["optimizer.type", "adam"]),
+    "other state": (
+        None,
+        overrides(**{f"{DEEPSPEED}optimizer__params__amsgrad": "true"}),
+        ["optimizer.params.amsgrad: True", "made with False"],
+    ),
     "other precision": (
         None,
         overrides(**{f"{DEEPSPEED}bf16__enabled": "true"}),
@@ -266,6 +277,37 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(damaged_runs, case):
     assert len(run.stderr.splitlines()) == (2 if case == "stage 0 to 2" else 1)
     assert not (run.output / "checkpoints/called").exists()
     assert contents(run.output) == before[case]
+
+
+def test_new_values_of_the_optimizer_hold_after_a_resume(tmp_path):
+    """As `run.json` says; and the moments go on: the same values give the bits of a run without a stop."""
+    constant = overrides(scheduling_unit=1, **{f"{DEEPSPEED}scheduler": "null"})
+    first, rest = (
+        overrides(hyperparameters__max_length="{batches: 3}"),
+        overrides(hyperparameters__max_length="{batches: 6}"),
+    )
+    new = {"lr": 0.0005, "weight_decay": 0.3, "betas": "[0.5, 0.9]"}
+    names = ["same", *new]
+    runs = train_many(tmp_path, {name: [*DIGITS, *constant, *first] for name in names})
+    assert all(run.code == 0 for run in runs.values())
+    changed = {name: overrides(**{f"{DEEPSPEED}optimizer__params__{name}": value}) for name, value in new.items()}
+    rows = {name: [*DIGITS, *constant, *rest, *changed.get(name, []), *LATEST] for name in names}
+    runs = train_many(tmp_path, rows)
+    rates = [entry["learning_rate"] for entry in runs["lr"].metrics if entry["group"] == "training"]
+    assert rates == [0.002] * 3 + [0.0005] * 3
+    assert len({run.summary["weights_sha256"] for run in runs.values()}) == len(names)
+
+
+def test_a_run_is_not_replaced(two_checkpoints, tmp_path):
+    """Nor is a folder used whose parts are not what a run would write."""
+    shutil.copytree(two_checkpoints.output, tmp_path / "again")
+    (tmp_path / "odd/metrics.jsonl").mkdir(parents=True)
+    before = contents(tmp_path / "again")
+    runs = train_many(tmp_path, {"again": TWO, "odd": TWO})
+    assert [run.code for run in runs.values()] == [2, 2]
+    assert "holds a run; --resume latest goes on with it" in runs["again"].stderr
+    assert "metrics.jsonl: is a folder" in runs["odd"].stderr
+    assert contents(tmp_path / "again") == before
 
 
 def test_the_whole_checkpoint_offered_goes_on(two_checkpoints, tmp_path):

@@ -1,0 +1,32 @@
+"""What a run has reported, read back from its ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+from typing import Any
+
+FILE = "metrics.jsonl"
+
+
+def read(run: pathlib.Path) -> list[dict[str, Any]]:
+    """Gives a run's reports of training and validation, in order.
+
+    Lines that are no report, such as a last one that was cut off when the run was killed, are left out.
+
+    Args:
+        run: its folder; one without the file has no reports.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    file = run / FILE
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and "group" in entry and isinstance(entry.get("steps_completed"), int):
+                found.append(entry)
+    return found
