@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from errors import InvalidInput, nearest
-from hyperparameters import is_number
+from rules import is_number
 
 
 @dataclass(frozen=True)

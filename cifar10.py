@@ -19,6 +19,7 @@ from errors import InvalidInput, one_line
 from host_lock import host_lock
 
 _CIFAR = torchvision.datasets.CIFAR10
+CLASSES = "airplane automobile bird cat deer dog frog horse ship truck".split()
 
 
 def load(root: pathlib.Path, split: str, may_download: bool, size: tuple[int, int]) -> tuple[Tensor, Tensor, list[str]]:

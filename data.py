@@ -21,9 +21,10 @@ import cifar10
 import image_folder
 from augment import Augmentation
 from errors import InvalidInput, nearest
-from hyperparameters import is_count, is_number
+from rules import is_count, is_number
 
 IMAGE_SIZE = 32  # what Net takes, in pixels
+MOST_PIXELS = {"digits": 512, "": 8192}  # of a side; digits are enlarged in memory
 DEVICES = ("auto", "cpu", "cuda")
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that take 0 to 255 to [-1, 1]
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as torchvision's pretrained weights take them
@@ -128,12 +129,13 @@ class DataConfig:
         if not isinstance(parsed.download, bool):
             faults.append(f"data.download: {parsed.download!r}: must be true or false")
         sides = parsed.image_size
-        if not (isinstance(sides, tuple) and len(sides) == 2 and all(is_count(each, 1) for each in sides)):
-            must = "must be a whole number of pixels, or [height, width]"
+        most = MOST_PIXELS.get(str(parsed.dataset), MOST_PIXELS[""])
+        if not (isinstance(sides, tuple) and len(sides) == 2 and all(is_count(s, 1) and s <= most for s in sides)):
+            must = f"must be a whole number of pixels of at most {most:,}, or [height, width]"
             faults.append(f"data.image_size: {section['image_size']!r}: {must}")
             sides = (IMAGE_SIZE, IMAGE_SIZE)
-        if parsed.resize is not None and not is_count(parsed.resize, min(sides)):
-            must = f"must be a whole number of pixels of at least image_size ({min(sides)})"
+        if parsed.resize is not None and not (is_count(parsed.resize, min(sides)) and parsed.resize <= most):
+            must = f"must be a whole number of pixels from image_size ({min(sides)}) to {most:,}"
             faults.append(f"data.resize: {parsed.resize!r}: {must}")
         faults += _normalize_faults(parsed.normalize)
         if parsed.device not in DEVICES:
@@ -232,9 +234,11 @@ def count(config: DataConfig, split: str) -> int:
     return {"cifar10": {"train": 50_000, "test": 10_000}, "digits": {"train": 1437, "test": 360}}[config.dataset][split]
 
 
-def class_count(config: DataConfig) -> int:
-    """How many classes the dataset has; raises as ``count`` does."""
-    return image_folder.class_count(pathlib.Path(config.root)) if config.dataset == "imagefolder" else 10
+def classes(config: DataConfig) -> list[str]:
+    """The names of the dataset's classes; raises as ``count`` does."""
+    if config.dataset == "imagefolder":
+        return image_folder.classes_of(pathlib.Path(config.root))
+    return list(cifar10.CLASSES) if config.dataset == "cifar10" else [str(digit) for digit in range(10)]
 
 
 DATASETS: dict[str, Callable[[DataConfig, str], Loaded]] = {

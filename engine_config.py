@@ -27,8 +27,9 @@ from engine_rules import (
     zero_stage,
 )
 from errors import InvalidInput, nearest, one_line
-from hyperparameters import is_count, is_moe
-from optimizer_rules import accepted, built_faults, optimizer_class, schedule_class, schedule_faults
+from hyperparameters import is_moe
+from optimizer_rules import RATE, built_faults, optimizer_class, rules, schedule_class, schedule_faults
+from rules import is_count
 
 # Where each schedule keeps its peak; WarmupCosineLR scales the optimizer's learning rate and so has none.
 PEAK_KEYS = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr"}
@@ -134,8 +135,9 @@ def _inherit(base: dict[str, Any], overrides: Mapping[str, Any]) -> None:
         old = _at(base, key)
         if isinstance(kind, str) and kind != old.get("type") and isinstance(old.get("params"), dict):
             cls = find(kind)
-            if cls is not None:
-                base[key]["params"] = {k: v for k, v in old["params"].items() if k in accepted(cls)}
+            # DeepSpeed's own for GPUs do not say what they take; all take these.
+            takes = rules(cls) if cls else dict.fromkeys(("lr", "weight_decay"), RATE)
+            base[key]["params"] = {k: v for k, v in old["params"].items() if k in takes and takes[k][0](v)}
 
 
 def _merge_faults(base: Any, overrides: Mapping[str, Any], path: str = "") -> list[str]:
@@ -252,11 +254,11 @@ def _follow_length(config: dict[str, Any], replicas: int, steps: Callable[[int, 
     if scheduler["type"] == "OneCycle":
         params.setdefault("cycle_min_lr", params["cycle_max_lr"] / 10)
         cls = optimizer_class(config["optimizer"]["type"])
-        if cls is not None and "betas" not in accepted(cls):
+        if cls is not None and "betas" not in rules(cls):
             params.setdefault("cycle_momentum", False)  # it cycles the first beta
     if total is None:
         return
-    takes = accepted(schedule_class(scheduler["type"]))
+    takes = rules(schedule_class(scheduler["type"]))
     if "total_num_steps" in takes:
         params.setdefault("total_num_steps", total)
     if "warmup_num_steps" in takes:

@@ -16,8 +16,9 @@ import pydantic
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 
 from errors import nearest, one_line
-from hyperparameters import is_count, is_moe, is_number
+from hyperparameters import is_moe
 from optimizer_rules import optimizer_class, optimizer_faults, optimizer_names, scheduler_faults
+from rules import Rule, is_bool, is_count, is_number
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
 BATCH_KEYS = ("train_batch_size", MICRO_BATCH, "gradient_accumulation_steps")
@@ -99,6 +100,9 @@ def _value_faults(key: str, value: Any) -> list[str]:
     if isinstance(default, float) and not is_number(value):
         return [f"{key}: {value!r}: must be a number of at least 0"]
     if isinstance(value, Mapping):
+        faults = _inner_faults(key, value)
+        if faults:
+            return faults
         known = known_keys(key)
         unknown = [inner for inner in value if known and inner not in known] if not _is_model(key) else []
         if unknown:
@@ -111,8 +115,30 @@ def _value_faults(key: str, value: Any) -> list[str]:
     except pydantic.ValidationError as error:
         return [_model_fault(key, detail) for detail in error.errors()]
     except Exception as error:  # DeepSpeed's own checks raise errors of many types
+        if key in ("fp16", "bf16") and isinstance(error, AssertionError):
+            return []  # what goes with which stage; the whole is yet to be checked
         return [f"{key}: {value!r}: DeepSpeed refuses it ({one_line(error)}); mend or remove it"]
     return []
+
+
+_INNER: dict[str, Rule] = {
+    "fp16.initial_scale_power": (lambda v: is_count(v, 0) and v <= 62, "must be a whole number from 0 to 62"),
+    "flops_profiler.profile_step": (lambda v: is_count(v, 1), "must be a whole number of at least 1"),
+    "flops_profiler.module_depth": (lambda v: is_count(v, -1), "must be a whole number of at least -1"),
+    "flops_profiler.top_modules": (lambda v: is_count(v, 1), "must be a whole number of at least 1"),
+    "flops_profiler.detailed": (is_bool, "must be true or false"),
+    "zero_optimization.legacy_stage1": (lambda v: v is False, "DeepSpeed has it no more; remove it"),
+}
+
+
+def _inner_faults(section: str, values: Mapping[str, Any]) -> list[str]:
+    """Checks what DeepSpeed takes unseen, and fails at in training."""
+    faults = []
+    for key, value in values.items():
+        holds, must = _INNER.get(f"{section}.{key}", (lambda _: True, ""))
+        if not holds(value):
+            faults.append(f"{section}.{key}: {value!r}: {must}")
+    return faults
 
 
 _MODELS = {"zero_optimization": "zero_config", "fp16": "float16_config", "bf16": "bfloat16_config",
@@ -191,6 +217,8 @@ def combination_faults(config: Mapping[str, Any], hparams: Mapping[str, Any], de
             f"hyperparameters.moe_param_group: False: ZeRO stage {stage} needs a group of parameters each for experts;"
             " set it to true"
         )
+    if (config.get("zero_optimization") or {}).get("zenflow") and device == "cpu":
+        faults.append("zero_optimization.zenflow: needs a GPU, whose work it lets the CPU's steps overlap; remove it")
     if hparams.get("sync_batchnorm") and device == "cpu":
         faults.append("hyperparameters.sync_batchnorm: True: torch computes it on GPUs alone; set it to false")
     if enabled(config, "fp16") and (enabled(config, "bf16") or enabled(config, "bfloat16")):
@@ -198,6 +226,10 @@ def combination_faults(config: Mapping[str, Any], hparams: Mapping[str, Any], de
     name = (config.get("optimizer") or {}).get("type", "")
     if device == "cpu" and name.lower() in DEEPSPEED_OPTIMIZERS and optimizer_class(name) is None:
         faults.append(f"optimizer.type: {name!r}: needs a GPU; on a CPU use one of {', '.join(optimizer_names())}")
+    if name.lower() == "adagrad" and stage < 2 and dtype_name(config) in ("fp16", "bf16")[stage:]:
+        faults.append(
+            f"{at} DeepSpeed has {name} with {dtype_name(config)} from ZeRO stage 2 on; use that, or another optimizer"
+        )
     if not faults:
         faults += _refused_whole(config)
     return faults

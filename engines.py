@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,17 +22,16 @@ def refusals() -> Iterator[None]:
         yield
     except InvalidInput:
         raise
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        LookupError,
-        NotImplementedError,
-        TypeError,
-        ValueError,
-    ) as error:
+    except Exception as error:
+        # A RuntimeError, but for one, is a fault of the machine: a rank that is lost, or no memory.
+        if isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, NotImplementedError):
+            raise
+        reason = one_line(error)
+        if not str(error) or isinstance(error, KeyError):
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            reason += f" in {place.name}, {place.filename}"
         raise InvalidInput(
-            f"deepspeed_config: DeepSpeed cannot build an engine from it ({one_line(error)}); change what it names"
+            f"deepspeed_config: DeepSpeed cannot build an engine from it ({reason}); change what it names"
         ) from error
 
 

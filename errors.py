@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -29,8 +30,17 @@ class TrainingStopped(RuntimeError):
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error without its line breaks, or its type if it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """The message of an error without its line breaks; with its type if it has none, or is a key alone."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__} {text}".strip() if not text or isinstance(error, KeyError) else text
+
+
+def unloadable(error: BaseException) -> str:
+    """Why ``torch.load`` takes a file for unsafe or damaged, without its advice to load it all the same."""
+    text = one_line(error)
+    reason = r"(?:WeightsUnpickler error: |trusted source\. )(?!Please|\(2\))(.*?)\.?(?= Check the doc| Please use|$)"
+    found = re.search(reason, text)
+    return found[1] if found else text
 
 
 def nearest(key: object, known: Iterable[object]) -> str:

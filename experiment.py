@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import determined as det
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
 
 from errors import InvalidInput, nearest, one_line
+from rules import is_bool, is_count
 
 # https://docs.determined.ai/latest/reference/training/experiment-config-reference.html
 FIELDS = """bind_mounts checkpoint_policy checkpoint_storage data debug description entrypoint environment
@@ -26,11 +29,25 @@ LENGTH_UNITS = ("batches", "epochs")
 METRICS = ("accuracy", "loss", "images_per_second")
 CHECKPOINT_POLICIES = ("best", "all", "none")
 SAMPLED_TYPES = ("int", "double", "log", "categorical")
-
-
-def is_count(value: Any, least: int) -> bool:
-    """Whether it is a whole number of at least ``least``, and not a truth value."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+COMMON = "name metric smaller_is_better source_trial_id source_checkpoint_uuid max_length time_metric max_time".split()
+HALVING = [*COMMON, "max_trials", "max_concurrent_trials", "divisor", "stop_once"]
+SEARCHERS = {
+    "single": COMMON,
+    "random": [*COMMON, "max_trials", "max_concurrent_trials"],
+    "grid": [*COMMON, "max_concurrent_trials"],
+    "async_halving": [*HALVING, "num_rungs"],
+    "adaptive_asha": [*HALVING, "mode", "max_rungs", "bracket_rungs"],
+}
+# The keys of the sections that are read here.
+SECTIONS = {
+    "reproducibility": ["experiment_seed"],
+    "resources": """agent_label devices is_single_node max_slots native_parallel priority resource_pool shm_size slots
+        slots_per_trial weight""".split(),
+    "checkpoint_storage": """access_key account_url bucket checkpoint_path connection_string container container_path
+        credential endpoint_url host_path prefix propagation save_experiment_best save_trial_best save_trial_latest
+        secret_key storage_path tensorboard_path type user""".split(),
+    "profiling": ["begin_on_batch", "enabled", "end_after_batch", "sync_timings"],
+}
 
 
 def _is_metric(value: Any) -> bool:
@@ -40,12 +57,20 @@ def _is_metric(value: Any) -> bool:
 # Fields of one value: what holds of a good one, and what to say of another.
 FIELD_RULES = (
     ("resources.slots_per_trial", lambda v: is_count(v, 1), "must be a whole number of at least 1"),
+    ("searcher.name", lambda v: isinstance(v, str), "must be a searcher's name, e.g. single"),
     ("searcher.metric", _is_metric, f"no validation reports it; use {', '.join(METRICS)} or accuracy/CLASS"),
-    ("searcher.smaller_is_better", lambda v: isinstance(v, bool), "must be true or false"),
-    ("perform_initial_validation", lambda v: isinstance(v, bool), "must be true or false"),
-    ("profiling", lambda v: isinstance(v, dict), "must be a mapping, e.g. {enabled: true}"),
+    ("searcher.smaller_is_better", is_bool, "must be true or false"),
+    ("perform_initial_validation", is_bool, "must be true or false"),
+    ("profiling.enabled", is_bool, "must be true or false"),
+    ("name", lambda v: isinstance(v, str), "must be text"),
+    ("description", lambda v: isinstance(v, str), "must be text"),
     ("checkpoint_storage.save_trial_best", lambda v: is_count(v, 0), "must be a whole number of at least 0"),
     ("checkpoint_storage.save_trial_latest", lambda v: is_count(v, 0), "must be a whole number of at least 0"),
+    (
+        "reproducibility.experiment_seed",
+        lambda v: is_count(v, 0) and v < 2**31,
+        "must be a whole number from 0 to 2147483647",
+    ),
     ("scheduling_unit", lambda v: is_count(v, 1), "must be a whole number of at least 1"),
     ("checkpoint_policy", lambda v: v in CHECKPOINT_POLICIES, f"must be one of {', '.join(CHECKPOINT_POLICIES)}"),
 )
@@ -113,8 +138,17 @@ class Experiment:
 
     @property
     def smaller_is_better(self) -> bool:
-        """Whether smaller values of ``metric`` are better."""
-        return bool(_section(self.config, "searcher").get("smaller_is_better", True))
+        """Whether smaller values of ``metric`` are better: so Determined takes them, where a file does not say."""
+        section = _section(self.config, "searcher")
+        chosen = section.get("smaller_is_better")
+        return section.get("metric") is not None if chosen is None else bool(chosen)
+
+    def notes(self) -> list[str]:
+        """What a file leaves to a default that may surprise."""
+        silent = _section(self.config, "searcher").get("smaller_is_better") is None
+        if not (silent and self.smaller_is_better) or self.metric == "loss":
+            return []
+        return [f"searcher.smaller_is_better: None: so less {self.metric} is better, as in Determined; false turns it"]
 
 
 def _section(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
@@ -158,11 +192,24 @@ def read(path: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
         raise InvalidInput(f"--config: {path}: holds no experiment configuration; see const.yaml for one")
     for override in overrides:
         _override(config, override)
+    try:
+        json.dumps(config)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInput(f"--config: {path}: holds what no JSON can ({one_line(error)}); mend it") from error
     return config
 
 
+class _Constructor(SafeConstructor):
+    """Makes of a date the text that it is, as Determined's master does, which keeps it as JSON."""
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+
+
 def _yaml(text: str) -> Any:
-    return YAML(typ="safe", pure=True).load(text)
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor = _Constructor
+    return yaml.load(text)
 
 
 def _override(config: dict[str, Any], override: str) -> None:
@@ -196,11 +243,19 @@ def check(config: dict[str, Any], search: bool = False) -> Experiment:
         InvalidInput: with a line for each field that is wrong.
     """
     faults = [f"{k}: {v!r}: unknown field; {nearest(k, FIELDS)}" for k, v in config.items() if k not in FIELDS]
-    mappings = ("hyperparameters", "searcher", "reproducibility", "resources", "checkpoint_storage")
+    mappings = ("hyperparameters", "searcher", *SECTIONS)
     wrong = [k for k in mappings if config.get(k) is not None and not isinstance(config[k], dict)]
     faults += [f"{k}: {config[k]!r}: must be a mapping" for k in wrong]
-    if "reproducibility" not in wrong:
-        faults += _reproducibility_faults(_section(config, "reproducibility"))
+    for section, known in SECTIONS.items():
+        if section not in wrong:
+            faults += _unknown_keys(section, _section(config, section), known)
+    if "searcher" not in wrong and not search:  # or searchers.py checks it
+        searcher = _section(config, "searcher")
+        name = searcher.get("name")
+        if isinstance(name, str) and name not in SEARCHERS:
+            faults.append(f"searcher.name: {name!r}: unknown searcher; {nearest(name, SEARCHERS)}")
+        else:
+            faults += _unknown_keys("searcher", searcher, {key for keys in SEARCHERS.values() for key in keys})
     for field in ("min_validation_period", "min_checkpoint_period"):
         if config.get(field) is not None:
             faults += _unit_faults(field, config[field], PERIOD_UNITS, least=0)
@@ -224,14 +279,8 @@ def check(config: dict[str, Any], search: bool = False) -> Experiment:
     return Experiment(config, hyperparameters)
 
 
-def _reproducibility_faults(section: Mapping[str, Any]) -> list[str]:
-    faults = []
-    for key, value in section.items():
-        if key != "experiment_seed":
-            faults.append(f"reproducibility.{key}: {value!r}: unknown key; {nearest(key, ['experiment_seed'])}")
-        elif not is_count(value, 0) or value >= 2**31:
-            faults.append(f"reproducibility.experiment_seed: {value!r}: must be a whole number from 0 to 2147483647")
-    return faults
+def _unknown_keys(path: str, section: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    return [f"{path}.{k}: {v!r}: unknown key; {nearest(k, known)}" for k, v in section.items() if k not in known]
 
 
 def _unit_faults(field: str, value: Any, units: tuple[str, ...], least: int) -> list[str]:

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import nets
 from errors import InvalidInput, nearest
-
-Rule = tuple[Callable[[Any], bool], str]  # what holds of a good value, and what to say of another
-
-
-def is_count(value: Any, least: int) -> bool:
-    """Whether the value is a whole number of at least ``least``."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def is_number(value: Any, least: float = 0.0, below: float = float("inf")) -> bool:
-    """Whether the value is a number from ``least`` to less than ``below``."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < below
-
-
-def is_bool(value: Any) -> bool:
-    """Whether the value is true or false."""
-    return isinstance(value, bool)
-
-
-def one_of(*choices: Any) -> Rule:
-    """The rule that a value is one of the choices."""
-    return lambda value: value in choices, f"must be one of {', '.join(map(str, choices))}"
+from rules import Rule, is_bool, is_count, is_number, one_of
 
 
 def _counts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(is_count(each, 1) for each in value)
+
+
+def _is_beta(value: Any) -> bool:
+    """Whether a beta distribution can be drawn from with it: of less, torch's both draws are 0."""
+    return is_number(value, 0, 1e6) and (value == 0 or value >= 0.001)
 
 
 def _is_pattern(text: str) -> bool:
@@ -74,8 +58,8 @@ OWN: dict[str, Rule] = {
     "checkpoint_activations": (is_bool, "must be true or false"),
     "sync_batchnorm": (is_bool, "must be true or false"),
     "label_smoothing": (lambda v: is_number(v, 0, 1), "must be a number from 0 to below 1"),
-    "mixup": (is_number, "must be a number of at least 0, e.g. 0.2"),
-    "cutmix": (is_number, "must be a number of at least 0, e.g. 1"),
+    "mixup": (_is_beta, "must be 0 or a number of at least 0.001, e.g. 0.2"),
+    "cutmix": (_is_beta, "must be 0 or a number of at least 0.001, e.g. 1"),
     "early_stopping": (
         _is_early_stopping,
         "must be e.g. {metric: loss, patience: 3, min_improvement: 0.01}: validations to wait, and for how much",

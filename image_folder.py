@@ -49,7 +49,7 @@ def load(
     Raises:
         InvalidInput: if a folder is missing or empty, the splits' classes differ, or a file is not readable.
     """
-    classes = _classes(root)
+    classes = classes_of(root)
     files = _files(root, split, classes)
     fingerprint = _fingerprint(root / split, files, classes, image_size)
     with host_lock(root, "images") as folder:
@@ -86,20 +86,15 @@ def files_of(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
 
 def count(root: pathlib.Path, split: str) -> int:
     """How many image files a split has; raises as ``load`` does."""
-    return len(_files(root, split, _classes(root)))
-
-
-def class_count(root: pathlib.Path) -> int:
-    """How many classes there are; raises as ``load`` does."""
-    return len(_classes(root))
+    return len(_files(root, split, classes_of(root)))
 
 
 def _subfolders(folder: pathlib.Path) -> list[str]:
     return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
 
 
-def _classes(root: pathlib.Path) -> list[str]:
-    """The class names, which must be the same in both splits."""
+def classes_of(root: pathlib.Path) -> list[str]:
+    """The class names, which must be the same in both splits; raises as ``load`` does."""
     for split in SPLITS:
         if not (root / split).is_dir():
             raise InvalidInput(

@@ -17,6 +17,7 @@ from determined import core
 
 import reports
 from errors import InvalidInput, TrainingStopped, one_line
+from experiment import Experiment
 
 _PARTIAL = ".partial-"  # what a checkpoint's folder is called until it is whole, and again while it is removed
 _METADATA = "metadata.json"
@@ -159,11 +160,11 @@ def locate(source: pathlib.Path, which: str = "latest") -> pathlib.Path:
 def _best(run: pathlib.Path, known: dict[str, dict[str, Any]]) -> str | None:
     """The checkpoint of the best validation; of equals, the earlier."""
     try:
-        searcher = json.loads((run / "run.json").read_text())["config"].get("searcher") or {}
+        experiment = Experiment(json.loads((run / "run.json").read_text())["config"], {})
+        metric, sign = experiment.metric, -1 if experiment.smaller_is_better else 1
         entries = reports.read(run)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInput(f"--checkpoint: best: {run}: its validations cannot be read ({one_line(error)})") from error
-    metric, sign = searcher.get("metric", "accuracy"), -1 if searcher.get("smaller_is_better", True) else 1
     judged_by = [each for each in entries if each["group"] == "validation" and metric in each]
     scores = {each["steps_completed"]: sign * each[metric] for each in judged_by}
     judged = [name for name in reversed(known) if known[name]["steps_completed"] in scores]

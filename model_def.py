@@ -78,6 +78,7 @@ class CIFARTrial(DeepSpeedTrial):
         plain = not self.moe and self.args.get("pipe_parallel_size", 1) == 1
         faster = plain and nets.trains_faster_channels_last(self.name, context.device.type)
         self.channels_last = self.args.get("channels_last", faster)
+        check_metrics(self.config.get("searcher") or {}, hparams, data_config)
         self._check_net(data_config)
         self.train_set = data.placed(data.load(data_config, "train"), data_config, context.device)
         self.test_set = data.placed(data.load(data_config, "test"), data_config, context.device)
@@ -203,12 +204,7 @@ class CIFARTrial(DeepSpeedTrial):
         chosen = self.args.get("early_stopping")
         if not chosen:
             return {}
-        metric = chosen.get("metric", "loss")
-        known = ("loss", "accuracy", *(f"accuracy/{name}" for name in self.train_set.classes))
-        if metric not in known:
-            key = "hyperparameters.early_stopping.metric"
-            raise InvalidInput(f"{key}: {metric!r}: no validation reports it; {nearest(metric, known)}")
-        return {"early_stopping": EarlyStopping(self.context, **{**chosen, "metric": metric})}
+        return {"early_stopping": EarlyStopping(self.context, **{"metric": "loss", **chosen})}
 
     def train_batch(
         self, dataloader_iter: Iterator[pytorch.TorchData] | None, epoch_idx: int, batch_idx: int
@@ -303,17 +299,43 @@ def check_net(hparams: Mapping[str, Any], data_config: data.DataConfig, micro_ba
     Raises:
         InvalidInput: if it does not.
     """
-    name = hparams.get("net", "net")
+    name, size, net_args = hparams.get("net", "net"), data_config.image_size, hparams.get("net_args")
     if data_config.normalize == "weights":
         nets.normalization(name)
-    nets.check(
-        name,
-        data.class_count(data_config),
-        data_config.image_size,
-        hparams.get("net_args"),
-        micro_batch,
-        bool(hparams.get("channels_last")),
-    )
+    classes = len(data.classes(data_config))
+    nets.check(name, classes, size, net_args, micro_batch, bool(hparams.get("channels_last")))
+    if is_moe(hparams):
+        return
+    outline, chosen = nets.outline(name, classes, size, net_args), hparams.get("weights")
+    if chosen and not nets.is_pretrained(name, chosen):
+        weights.start_from(outline, weights.read(chosen), chosen)
+    if hparams.get("checkpoint_activations"):
+        checkpointing.enable(outline)
+
+
+def check_metrics(searcher: Mapping[str, Any], hparams: Mapping[str, Any], data_config: data.DataConfig) -> None:
+    """Refuses a metric that no validation will report.
+
+    Args:
+        searcher: the experiment's searcher, whose metric the checkpoints and trials are compared by.
+        hparams: the trial's hyperparameters.
+        data_config: the data.
+
+    Raises:
+        InvalidInput: with the nearest one that there is.
+    """
+    known = ["loss", "accuracy", *(f"accuracy/{name}" for name in data.classes(data_config))]
+    chosen = {
+        "searcher.metric": (searcher.get("metric"), [*known, "images_per_second"]),
+        "hyperparameters.early_stopping.metric": ((hparams.get("early_stopping") or {}).get("metric"), known),
+    }
+    faults = [
+        f"{key}: {metric!r}: no validation reports it; {nearest(metric, names)}"
+        for key, (metric, names) in chosen.items()
+        if metric is not None and metric not in names
+    ]
+    if faults:
+        raise InvalidInput(faults)
 
 
 def steps_of(max_length: Mapping[str, int] | None, data_config: data.DataConfig) -> Callable[[int, int], int] | None:

@@ -57,7 +57,10 @@ def build(name: str, num_classes: int, image_size: tuple[int, int], net_args: Ma
     given = dict(net_args or {})
     try:
         if name in own.NETS:
-            return own.NETS[name](num_classes, **given)
+            made = own.NETS[name](num_classes, **given)
+            if not isinstance(made, nn.Module):
+                raise TypeError(f"its function in net.py gives a {type(made).__name__}, no nn.Module")
+            return made
         if name in VIT:
             sizes = dict(zip(VIT_KEYS, VIT[name], strict=True))
             given = {"image_size": image_size[0], **sizes, **given}
@@ -71,10 +74,9 @@ def build(name: str, num_classes: int, image_size: tuple[int, int], net_args: Ma
     except (InvalidInput, NotImplementedError):
         raise
     except Exception as error:  # each network refuses in its own way
-        raise InvalidInput(
-            f"hyperparameters.net_args: {dict(net_args or {})!r}: {name} cannot be made with image_size"
-            f" {image_size[0]}x{image_size[1]} ({one_line(error)}); change them"
-        ) from error
+        key = f"hyperparameters.net_args: {given!r}: {name}" if net_args else f"hyperparameters.net: {name!r}:"
+        shown = f"image_size {image_size[0]}x{image_size[1]}"
+        raise InvalidInput(f"{key} cannot be made with {shown} ({one_line(error)}); change that") from error
 
 
 def outline(name: str, num_classes: int, image_size: tuple[int, int], net_args: Mapping[str, Any] | None) -> nn.Module:
@@ -85,7 +87,7 @@ def outline(name: str, num_classes: int, image_size: tuple[int, int], net_args: 
     try:
         with torch.device("meta"):
             return build(name, num_classes, image_size, net_args)
-    except NotImplementedError:  # such as RegNet, which computes its widths by tensors
+    except (InvalidInput, NotImplementedError):  # such as RegNet, which computes its widths by tensors
         with torch.random.fork_rng(devices=[]):
             return build(name, num_classes, image_size, net_args).to("meta")
 
@@ -129,8 +131,28 @@ def check(
     if name == "net-moe":
         name, net_args = "net", None
     made = outline(name, num_classes, image_size, net_args)
-    with torch.device("meta"):
-        images = torch.empty(micro_batch, 3, *image_size)
+    if not any(parameter.requires_grad for parameter in made.parameters()):
+        raise InvalidInput(f"hyperparameters.net: {name!r}: has no parameter to train; give it one, or another net")
+    try:
+        _try(name, made, torch.device("meta"), num_classes, image_size, micro_batch, channels_last)
+    except InvalidInput:  # by a fault of its own, or because it needs the values, as by item() or bool()
+        with torch.random.fork_rng(devices=[]):
+            made = build(name, num_classes, image_size, net_args)
+            _try(name, made, torch.device("cpu"), num_classes, image_size, min(micro_batch, 2), channels_last)
+
+
+def _try(
+    name: str,
+    made: nn.Module,
+    device: torch.device,
+    num_classes: int,
+    image_size: tuple[int, int],
+    micro_batch: int,
+    channels_last: bool,
+) -> None:
+    """Runs a network on a device; arguments and errors as those of ``check``."""
+    with device:
+        images = torch.zeros(micro_batch, 3, *image_size)
         turned = images.contiguous(memory_format=torch.channels_last)
         shown = f"{image_size[0]}x{image_size[1]}"
         try:
@@ -146,6 +168,9 @@ def check(
                     f"train_micro_batch_size_per_gpu: {micro_batch}: the smallest micro-batch is too small for {name}'s"
                     " batch normalization; use one that leaves 2 images or more in an epoch's last step"
                 ) from error
+            if name in own.NETS and name != "net":
+                fault = f"hyperparameters.net: {name!r}: fails on images of {shown} ({reason}); mend it"
+                raise InvalidInput(f"{fault}, or change data.image_size") from error
             raise InvalidInput(f"data.image_size: {shown}: {name} does not take it ({reason}); use another") from error
         try:
             if channels_last:

@@ -14,7 +14,7 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from errors import nearest, one_line
-from hyperparameters import Rule, is_bool, is_count, is_number, one_of
+from rules import Rule, is_bool, is_count, is_finite, is_number, one_of
 
 ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # DeepSpeed's own, taken off before torch's Adam
 
@@ -25,6 +25,8 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer] | None:
         return torch.optim.AdamW
     if name.lower() == "adagrad":
         return torch.optim.Adagrad
+    if name.lower() in DEEPSPEED_OPTIMIZERS:
+        return None
     found = getattr(torch.optim, name, None)
     usable = inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)
     return found if usable and name not in ("Optimizer", "LBFGS", "SparseAdam") else None
@@ -40,32 +42,70 @@ def schedule_class(name: str) -> Any:
     return getattr(lr_schedules, name) if name in lr_schedules.VALID_LR_SCHEDULES else None
 
 
-def accepted(cls: Any) -> set[str]:
-    """The parameters that an optimizer's or a schedule's class takes."""
-    return set(inspect.signature(cls.__init__).parameters) - {"self", "params", "optimizer", "last_batch_iteration"}
-
-
+RATE: Rule = (lambda v: is_number(v, 0, 1e6), "must be a number from 0 to 1e6")
+_SHARE: Rule = (lambda v: is_number(v, 0, 1), "must be a number from 0 to below 1")
+_SWITCH: Rule = (is_bool, "must be true or false")
 _PARAMS: dict[str, Rule] = {
+    **dict.fromkeys(("lr", "weight_decay", "warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr"), RATE),
+    **dict.fromkeys(("lr_range_test_min_lr", "lr_range_test_step_rate", "decay_lr_rate", "decay_mom_rate"), RATE),
+    **dict.fromkeys(("momentum", "cycle_min_mom", "cycle_max_mom"), _SHARE),
     **dict.fromkeys(
-        ("lr", "weight_decay", "eps", "warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr"),
-        (lambda v: is_number(v, 0, 1e6), "must be a number from 0 to 1e6"),
+        ("cos_min_ratio", "warmup_min_ratio"), (lambda v: v == 1 or is_number(v, 0, 1), "must be a number from 0 to 1")
     ),
-    "momentum": (lambda v: is_number(v, 0, 1), "must be a number from 0 to below 1"),
+    **dict.fromkeys(
+        ("capturable", "differentiable"), (lambda v: v is False, "DeepSpeed's steps do not go with it; remove it")
+    ),
+    **dict.fromkeys(("foreach", "fused"), (lambda v: v is None or is_bool(v), "must be true, false or null")),
+    "decay_step_size": (lambda v: is_count(v, 0), "must be a whole number of at least 0"),
     "betas": (
         lambda v: isinstance(v, (list, tuple)) and len(v) == 2 and all(is_number(each, 0, 1) for each in v),
         "must be two numbers from 0 to below 1",
     ),
     **dict.fromkeys(
-        ("warmup_num_steps", "total_num_steps", "cycle_first_step_size", "cycle_second_step_size"),
+        (
+            "warmup_num_steps",
+            "total_num_steps",
+            "cycle_first_step_size",
+            "cycle_second_step_size",
+            "lr_range_test_step_size",
+        ),
         (lambda v: is_count(v, 1), "must be a whole number of at least 1"),
     ),
     "warmup_type": one_of("log", "linear"),
-    "torch_adam": (is_bool, "must be true or false"),
-    "adam_w_mode": (is_bool, "must be true or false"),
+    **dict.fromkeys(ADAM_SWITCHES, _SWITCH),
 }
 
 
-def _section_faults(key: str, section: Any, names: list[str], known: Callable[[str], set[str] | None]) -> list[str]:
+def rules(cls: Any) -> dict[str, Rule]:
+    """The parameters that an optimizer's or a schedule's class takes, and what holds of each."""
+    given = {"self", "params", "optimizer", "last_batch_iteration"}
+    takes = {name: each.default for name, each in inspect.signature(cls.__init__).parameters.items()}
+    return {name: _PARAMS.get(name) or _like(default) for name, default in takes.items() if name not in given}
+
+
+def _like(default: Any) -> Rule:
+    """The rule that a value is of its default's kind."""
+    if isinstance(default, bool):
+        return _SWITCH
+    if isinstance(default, (int, float)):
+        return is_finite, f"must be a number, e.g. {default:g}"
+    if isinstance(default, tuple):
+        shown = ", ".join("null" if each is None else f"{each:g}" for each in default)
+        return lambda v: _is_tuple_like(v, default), f"must be {len(default)} numbers, e.g. [{shown}]"
+    return lambda v: v is None or is_finite(v) or isinstance(v, str), "must be a number"
+
+
+def _is_tuple_like(value: Any, default: tuple[Any, ...]) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == len(default)
+        and all(is_finite(v) or (v is None and d is None) for v, d in zip(value, default, strict=True))
+    )
+
+
+def _section_faults(
+    key: str, section: Any, names: list[str], known: Callable[[str], dict[str, Rule] | None]
+) -> list[str]:
     """Checks ``{type: NAME, params: {...}}``."""
     if not isinstance(section, Mapping):
         return [f"{key}: {section!r}: must be a mapping with type and params"]
@@ -78,7 +118,7 @@ def _section_faults(key: str, section: Any, names: list[str], known: Callable[[s
     if allowed is None:
         return [*faults, f"{key}.type: {kind!r}: unknown; {nearest(kind, names)}"]
     for name, value in params.items():
-        holds, must = _PARAMS.get(name, (lambda _: True, ""))
+        holds, must = allowed.get(name) or _PARAMS.get(name) or (lambda _: True, "")
         if allowed and name not in allowed:
             faults.append(f"{key}.params.{name}: {value!r}: {kind} takes no such parameter; {nearest(name, allowed)}")
         elif not holds(value):
@@ -86,11 +126,11 @@ def _section_faults(key: str, section: Any, names: list[str], known: Callable[[s
     return faults
 
 
-def _optimizer_parameters(name: str) -> set[str] | None:
+def _optimizer_parameters(name: str) -> dict[str, Rule] | None:
     cls = optimizer_class(name)
     if cls is None:  # DeepSpeed's own for GPUs do not say what they take
-        return set() if name.lower() in DEEPSPEED_OPTIMIZERS else None
-    return accepted(cls) | (set(ADAM_SWITCHES) if cls is torch.optim.AdamW else set())
+        return {} if name.lower() in DEEPSPEED_OPTIMIZERS else None
+    return rules(cls) | (dict.fromkeys(ADAM_SWITCHES, _SWITCH) if cls is torch.optim.AdamW else {})
 
 
 def optimizer_faults(config: Mapping[str, Any]) -> list[str]:
@@ -112,9 +152,9 @@ def scheduler_faults(config: Mapping[str, Any]) -> list[str]:
     return _section_faults("scheduler", section, lr_schedules.VALID_LR_SCHEDULES, _scheduler_parameters)
 
 
-def _scheduler_parameters(name: str) -> set[str] | None:
+def _scheduler_parameters(name: str) -> dict[str, Rule] | None:
     cls = schedule_class(name)
-    return None if cls is None else accepted(cls)
+    return None if cls is None else rules(cls)
 
 
 def schedule_faults(config: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from errors import InvalidInput, one_line
+from errors import InvalidInput, one_line, unloadable
 from hyperparameters import is_moe
 
 IDENTITY = "identity.json"
@@ -162,7 +162,7 @@ def _check_pickle(file: pathlib.Path) -> None:
         with allowed():
             torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch, zipfile and pickle raise each their own
-        reason = one_line(error).split(" Please file an issue")[0].split(". This file can still be loaded")[0]
+        reason = unloadable(error)
         raise InvalidInput(f"{file}: cannot be loaded safely ({reason}); go on from another checkpoint") from error
 
 

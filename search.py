@@ -38,6 +38,7 @@ from optuna.study import StudyDirection
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
+import data
 import experiment
 import search_space
 import searchers
@@ -110,6 +111,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     try:
         search = load(args.config, args.overrides, args.parallel)
+        data_config = data.DataConfig.parse(search.experiment.config.get("data"))
+        for split in ("train", "test"):  # once for all trials, none of which can go without
+            data.load(data_config, split)
         with own_folder(output):
             return Searching(search, output).run()
     except InvalidInput as error:
@@ -157,7 +161,7 @@ def load(file: str, overrides: list[str], parallel: int) -> Search:
         faults.append(f"resources.slots_per_trial: {slots}: this machine has {torch.cuda.device_count()} GPUs")
     if faults or loaded is None:
         raise InvalidInput(list(dict.fromkeys(faults)))
-    for note in searchers.notes(searcher, parallel):
+    for note in searchers.notes(loaded, parallel):
         print(f"search.py: note: {note}", file=sys.stderr)
     if torch.cuda.is_available():
         parallel = min(parallel, torch.cuda.device_count() // slots)

@@ -13,7 +13,8 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
 from errors import nearest
-from experiment import SAMPLED_TYPES, is_count
+from experiment import SAMPLED_TYPES
+from rules import is_count, is_finite
 
 # https://docs.determined.ai/latest/reference/training/experiment-config-reference.html#hyperparameters
 RANGE_KEYS = {
@@ -132,11 +133,6 @@ def find_ranges(path: str, section: Mapping[str, Any], grid: bool) -> tuple[list
     return found, faults
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number, and not a truth value."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _range_faults(path: str, spec: Mapping[str, Any], grid: bool) -> list[str]:
     kind = spec["type"]
     known = RANGE_KEYS[kind]
@@ -147,17 +143,17 @@ def _range_faults(path: str, spec: Mapping[str, Any], grid: bool) -> list[str]:
         return faults
     ends: dict[str, Any] = {key: spec.get(key) for key in ("minval", "maxval")}
     for key, value in ends.items():
-        if kind == "int" and not (isinstance(value, int) and is_number(value)):
+        if kind == "int" and not (isinstance(value, int) and is_finite(value)):
             faults.append(f"{path}.{key}: {value!r}: must be a whole number")
-        elif not is_number(value):
-            faults.append(f"{path}.{key}: {value!r}: must be a number")
+        elif not is_finite(value):
+            faults.append(f"{path}.{key}: {value!r}: must be a number below 1e300")
     low, high = ends.values()
-    if is_number(low) and is_number(high) and low >= high:
+    if is_finite(low) and is_finite(high) and low >= high:
         mend = "exchange them" if low > high else "write the value alone"
         faults.append(f"{path}.minval: {low!r}: must be below maxval, which is {high!r}; {mend}")
     if kind == "log":
         base: Any = spec.get("base")
-        if not is_number(base) or base <= 0 or base == 1:
+        if not is_finite(base) or base <= 0 or base == 1:
             faults.append(f"{path}.base: {base!r}: must be a number above 0, e.g. 10; the values are its powers")
         elif not faults and not _finite(base, low, high):
             faults.append(

@@ -7,7 +7,7 @@ Source: https://docs.determined.ai/latest/reference/training/experiment-config-r
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +17,10 @@ from optuna.trial import FrozenTrial, TrialState
 from typing_extensions import override
 
 from errors import nearest
-from experiment import is_count
-from search_space import is_number
+from experiment import SEARCHERS, Experiment
+from rules import Rule, is_bool, is_count, is_finite
 
 MODES = ("aggressive", "standard", "conservative")
-COMMON = "name metric smaller_is_better source_trial_id source_checkpoint_uuid max_length time_metric max_time".split()
-HALVING = [*COMMON, "max_trials", "max_concurrent_trials", "divisor", "stop_once"]
-FIELDS = {
-    "single": COMMON,
-    "random": [*COMMON, "max_trials", "max_concurrent_trials"],
-    "grid": [*COMMON, "max_concurrent_trials"],
-    "async_halving": [*HALVING, "num_rungs"],
-    "adaptive_asha": [*HALVING, "mode", "max_rungs", "bracket_rungs"],
-}
 NEEDED = {
     "random": ["max_trials"],
     "async_halving": ["max_trials", "num_rungs", "time_metric", "max_time"],
@@ -43,19 +34,19 @@ EXAMPLES = {
 }
 
 
-def _whole(least: int) -> tuple[Callable[[Any], bool], str]:
+def _whole(least: int) -> Rule:
     return lambda v: is_count(v, least), f"must be a whole number of at least {least}"
 
 
 # The fields that are checked here; the rest is experiment.py's.
-RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+RULES: dict[str, Rule] = {
     "max_trials": _whole(1),
     "max_concurrent_trials": _whole(0),
     "num_rungs": _whole(1),
     "max_rungs": _whole(1),
-    "divisor": (lambda v: is_number(v) and v > 1, "must be a number above 1"),
+    "divisor": (lambda v: is_finite(v) and v > 1, "must be a number above 1"),
     "mode": (lambda v: v in MODES, f"must be one of {', '.join(MODES)}"),
-    "stop_once": (lambda v: isinstance(v, bool), "must be true or false"),
+    "stop_once": (is_bool, "must be true or false"),
     "bracket_rungs": (
         lambda v: isinstance(v, list) and all(is_count(each, 1) for each in v),
         "must be a list of whole numbers of at least 1, e.g. [3, 2]",
@@ -66,29 +57,28 @@ RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 def faults(searcher: Mapping[str, Any]) -> list[str]:
     """A line for each thing that is wrong with a searcher section."""
     name = searcher.get("name")
-    if name not in FIELDS:
-        return [f"searcher.name: {name!r}: unknown searcher; {nearest(name, FIELDS)}"]
+    if name is not None and not isinstance(name, str):
+        return []  # experiment.py says so
+    if name not in SEARCHERS:
+        return [f"searcher.name: {name!r}: unknown searcher; {nearest(name, SEARCHERS)}"]
     found = []
     for key, value in searcher.items():
-        if key not in FIELDS[name]:
-            found.append(f"searcher.{key}: {value!r}: {name} has no such field; {nearest(key, FIELDS[name])}")
+        if key not in SEARCHERS[name]:
+            found.append(f"searcher.{key}: {value!r}: {name} has no such field; {nearest(key, SEARCHERS[name])}")
         elif key in RULES and value is not None and not RULES[key][0](value):
             found.append(f"searcher.{key}: {value!r}: {RULES[key][1]}")
     missing = [key for key in NEEDED.get(name, ()) if searcher.get(key) is None]
     return found + [f"searcher.{key}: None: {name} needs it; {EXAMPLES[key]}" for key in missing]
 
 
-def notes(searcher: Mapping[str, Any], parallel: int) -> list[str]:
-    """A line for each thing that a searcher section asks for and cannot have on this machine."""
-    found = []
+def notes(experiment: Experiment, parallel: int) -> list[str]:
+    """A line for each thing that an experiment's searcher asks for and cannot have on this machine."""
+    found, searcher = experiment.notes(), experiment.config["searcher"]
     most = searcher.get("max_concurrent_trials")
     if most and most > parallel:
         found.append(f"searcher.max_concurrent_trials: {most}: {parallel} at a time here; --parallel N runs more")
     elif most and most < parallel:
         found.append(f"searcher.max_concurrent_trials: {most}: fewer than --parallel {parallel}, and so it is kept to")
-    metric = searcher.get("metric", "accuracy")
-    if searcher.get("smaller_is_better") is None and metric != "loss":
-        found.append(f"searcher.smaller_is_better: None: so less {metric} is better, as in Determined; false turns it")
     if searcher.get("stop_once") is False:
         found.append("searcher.stop_once: False: a trial that was stopped is not taken up again, as in Determined 0.38")
     divisor = searcher.get("divisor")

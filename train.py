@@ -96,11 +96,12 @@ def resolved(loaded: experiment.Experiment, slots: int) -> dict[str, Any]:
 
     from data import DataConfig
     from engine_config import resolve
-    from model_def import check_net, steps_of
+    from model_def import check_metrics, check_net, steps_of
 
     data_config, hparams = DataConfig.parse(loaded.config.get("data")), loaded.hyperparameters
     steps = steps_of(hparams["max_length"], data_config)
     config = resolve(hparams, slots, processes.device_type(), steps)
+    check_metrics(loaded.config.get("searcher") or {}, hparams, data_config)
     check_net(hparams, data_config, max(2, config["train_micro_batch_size_per_gpu"]))  # an epoch's last may be smaller
     return config
 
@@ -118,6 +119,9 @@ def run(args: argparse.Namespace) -> int:
     output = pathlib.Path(
         args.output or f"runs/{pathlib.Path(args.config).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     )
+    if not harness.on_cluster() and int(os.environ.get("RANK", 0)) == 0:
+        for note in loaded.notes():
+            print(f"train.py: note: {note}", file=sys.stderr)
     with harness.trial_context(loaded, output, bool(args.resume)) as context:
         checkpoint = harness.checkpoint_to_resume(context, args.resume)
         trial = CIFARTrial(context)

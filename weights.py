@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from errors import InvalidInput, one_line
+from errors import InvalidInput, unloadable
 
 if TYPE_CHECKING:  # what is plain PyTorch here does without DeepSpeed
     import deepspeed
@@ -133,16 +132,24 @@ def read(path: str) -> dict[str, Tensor]:
     """
     try:
         found = _load(path)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise InvalidInput(f"weights: {path}: not a readable state_dict ({one_line(error)}); give a net.pt") from error
+    except Exception as error:  # torch, zipfile and pickle raise each their own
+        raise InvalidInput(
+            f"weights: {path}: not a readable state_dict ({unloadable(error)}); give a net.pt"
+        ) from error
     for key in ("state_dict", "model"):
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     if isinstance(found, Mapping) and found and all(str(name).startswith("module.") for name in found):
         found = {name.removeprefix("module."): value for name, value in found.items()}
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+    if not isinstance(found, Mapping) or not all(_is_plain(*each) for each in found.items()):
         raise InvalidInput(f"weights: {path}: holds no state_dict; give a net.pt")
     return dict(found)
+
+
+def _is_plain(name: object, value: object) -> bool:
+    if not (isinstance(name, str) and isinstance(value, Tensor)):
+        return False
+    return value.layout == torch.strided and not (value.is_quantized or value.is_meta)
 
 
 def said(replaced: list[str], path: str) -> str:

@@ -46,7 +46,7 @@ def test_config():
         ({"download": 1}, ["data.download", "1"]),
         ({"image_size": 0}, ["data.image_size", "0", "whole number of pixels"]),
         ({"image_size": [32]}, ["data.image_size", "[32]", "[height, width]"]),
-        ({"image_size": 64, "resize": 32}, ["data.resize", "32", "at least image_size (64)"]),
+        ({"image_size": 64, "resize": 32}, ["data.resize", "32", "from image_size (64)"]),
         ({"normalize": "imagenett"}, ["data.normalize", "imagenet", "dataset"]),
         ({"normalize": {"mean": [0, 0, 0], "std": [1, 0, 1]}}, ["data.normalize", "std"]),
         ({"normalize": {"mean": [1.5, 0, 0], "std": [1, 1, 1]}}, ["data.normalize", "1.5", "0 to 1"]),

@@ -170,6 +170,44 @@ def test_ones_own_network_is_one_function(monkeypatch):
     assert layers and [name for name, _ in layers] == ["0", "1", "2", "3"]
 
 
+class NeedsValues(nn.Sequential):
+    """Cannot run on torch's meta device, where a tensor has no value."""
+
+    def __init__(self, classes):
+        rates = [each.item() for each in torch.linspace(0, 0.1, 3)]
+        super().__init__(nn.Flatten(), *(nn.Dropout(rate) for rate in rates), nn.Linear(192, classes))
+
+    def forward(self, images):
+        return super().forward(images / 2 if images.abs().max() > 9 else images)
+
+
+def test_a_network_that_needs_values_is_checked_by_computing(monkeypatch):
+    monkeypatch.setattr(own, "NETS", {**own.NETS, "values": NeedsValues})
+    state = torch.get_rng_state()
+    nets.check("values", 5, (8, 8), None, 64)
+    assert torch.equal(torch.get_rng_state(), state)
+    line = fault(nets.check, "values", 5, (9, 8), None, 64)
+    assert line.startswith("hyperparameters.net: 'values': fails on images of 9x8 (") and "216" in line
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda classes: [nn.Linear(3, classes)], "its function in net.py gives a list, no nn.Module"),
+        (lambda classes: nn.Flatten(), "has no parameter to train"),
+        (
+            lambda classes: nn.Linear(3, classes // 0),
+            "cannot be made with image_size 8x8 (integer division or modulo by zero)",
+        ),
+        (lambda classes: nn.Sequential(nn.Flatten(), nn.Linear(192, 3)), "gives (2, 3) for 2 images and 5 classes"),
+    ],
+)
+def test_a_function_that_gives_no_network_is_named(monkeypatch, made, words):
+    monkeypatch.setattr(own, "NETS", {**own.NETS, "mine": made})
+    line = fault(nets.check, "mine", 5, (8, 8), None, 2)
+    assert line.startswith("hyperparameters.net: 'mine':") and words in line
+
+
 OWN = """
 import sys
 import torch

@@ -96,6 +96,31 @@ BAD = {
     "partition by a broken pattern": (["hyperparameters.pipe_parallel_size=2", "hyperparameters.partition_method='type:['"], 2, ["partition_method", "type:["]),
     "capacity above the micro-batch": (["hyperparameters.moe=true", "hyperparameters.min_capacity=64"], 1, ["min_capacity", "64", "32"]),
     "rate beyond measure": (["D.optimizer.params.lr=1.0e+308"], 1, ["optimizer.params.lr", "1e+308"]),
+    "optimizer's flag is a word": (["D.optimizer.params.amsgrad=often"], 1, ["optimizer.params.amsgrad", "'often'"]),
+    "optimizer's number is a word": (["D.optimizer={type: SGD, params: {lr: 0.1, dampening: x}}"], 1, ["optimizer.params.dampening", "'x'"]),
+    "optimizer's pair is a word": (["D.optimizer={type: Rprop, params: {lr: 0.1, step_sizes: x}}"], 1, ["optimizer.params.step_sizes", "2 numbers"]),
+    "graph of an optimizer": (["D.optimizer.params.differentiable=true"], 1, ["optimizer.params.differentiable", "remove it"]),
+    "optimizer in 16 bits without ZeRO": (["D.optimizer={type: Adagrad, params: {lr: 0.1}}", "D.bf16.enabled=true"], 1, ["zero_optimization.stage", "Adagrad", "stage 2"]),
+    "decay to a word": (["D.scheduler={type: WarmupCosineLR, params: {cos_min_ratio: x}}"], 1, ["scheduler.params.cos_min_ratio", "'x'"]),
+    "range from a negative rate": (["D.scheduler={type: LRRangeTest, params: {lr_range_test_min_lr: -1}}"], 1, ["lr_range_test_min_lr", "-1"]),
+    "scale beyond measure": (["D.fp16={enabled: true, initial_scale_power: 200}"], 1, ["fp16.initial_scale_power", "200", "62"]),
+    "profile in step x": (["D.flops_profiler={enabled: true, profile_step: x}"], 1, ["flops_profiler.profile_step", "'x'"]),
+    "old ZeRO 1": (["Z.stage=1", "Z.legacy_stage1=true"], 1, ["zero_optimization.legacy_stage1", "remove"]),
+    "ZenFlow without a GPU": (["Z.stage=3", "Z.zenflow={topk_ratio: 0.1}"], 1, ["zero_optimization.zenflow", "GPU"]),
+    "16-bit masters without ZeRO": (["D.bf16={enabled: true, bf16_master_weights_and_grads: true}"], 1, ["deepspeed_config", "Stage 1, 2, or 3"]),
+    "mixed by nothing": (["hyperparameters.mixup=1e-300"], 1, ["hyperparameters.mixup", "1e-300", "0.001"]),
+    "length beyond measure": (["hyperparameters.max_length={epochs: 100000000000000000000}"], 1, ["max_length.epochs", "100000000000000000000"]),
+    "images beyond measure": (["data.image_size=20000"], 1, ["data.image_size", "20000", "512"]),
+    "metric of no class": (["searcher.metric=accuracy/ten"], 1, ["searcher.metric", "'accuracy/ten'"]),
+    "patience with no class": (["hyperparameters.early_stopping={metric: accuracy/ten, patience: 2}"], 1, ["early_stopping.metric", "'accuracy/ten'"]),
+    "unknown searcher": (["searcher.name=sngle"], 1, ["searcher.name", "'sngle'", "'single'"]),
+    "unknown key of the searcher": (["searcher.metrik=loss"], 1, ["searcher.metrik", "'loss'", "'metric'"]),
+    "unknown key of the resources": (["resources.slot_per_trial=1"], 1, ["resources.slot_per_trial", "'slots_per_trial'"]),
+    "unknown key of the storage": (["checkpoint_storage.save_best=1"], 1, ["checkpoint_storage.save_best", "'save_trial_best'"]),
+    "unknown key of the profiling": (["profiling.enable=true"], 1, ["profiling.enable", "'enabled'"]),
+    "weights that are not there": (["hyperparameters.weights=none.pt"], 1, ["weights: none.pt", "No such file"]),
+    "weights that are none": (["hyperparameters.weights=README.md"], 1, ["weights: README.md", "not a readable state_dict"]),
+    "blocks of a net without": (["hyperparameters.checkpoint_activations=true"], 1, ["checkpoint_activations", "no blocks"]),
     "no length": (["hyperparameters.max_length=null"], 1, ["hyperparameters.max_length", "epochs"]),
     "two lengths": (["hyperparameters.max_length={epochs: 1, batches: 2}"], 1, ["hyperparameters.max_length"]),
     "search of another length": (["searcher={name: adaptive_asha, metric: accuracy, time_metric: epochs, max_time: 3, max_trials: 2}"], 1, ["searcher.max_time", "3", "20"]),
@@ -105,10 +130,21 @@ BAD = {
 }  # fmt: skip
 
 
+# What is unusual, and as good as anything.
+TAKEN = {
+    "an optimizer with a parameter of another form": ["D.optimizer.type=Adafactor", "D.scheduler=null"],
+    "a cosine that does not decay": ["D.scheduler={type: WarmupCosineLR, params: {cos_min_ratio: 1, warmup_num_steps: 5}}"],
+    "16-bit states of an optimizer": ["D.bf16={enabled: true, bf16_master_weights_and_grads: true, bf16_optimizer_states: true}", "Z.stage=2"],
+    "a date for a name": ["name=2024-06-01"],
+    "the metric of a class": ["searcher.metric=accuracy/3"],
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory):
+    checked = {case: (changes, slots) for case, (changes, slots, _) in BAD.items()}
     rows = {}
-    for case, (changes, slots, _) in BAD.items():
+    for case, (changes, slots) in {**checked, **{case: (changes, 1) for case, changes in TAKEN.items()}}.items():
         pairs = [change.replace("D.", f"{D}.", 1) if change.startswith("D.") else change for change in changes]
         pairs = [
             f"{D}={p[2:]}" if p.startswith("D=") else p.replace("Z.", f"{Z}.", 1) if p.startswith("Z.") else p
@@ -117,6 +153,12 @@ def refusals(tmp_path_factory):
         sets = [part for pair in pairs for part in ("--set", pair)]
         rows[case] = [*DIGITS, *sets, "--check", "--slots", str(slots)]
     return train_many(tmp_path_factory.mktemp("refusals"), rows)
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_what_is_unusual_is_taken(refusals, case):
+    run = refusals[case]
+    assert (run.code, run.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("case", BAD)

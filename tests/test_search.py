@@ -44,6 +44,8 @@ REFUSALS = {
         [f"{LR}={{type: double, minval: 2, maxval: 1, count: 2}}"],
         f"{LR}.minval: 2: must be below maxval, which is 1; exchange them",
     ),
+    "no name": (GRID, ["searcher.name=[]"], "searcher.name: []: must be a searcher's name"),
+    "too wide": (ASHA, [f"{LR}={{type: double, minval: 0, maxval: 1e308}}"], f"{LR}.maxval: 1e+308: must be a number"),
     "no count": (GRID, [f"{LR}={{type: double, minval: 1, maxval: 2}}"], f"{LR}.count: None: a grid needs it;"),
     "no base": (ASHA, [f"{LR}={{type: log, minval: 1, maxval: 2}}"], f"{LR}.base: None: must be a number above 0"),
     "overflow": (ASHA, [f"{LR}={{type: log, base: 10, minval: 1, maxval: 999}}"], f"{LR}.maxval: 999: too large;"),
@@ -75,6 +77,10 @@ def test_a_search_of_invalid_trials_alone_is_refused(tmp_path, capsys):
     assert "zero_optimization.stage: 4" in capsys.readouterr().err
     assert search.main([*arguments[:-1], f"{STAGE}={{type: categorical, vals: [7]}}"]) == 2
     assert "zero_optimization.stage: 7" in capsys.readouterr().err  # mended, the same folder serves
+    missing = ["--set", "data.dataset=imagefolder", "--set", f"data.root={tmp_path}/none"]
+    assert search.main([*command(tmp_path / "other", str(PROJECT / GRID))[2:], *missing]) == 2
+    assert f"data.root: {tmp_path}/none: has no folder 'train'" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
     assert search.main([*arguments, "--output", "/proc/none"]) == 2
     assert "--output: /proc/none: cannot be made" in capsys.readouterr().err
     assert not (tmp_path / "search/trials").exists()
