@@ -123,7 +123,7 @@ def plain_loop(folder: pathlib.Path) -> None:
             pixels = torch.from_numpy(kept["pixels"]).permute(0, 3, 1, 2).contiguous()
             splits[split] = pixels.to(device), torch.from_numpy(kept["labels"]).to(device)
     (images, labels), (test_images, test_labels) = splits["train"], splits["test"]
-    test_inputs = as_inputs(test_images)
+    test_inputs = as_inputs(test_images, *recipe["normalization"])
     torch.manual_seed(recipe["seed"])
     net = Net(recipe["classes"]).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), **recipe["optimizer"])
@@ -136,7 +136,8 @@ def plain_loop(folder: pathlib.Path) -> None:
     step, last = 0, recipe["epochs"] * -(-len(labels) // recipe["batch"])
     for epoch in range(recipe["epochs"]):
         for chosen in order(epoch).to(device).split(recipe["batch"]):
-            inputs = as_inputs(augmenter(images[chosen], chosen, epoch)).contiguous(memory_format=form)
+            inputs = as_inputs(augmenter(images[chosen], chosen, epoch), *recipe["normalization"])
+            inputs = inputs.contiguous(memory_format=form)
             optimizer.zero_grad()
             F.cross_entropy(net(inputs), labels[chosen]).backward()
             if recipe["clip"]:

@@ -157,6 +157,7 @@ def write_inputs(overrides: Sequence[str], folder: pathlib.Path) -> None:
         "epochs": loaded.hyperparameters["max_length"]["epochs"],
         "optimizer": optimizer,
         "scheduler": config["scheduler"],
+        "normalization": data.normalization(data_config, data.load(data_config, "train")),
         "augment": vars(data_config.augment),
         "validate_every": period[1],
     }
