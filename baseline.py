@@ -34,11 +34,19 @@ import loaders
 import nets
 import weights
 from callbacks import Patience
-from errors import InvalidInput
+from errors import InvalidInput, one_line
 from metrics import ClassificationMetrics, summary_of
 from net import Net
+from rules import Rule, is_count, is_number
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_COUNT: Rule = (lambda v: is_count(v, 1), "must be at least 1")
+OPTIONS = {
+    **dict.fromkeys(("epochs", "max_steps", "batch_size", "accumulate", "patience"), _COUNT),
+    "lr": (lambda v: is_number(v, 0, 1e6), "must be a number from 0 to 1e6"),
+    "momentum": (lambda v: is_number(v, 0, 1), "must be a number from 0 to below 1"),
+    "min_improvement": (is_number, "must be a number of at least 0"),
+}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -101,6 +109,8 @@ def train(args: argparse.Namespace) -> None:
     schedule = make_schedule(args, optimizer, len(sampler.step_sizes))
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
+    if rank == 0:
+        own_folder(args)
     losses: list[Tensor] = []
     waiting = Patience(args.patience, args.min_improvement)
     training_seconds, started = 0.0, time.perf_counter()
@@ -157,13 +167,14 @@ def start(args: argparse.Namespace) -> tuple[int, int, torch.device]:
     """Joins the processes that torchrun started, and gives this one's rank, their number and its device.
 
     Raises:
-        InvalidInput: if the batch does not divide among the processes.
+        InvalidInput: if an option cannot be meant, or the batch does not divide among the processes.
     """
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     parts = world_size * args.accumulate
-    for option in ("epochs", "batch_size", "accumulate"):
-        if getattr(args, option) < 1:
-            raise InvalidInput(f"--{option.replace('_', '-')}: {getattr(args, option)}: must be at least 1")
+    for option, (holds, must) in OPTIONS.items():
+        value = getattr(args, option)
+        if value is not None and not holds(value):
+            raise InvalidInput(f"--{option.replace('_', '-')}: {value}: {must}")
     if args.batch_size % parts:
         raise InvalidInput(
             f"--batch-size: {args.batch_size}: does not divide among {world_size} processes x {args.accumulate}"
@@ -175,6 +186,18 @@ def start(args: argparse.Namespace) -> tuple[int, int, torch.device]:
     if world_size > 1 and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("nccl" if device else "gloo")
     return rank, world_size, device or torch.device("cpu")
+
+
+def own_folder(args: argparse.Namespace) -> None:
+    """Makes the run's folder; raises ``InvalidInput`` where that cannot be, or where a run would be replaced."""
+    args.output = args.output or f"runs/baseline-{datetime.datetime.now():%Y%m%d-%H%M%S}"
+    output = pathlib.Path(args.output)
+    if (output / "summary.json").exists():
+        raise InvalidInput(f"--output: {output}: holds a run; give another folder")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"--output: {output}: cannot be made ({one_line(error)}); give another folder") from error
 
 
 def make_optimizer(args: argparse.Namespace, net: nn.Module) -> optim.Optimizer:
@@ -230,8 +253,7 @@ def evaluate(
 
 def save(args: argparse.Namespace, net: nn.Module, losses: list[float], summary: dict[str, Any]) -> None:
     """Writes the run's folder as ``train.py`` does, and prints the accuracies."""
-    output = pathlib.Path(args.output or f"runs/baseline-{datetime.datetime.now():%Y%m%d-%H%M%S}")
-    output.mkdir(parents=True, exist_ok=True)
+    output = pathlib.Path(args.output)
     torch.save(weights.of_module(net), output / "net.pt")
     entries = [{"group": "training", "steps_completed": i, "loss": loss} for i, loss in enumerate(losses, 1)]
     (output / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))

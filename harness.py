@@ -362,7 +362,10 @@ class TrialController(det_ds.DeepSpeedTrialController):
         self.context.set_profiler(schedule=schedule)
         with self.context.profiler as profiler:
             yield
-        if self.local and profiler.step_num >= PROFILED_AFTER + 2 + PROFILED_STEPS:
+        needed = PROFILED_AFTER + 2 + PROFILED_STEPS
+        if self.local and profiler.step_num < needed:
+            print(f"no profile: its steps end with the {needed}th, and there were {profiler.step_num}", file=sys.stderr)
+        elif self.local:
             table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
             (self.local.output / "profile.txt").write_text(table)
 

@@ -82,6 +82,9 @@ def write(
         InvalidInput: if the disk is too small, or does not take it.
     """
     partial, progress = cache.with_suffix(".partial"), cache.with_suffix(".progress")
+    for file in (cache, cache.with_suffix(".raw"), partial, progress):
+        if file.is_dir():
+            raise InvalidInput(f"{file}: is a folder, where decoded images are to be kept; move it")
     for old in (cache, cache.with_suffix(".raw")):
         old.unlink(missing_ok=True)  # of other images; its room may be needed
     done = _done(partial, progress, fingerprint, shape)

@@ -12,6 +12,7 @@ import hashlib
 import multiprocessing
 import os
 import pathlib
+import stat
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -30,6 +31,7 @@ from host_lock import host_lock
 SPLITS = ("train", "test")
 _CACHE_FORMAT = 3
 _CHUNK = 64  # files a worker decodes at a time
+_SHOWN = 20  # files that are named where more cannot be read
 _EXTENSIONS = ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .tga .jp2 .avif".split()
 
 
@@ -101,6 +103,9 @@ def classes_of(root: pathlib.Path) -> list[str]:
                 f"data.root: {root}: has no folder {split!r}; it needs train/<class>/* and test/<class>/*"
             )
     train, test = (_subfolders(root / split) for split in SPLITS)
+    for name in train:
+        if name != name.encode(errors="replace").decode():
+            raise InvalidInput(f"data.root: {root / 'train'}: holds the folder {name!r}, no UTF-8 name; rename it")
     if len(train) < 2:
         found = f"only the class {train[0]!r}" if train else "no class folder"
         raise InvalidInput(
@@ -147,6 +152,8 @@ def _fingerprint(
             status = os.stat(path)
         except OSError as error:  # such as a link to nowhere
             raise InvalidInput(f"data.root: {path}: {one_line(error)}; mend or remove it") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidInput(f"data.root: {path}: is no file; remove it")
         digest.update(repr((path[start:], label, status.st_size, status.st_mtime_ns, status.st_ctime_ns)).encode())
     return digest.hexdigest()
 
@@ -159,7 +166,11 @@ def _decode(
     start: int,
     done: Callable[[int], None],
 ) -> None:
-    """Decodes the files from ``start`` on into ``target`` on all cores, with a progress bar."""
+    """Decodes the files from ``start`` on into ``target`` on all cores, with a progress bar.
+
+    Raises:
+        InvalidInput: with a line for each file that cannot be read, once all have been tried.
+    """
     paths = [path for path, _ in files]
     begins = range(start, len(paths), _CHUNK)
     chunks = [paths[begin : begin + _CHUNK] for begin in begins]
@@ -174,22 +185,38 @@ def _decode(
     )
     with bar, concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork beside threads
+        unreadable: list[str] = []
         try:
-            for end in pool.map(decode, chunks, begins):
+            for end, faults in pool.map(decode, chunks, begins):
                 bar.update(end - bar.n)
-                done(end)
+                unreadable += faults
+                if not unreadable:
+                    done(end)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    if len(unreadable) > _SHOWN:
+        more = f"data.root: {len(unreadable) - _SHOWN:,} more files are not readable; mend or remove these first"
+        unreadable = [*unreadable[:_SHOWN], more]
+    if unreadable:
+        raise InvalidInput(unreadable)
 
 
-def _decode_chunk(target: pathlib.Path, image_size: tuple[int, int], paths: list[str], begin: int) -> int:
-    """Writes images to their places in the file and gives the number of the one after them."""
-    pixels = np.ascontiguousarray([decode_image(path, image_size) for path in paths])
+def _decode_chunk(
+    target: pathlib.Path, image_size: tuple[int, int], paths: list[str], begin: int
+) -> tuple[int, list[str]]:
+    """Writes images to their places in the file; gives the number of the one after them, and what is not readable."""
+    pixels = np.zeros((len(paths), 3, *image_size), dtype=np.uint8)
+    faults = []
+    for index, path in enumerate(paths):
+        try:
+            pixels[index] = decode_image(path, image_size)
+        except InvalidInput as error:
+            faults += error.faults
     with open(target, "rb+") as file:
         file.seek(begin * pixels[0].nbytes)
         file.write(pixels.data)
-    return begin + len(paths)
+    return begin + len(paths), faults
 
 
 def decode_image(path: str | os.PathLike[str], image_size: tuple[int, int]) -> np.ndarray:

@@ -90,7 +90,8 @@ def write(path: pathlib.Path, state: dict[str, Tensor], description: Mapping[str
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         if form == "pt":
-            torch.save(dict(state), partial)
+            with open(partial, "wb") as file:  # or torch raises a RuntimeError of its own where it cannot be made
+                torch.save(dict(state), file)
         elif form == "safetensors":
             from safetensors.torch import save_file
 

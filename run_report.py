@@ -99,6 +99,8 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
         figures=_figures(runs),
         per_class=_per_class(runs),
     )
+    if not target.name or target.is_dir():
+        raise InvalidInput(f"--output: {target}: must be the name of a file, e.g. report.html")
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}")
     try:

@@ -174,12 +174,19 @@ def test_bad_input(tmp_path, capsys):
         (["--weights", str(other)], "conv1.weight is (6, 3, 3, 3), but (6, 3, 5, 5)"),
         (["--batch-size", "6", "--accumulate", "4"], "use a multiple of 4"),
         (["--epochs", "0"], "--epochs"),
+        (["--lr", "-1"], "--lr: -1.0: must be a number from 0"),
+        (["--momentum", "-1"], "--momentum: -1.0:"),
         (["--set", "data.dataset=mnist"], "'mnist'"),
     ]:
         assert run_baseline(tmp_path / "run", *arguments).code == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and lines[0].startswith("baseline.py: ") and named in lines[0], lines
     assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/summary.json").touch()
+    for output, named in [(tmp_path / "run", "holds a run"), (text, "cannot be made")]:
+        assert run_baseline(output).code == 2
+        assert f"--output: {output}: {named}" in capsys.readouterr().err
 
 
 def test_the_tutorials_recipe_is_the_default():

@@ -238,6 +238,10 @@ BAD = {
         "its classes (0, 1, 2, 3, 4, 5, 6, 7, 8, 9) are not those of",
     ),
     "no run": (lambda run, tmp: ["report", str(tmp), "--output", f"{tmp}/out.pt"], "is not the folder of a run"),
+    "no name": (
+        lambda run, tmp: ["report", str(run.output), "--output", ""],
+        "--output: .: must be the name of a file",
+    ),
     "json": (lambda run, tmp: ["export", str(run.output), f"{tmp}/net.json"], "must be the name of a file"),
 }
 
@@ -265,9 +269,19 @@ def test_a_net_of_another_form_is_refused(classifier, tmp_path, capsys):
     assert "net.json: is missing" in capsys.readouterr().err
 
 
+def test_what_cannot_be_written_is_said_in_one_line(classifier, capsys):
+    for arguments in (["export", str(classifier[1].output), "/proc/out.pt"], ["report", str(classifier[1].output)]):
+        target = [] if arguments[0] == "export" else ["--output", "/proc/none/report.html"]
+        assert checkpoint.main([*arguments, *target]) == 1
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith("checkpoint.py: cannot be written ([Errno 2]")
+
+
 def test_a_profile_is_recorded(train):
     run = train(*DIGITS, "--profile", *overrides(hyperparameters__max_length="{batches: 30}"))
     assert run.code == 0, run.stderr
     assert "aten::convolution_backward" in (run.output / "profile.txt").read_text()
     (trace,) = (run.output / "tensorboard").glob("*.pt.trace.json")
     assert "ProfilerStep#" in trace.read_text()
+    short = train(*DIGITS, "--profile", *overrides(hyperparameters__max_length="{batches: 9}"))
+    assert short.code == 0 and "no profile: its steps end with the 17th, and there were 9" in short.stderr

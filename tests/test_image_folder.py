@@ -17,6 +17,7 @@ import host_lock
 import image_cache
 import image_folder
 from data import DataConfig, ImageSet
+from errors import InvalidInput
 from image_folder import SPLITS
 
 LEFT, RIGHT = (200, 40, 30), (240, 230, 90)
@@ -310,6 +311,22 @@ def cut(path: pathlib.Path) -> None:
     path.write_bytes(path.read_bytes()[:-1500])
 
 
+def test_every_file_that_cannot_be_read_is_named_at_once(folder):
+    for index in range(image_folder._SHOWN + 3):
+        (folder / f"train/b/bad{index:02}.png").write_text("no image")
+    with pytest.raises(InvalidInput) as caught:
+        read(folder)
+    *named, more = caught.value.faults
+    assert [line.split(": ")[0][-9:] for line in named] == [f"bad{index:02}.png" for index in range(len(named))]
+    assert len(named) == image_folder._SHOWN and "3 more files are not readable" in more
+    assert caches(folder) == {}
+
+
+def test_a_folder_in_the_caches_place_is_named(folder):
+    (folder / ".images-train-32x32.raw").mkdir()
+    assert fault(read, folder).startswith(f"{folder}/.images-train-32x32.raw: is a folder")
+
+
 @table(
     "damage, parts",
     no_root=(gone(""), ["data.root: {}:", "'train'"]),
@@ -321,6 +338,8 @@ def cut(path: pathlib.Path) -> None:
     class_not_in_train=(lambda root: save(root / "test/c/1.png", 1), ["only in train: none;", "only in test: c"]),
     truncated=(lambda root: cut(root / "train/b/0.jpg"), ["{}/train/b/0.jpg:", "not a readable image", "truncated"]),
     link=(lambda root: (root / "train/b/0.png").symlink_to("nowhere"), ["{}/train/b/0.png:", "No such file"]),
+    pipe=(lambda root: os.mkfifo(root / "train/b/0.png"), ["{}/train/b/0.png:", "is no file"]),
+    name=(lambda root: os.mkdir(os.fsencode(root / "train") + b"/\xff"), ["{}/train:", "no UTF-8 name"]),
     text=(lambda root: (root / "train/b/0.png").write_text("a\nb"), ["{}/train/b/0.png:", "not a readable image"]),
 )
 def test_bad_folder(folder, damage, parts):
