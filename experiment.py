@@ -169,13 +169,19 @@ def load(path: str, overrides: Iterable[str] = (), search: bool = False) -> Expe
     return check(read(path, overrides), search)
 
 
+def on_cluster() -> bool:
+    """Whether this process runs in a trial of a Determined cluster."""
+    info = det.get_cluster_info()
+    return info is not None and info.task_type == "TRIAL"
+
+
 def from_cluster() -> Experiment | None:
     """The experiment of the Determined trial that this process runs in; None off a cluster.
 
     Its fields were checked by the master, which also chose the hyperparameters.
     """
     info = det.get_cluster_info()
-    if info is None or info.task_type != "TRIAL":
+    if info is None or not on_cluster():
         return None
     return Experiment(info.trial._config, info.trial.hparams)
 

@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     output = pathlib.Path(
         args.output or f"runs/{pathlib.Path(args.config).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     )
-    if not harness.on_cluster() and int(os.environ.get("RANK", 0)) == 0:
+    if not experiment.on_cluster() and int(os.environ.get("RANK", 0)) == 0:
         for note in loaded.notes():
             print(f"train.py: note: {note}", file=sys.stderr)
     with harness.trial_context(loaded, output, bool(args.resume)) as context:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import torch
+from deepspeed.accelerator import get_accelerator
 
 import data
 import experiment
@@ -33,7 +34,7 @@ def startup(request: dict[str, Any], answer: pathlib.Path) -> None:
     class OneStep(CIFARTrial):
         def train_batch(self, *args: Any) -> dict[str, Any]:
             metrics = super().train_batch(*args)
-            harness.get_accelerator().synchronize()
+            get_accelerator().synchronize()
             answer.write_text(json.dumps({"imports": IMPORTED - began, "first_step": time.time() - IMPORTED}))
             return metrics
 
@@ -63,7 +64,7 @@ def validation(request: dict[str, Any], answer: pathlib.Path) -> None:
                 for name, run in contenders.items():
                     since = time.perf_counter()
                     run()
-                    harness.get_accelerator().synchronize()
+                    get_accelerator().synchronize()
                     if repeat:
                         times[name].append(time.perf_counter() - since)
 

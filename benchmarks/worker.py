@@ -23,6 +23,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from determined import pytorch
 from determined.pytorch import deepspeed as det_ds
 from torch.nn import functional as F
@@ -34,6 +35,7 @@ import experiment
 import harness
 import nets
 from benchmarks.peers import Pictures
+from controller import TrialController
 from engine_rules import dtype_name
 from errors import InvalidInput
 from model_def import DTYPES, CIFARTrial
@@ -53,7 +55,7 @@ def main(contender: str, request: dict[str, Any]) -> None:
                 torch.distributed.barrier()
                 since = time.perf_counter()
                 images = run(steps)
-                harness.get_accelerator().synchronize()
+                get_accelerator().synchronize()
                 if distributed.rank == 0:
                     print("trained", images, time.perf_counter() - since, flush=True)
 
@@ -236,7 +238,7 @@ class Timing:
         return sum(sizes[step % len(sizes)] for step in range(since, until))
 
 
-class TrialTiming(Timing, harness.TrialController):
+class TrialTiming(Timing, TrialController):
     """This package's controller."""
 
     counts_from_start = True
