@@ -97,9 +97,10 @@ def train(args: argparse.Namespace) -> None:
     # 2. Network.
     plain = Net(len(train_set.classes))
     if args.weights:
-        replaced = weights.start_from(plain, weights.read(args.weights), args.weights)
+        label = f"--weights: {args.weights}"
+        replaced = weights.start_from(plain, weights.read(args.weights, label), label)
         if replaced and rank == 0:
-            print(weights.said(replaced, args.weights), file=sys.stderr)
+            print(weights.said(replaced, label), file=sys.stderr)
     plain.to(device)
     net: nn.Module = DistributedDataParallel(plain) if world_size > 1 else plain
 

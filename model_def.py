@@ -164,12 +164,11 @@ class CIFARTrial(DeepSpeedTrial):
     def _start_from(self, net: nn.Module) -> nn.Module:
         chosen = self.args.get("weights")
         if chosen:
-            state = (
-                nets.pretrained(self.name, chosen) if nets.is_pretrained(self.name, chosen) else weights.read(chosen)
-            )
-            replaced = weights.start_from(net, state, chosen)
+            label, ready = f"hyperparameters.weights: {chosen}", nets.is_pretrained(self.name, chosen)
+            state = nets.pretrained(self.name, chosen) if ready else weights.read(chosen, label)
+            replaced = weights.start_from(net, state, label)
             if replaced and self.context.distributed.rank == 0:
-                print(weights.said(replaced, chosen), file=sys.stderr)
+                print(weights.said(replaced, label), file=sys.stderr)
         return net
 
     def _check_net(self, data_config: data.DataConfig) -> None:
@@ -308,7 +307,8 @@ def check_net(hparams: Mapping[str, Any], data_config: data.DataConfig, micro_ba
         return
     outline, chosen = nets.outline(name, classes, size, net_args), hparams.get("weights")
     if chosen and not nets.is_pretrained(name, chosen):
-        weights.start_from(outline, weights.read(chosen), chosen)
+        label = f"hyperparameters.weights: {chosen}"
+        weights.start_from(outline, weights.read(chosen, label), label)
     if hparams.get("checkpoint_activations"):
         checkpointing.enable(outline)
 

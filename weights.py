@@ -94,13 +94,13 @@ def of_module(module: nn.Module) -> dict[str, Tensor]:
     return {name: weight.detach().float().cpu() for name, weight in sorted(module.state_dict().items())}
 
 
-def start_from(module: nn.Module, found: Mapping[str, Tensor], path: str) -> list[str]:
+def start_from(module: nn.Module, found: Mapping[str, Tensor], label: str) -> list[str]:
     """Puts weights into a network that is to be trained, all but those of a last layer for other classes.
 
     Args:
         module: the network.
         found: the weights by name.
-        path: what to call them in an error line.
+        label: what to call them in an error line.
 
     Returns:
         The names of the weights that stay as they are, for they are of another size.
@@ -116,7 +116,7 @@ def start_from(module: nn.Module, found: Mapping[str, Tensor], path: str) -> lis
     replaced = [name for name in wanted if other and name.rpartition(".")[0] == last]
     for name in sorted(wanted.keys() | found.keys()):
         if name not in replaced:
-            _compare(name, found.get(name), wanted.get(name), path)
+            _compare(name, found.get(name), wanted.get(name), label)
     with torch.no_grad():
         for name in wanted:
             if name not in replaced:
@@ -124,25 +124,28 @@ def start_from(module: nn.Module, found: Mapping[str, Tensor], path: str) -> lis
     return replaced
 
 
-def read(path: str) -> dict[str, Tensor]:
+def read(path: str, label: str = "") -> dict[str, Tensor]:
     """Reads a ``state_dict``, also one within a training checkpoint or of a ``DistributedDataParallel`` module.
+
+    Args:
+        path: the file.
+        label: what to call it in an error line; its path if empty.
 
     Raises:
         InvalidInput: if the file cannot be read or holds none.
     """
+    label = label or path
     try:
         found = _load(path)
     except Exception as error:  # torch, zipfile and pickle raise each their own
-        raise InvalidInput(
-            f"weights: {path}: not a readable state_dict ({unloadable(error)}); give a net.pt"
-        ) from error
+        raise InvalidInput(f"{label}: not a readable state_dict ({unloadable(error)}); give a net.pt") from error
     for key in ("state_dict", "model"):
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     if isinstance(found, Mapping) and found and all(str(name).startswith("module.") for name in found):
         found = {name.removeprefix("module."): value for name, value in found.items()}
     if not isinstance(found, Mapping) or not all(_is_plain(*each) for each in found.items()):
-        raise InvalidInput(f"weights: {path}: holds no state_dict; give a net.pt")
+        raise InvalidInput(f"{label}: holds no state_dict; give a net.pt")
     return dict(found)
 
 
@@ -152,24 +155,24 @@ def _is_plain(name: object, value: object) -> bool:
     return value.layout == torch.strided and not (value.is_quantized or value.is_meta)
 
 
-def said(replaced: list[str], path: str) -> str:
+def said(replaced: list[str], label: str) -> str:
     """What ``start_from`` left at random, as a line."""
-    return f"weights: {path}: {', '.join(replaced)} start at random, for other classes"
+    return f"{label}: {', '.join(replaced)} start at random, for other classes"
 
 
-def put_into(module: nn.Module, found: Mapping[str, Tensor], path: str) -> None:
-    """Puts weights into a network; ``path`` names them in an error line. Raises ``InvalidInput`` where they differ."""
+def put_into(module: nn.Module, found: Mapping[str, Tensor], label: str) -> None:
+    """Puts weights into a network; ``label`` names them in an error line. Raises ``InvalidInput`` where they differ."""
     wanted = module.state_dict()
     for name in sorted(wanted.keys() | found.keys()):
-        _compare(name, found.get(name), wanted[name].shape if name in wanted else None, path)
+        _compare(name, found.get(name), wanted[name].shape if name in wanted else None, label)
     module.load_state_dict(found)
 
 
-def _compare(name: str, found: Tensor | None, wanted: torch.Size | None, path: str) -> None:
+def _compare(name: str, found: Tensor | None, wanted: torch.Size | None, label: str) -> None:
     here, there = (None if found is None else tuple(found.shape)), (None if wanted is None else tuple(wanted))
     if here != there:
         raise InvalidInput(
-            f"weights: {path}: {name} is {_shown(here)}, but {_shown(there)} in this network; give its own weights"
+            f"{label}: {name} is {_shown(here)}, but {_shown(there)} in this network; give its own weights"
         )
 
 

@@ -304,7 +304,7 @@ def test_pretrained_weights_start_a_network_for_other_classes(tmp_path):
     same = nets.build("resnet18", 11, (32, 32), None)
     assert weights.start_from(same, source.state_dict(), "r.pth") == []
     line = fault(weights.start_from, nets.build("resnet34", 3, (32, 32), None), source.state_dict(), "r.pth")
-    assert "weights: r.pth:" in line and "give its own weights" in line
+    assert "r.pth:" in line and "give its own weights" in line
 
 
 def test_older_files_of_weights_are_taken(tmp_path, monkeypatch):
