@@ -35,6 +35,7 @@ import nets
 import weights
 from callbacks import Patience
 from errors import InvalidInput, one_line
+from local_run import run_fault
 from metrics import ClassificationMetrics, summary_of
 from net import Net
 from rules import Rule, is_count, is_number
@@ -193,12 +194,13 @@ def own_folder(args: argparse.Namespace) -> None:
     """Makes the run's folder; raises ``InvalidInput`` where that cannot be, or where a run would be replaced."""
     args.output = args.output or f"runs/baseline-{datetime.datetime.now():%Y%m%d-%H%M%S}"
     output = pathlib.Path(args.output)
-    if (output / "summary.json").exists():
-        raise InvalidInput(f"--output: {output}: holds a run; give another folder")
     try:
         output.mkdir(parents=True, exist_ok=True)
+        fault = run_fault(output, resumes=False)
     except OSError as error:
         raise InvalidInput(f"--output: {output}: cannot be made ({one_line(error)}); give another folder") from error
+    if fault:
+        raise InvalidInput(fault)
 
 
 def make_optimizer(args: argparse.Namespace, net: nn.Module) -> optim.Optimizer:

@@ -228,7 +228,8 @@ def combination_faults(config: Mapping[str, Any], hparams: Mapping[str, Any], de
         faults.append(f"optimizer.type: {name!r}: needs a GPU; on a CPU use one of {', '.join(optimizer_names())}")
     if name.lower() == "adagrad" and stage < 2 and dtype_name(config) in ("fp16", "bf16")[stage:]:
         faults.append(
-            f"{at} DeepSpeed has {name} with {dtype_name(config)} from ZeRO stage 2 on; use that, or another optimizer"
+            f"{at} DeepSpeed has {name} with {dtype_name(config)} from ZeRO stage"
+            f" {1 if enabled(config, 'fp16') else 2} on; use that, or another optimizer"
         )
     if not faults:
         faults += _refused_whole(config)

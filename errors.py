@@ -40,7 +40,9 @@ def unloadable(error: BaseException) -> str:
     text = one_line(error)
     reason = r"(?:WeightsUnpickler error: |trusted source\. )(?!Please|\(2\))(.*?)\.?(?= Check the doc| Please use|$)"
     found = re.search(reason, text)
-    return found[1] if found else text
+    if found:
+        return found[1]
+    return text if isinstance(error, (OSError, RuntimeError, ValueError)) else "no file of torch.save"
 
 
 def nearest(key: object, known: Iterable[object]) -> str:

@@ -175,7 +175,7 @@ def _known(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
     """The metadata of every checkpoint in a folder of them, the latest first."""
     found = {}
     for path in _folders(folder):
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             found[path.name] = _metadata(path)
     return dict(sorted(found.items(), key=lambda item: item[1]["time"], reverse=True))
 
@@ -196,7 +196,7 @@ def _metadata(checkpoint: pathlib.Path) -> dict[str, Any]:
     files = metadata.get("files", {}) if isinstance(metadata, dict) else None
     if not isinstance(files, dict) or not all(map(_is_described, files.values())):
         raise ValueError("not what describes a checkpoint")
-    if not isinstance(metadata.get("steps_completed"), int):
+    if type(metadata.get("steps_completed")) is not int:
         raise ValueError("steps_completed is missing")
     if not isinstance(metadata.get("time"), int):
         metadata["time"] = (checkpoint / _METADATA).stat().st_mtime_ns
@@ -213,7 +213,7 @@ def _damage(folder: pathlib.Path) -> str | None:
         wanted = _metadata(folder).get("files")
     except FileNotFoundError:
         return f"{_METADATA}: is missing"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"{_METADATA}: cannot be read ({one_line(error)})"
     if wanted is None:  # downloaded from a cluster, which keeps no digests
         return None

@@ -41,7 +41,7 @@ def run_fault(output: pathlib.Path, resumes: bool) -> str | None:
         if path.exists() and path.is_dir() == file:
             return f"--output: {path}: is {'a folder' if file else 'no folder'}; move it, or give another folder"
     if not resumes and ((output / "summary.json").exists() or any(output.glob("checkpoints/[!.]*/"))):
-        return f"--output: {output}: holds a run; --resume latest goes on with it, another folder takes a new one"
+        return f"--output: {output}: holds a run; give another folder, or go on with it: train.py --resume latest"
     return None
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 import net as own
 from errors import InvalidInput, one_line
@@ -131,6 +132,8 @@ def check(
     if name == "net-moe":
         name, net_args = "net", None
     made = outline(name, num_classes, image_size, net_args)
+    if any(isinstance(each, UninitializedParameter) for each in made.parameters()):
+        raise InvalidInput(f"hyperparameters.net: {name!r}: has layers without a size, which no engine takes; give it")
     if not any(parameter.requires_grad for parameter in made.parameters()):
         raise InvalidInput(f"hyperparameters.net: {name!r}: has no parameter to train; give it one, or another net")
     try:
@@ -138,7 +141,7 @@ def check(
     except InvalidInput:  # by a fault of its own, or because it needs the values, as by item() or bool()
         with torch.random.fork_rng(devices=[]):
             made = build(name, num_classes, image_size, net_args)
-            _try(name, made, torch.device("cpu"), num_classes, image_size, min(micro_batch, 2), channels_last)
+            _try(name, made, torch.device("cpu"), num_classes, image_size, micro_batch, channels_last)
 
 
 def _try(
@@ -152,7 +155,7 @@ def _try(
 ) -> None:
     """Runs a network on a device; arguments and errors as those of ``check``."""
     with device:
-        images = torch.zeros(micro_batch, 3, *image_size)
+        images = torch.randn(micro_batch, 3, *image_size)
         turned = images.contiguous(memory_format=torch.channels_last)
         shown = f"{image_size[0]}x{image_size[1]}"
         try:

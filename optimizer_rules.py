@@ -80,7 +80,12 @@ def rules(cls: Any) -> dict[str, Rule]:
     """The parameters that an optimizer's or a schedule's class takes, and what holds of each."""
     given = {"self", "params", "optimizer", "last_batch_iteration"}
     takes = {name: each.default for name, each in inspect.signature(cls.__init__).parameters.items()}
-    return {name: _PARAMS.get(name) or _like(default) for name, default in takes.items() if name not in given}
+    return {name: _rule(name, default) for name, default in takes.items() if name not in given}
+
+
+def _rule(name: str, default: Any) -> Rule:
+    holds, must = _PARAMS.get(name) or _like(default)
+    return (lambda v: v is None or holds(v), must) if default is None else (holds, must)
 
 
 def _like(default: Any) -> Rule:
@@ -92,7 +97,7 @@ def _like(default: Any) -> Rule:
     if isinstance(default, tuple):
         shown = ", ".join("null" if each is None else f"{each:g}" for each in default)
         return lambda v: _is_tuple_like(v, default), f"must be {len(default)} numbers, e.g. [{shown}]"
-    return lambda v: v is None or is_finite(v) or isinstance(v, str), "must be a number"
+    return lambda v: is_finite(v) or isinstance(v, str), "must be a number"
 
 
 def _is_tuple_like(value: Any, default: tuple[Any, ...]) -> bool:

@@ -27,6 +27,12 @@ def read(run: pathlib.Path) -> list[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             entry = json.loads(line)
-            if isinstance(entry, dict) and "group" in entry and isinstance(entry.get("steps_completed"), int):
+            if _is_report(entry):
                 found.append(entry)
     return found
+
+
+def _is_report(entry: Any) -> bool:
+    if not isinstance(entry, dict) or type(entry.get("steps_completed")) is not int:
+        return False
+    return "group" in entry and all(isinstance(v, (int, float)) for k, v in entry.items() if k != "group")

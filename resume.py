@@ -52,7 +52,6 @@ def identity(trial: Any) -> dict[str, Any]:
     mode = {
         "precision": str(trial.dtype).removeprefix("torch."),
         "optimizer.type": engine.optimizer_name() or "",
-        **{f"optimizer.params.{key}": on for key, on in _kept_states(engine.basic_optimizer).items()},
         "zero_optimization.stage": int(engine.zero_optimization_stage()),
         "processes": torch.distributed.get_world_size(),
     }
@@ -65,13 +64,14 @@ def identity(trial: Any) -> dict[str, Any]:
         "data.normalize": [list(trial.mean), list(trial.std)],
         **{f"hyperparameters.{key}": hparams.get(key) or 0 for key in ("label_smoothing", "mixup", "cutmix")},
     }
-    return {"net": net, "mode": mode, "position": position}
+    return {"net": net, "mode": mode, "position": position, "states": _kept_states(engine.basic_optimizer)}
 
 
 def _kept_states(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
     """The switches without which an optimizer does not keep a state that it needs with them."""
     switches = {"amsgrad", "centered", *(["momentum"] if isinstance(optimizer, torch.optim.RMSprop) else [])}
-    return {key: bool(optimizer.defaults[key]) for key in sorted(switches & optimizer.defaults.keys())}
+    present = sorted(switches & optimizer.defaults.keys())
+    return {f"optimizer.params.{key}": bool(optimizer.defaults[key]) for key in present}
 
 
 def save_identity(trial: Any, path: pathlib.Path) -> None:
@@ -108,6 +108,9 @@ def check(trial: Any, path: pathlib.Path, name: str, trial_id: int) -> None:
             was = saved[group].get(key)
             if value != was and not (elastic and key in ("zero_optimization.stage", "processes")):
                 faults.append(f"{key}: {value!r}: checkpoint {name} was made with {was!r}; use that, or start anew")
+    for key, needed in mine["states"].items():
+        if needed and saved["states"].get(key) is False:
+            faults.append(f"{key}: True: checkpoint {name} holds no state for it; set it to false, or start anew")
     if faults:
         reason = form_change(saved, mine)
         raise InvalidInput(faults if not reason else [*faults, f"--resume: {name}: {reason}"])
@@ -133,7 +136,8 @@ def read_identity(path: pathlib.Path, name: str) -> dict[str, Any]:
     """What ``save_identity`` wrote."""
     try:
         saved = json.loads((path / IDENTITY).read_text())
-        return {group: dict(saved[group]) for group in ("net", "mode", "position")}
+        groups = {group: dict(saved[group]) for group in ("net", "mode", "position")}
+        return {**groups, "states": dict(saved.get("states") or {})}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidInput(
             f"{path / IDENTITY}: cannot be read ({one_line(error)}); {name} is damaged or not of this package"
@@ -175,22 +179,38 @@ def allowed() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def keeping_settings(engine: Any) -> Iterator[None]:
-    """Lets what loads a checkpoint into an engine leave the optimizer's parameters as the experiment file has them.
+    """Lets what loads a checkpoint into an engine leave the engine's settings as the experiment file has them.
 
-    DeepSpeed takes those of the checkpoint, so that a learning rate could never be changed. What a schedule moves,
-    the learning rate and OneCycle's momentum, is where the checkpoint had left it until the schedule's next step.
+    DeepSpeed takes the optimizer's parameters and the limit of its gradients from the checkpoint, so that a learning
+    rate could never be changed, and fails where the checkpoint has no schedule. What a schedule moves is put where that
+    one has it after as many steps.
 
     Args:
         engine: DeepSpeed's.
     """
-    optimizer, schedule = engine.basic_optimizer, engine.lr_scheduler
-    moved = {"lr"} if schedule else set()
-    if getattr(schedule, "cycle_momentum", False):
-        moved |= {"betas", "momentum"}
-    groups = [{key: group[key] for key in optimizer.defaults.keys() - moved} for group in optimizer.param_groups]
-    yield
-    for group, settings in zip(engine.basic_optimizer.param_groups, groups, strict=True):
+    optimizer, schedule, limit = (
+        engine.basic_optimizer,
+        engine.lr_scheduler,
+        getattr(engine.optimizer, "clip_grad", None),
+    )
+    groups = [{key: group[key] for key in optimizer.defaults} for group in optimizer.param_groups]
+    if schedule:
+        load, schedule.last_batch_iteration = schedule.load_state_dict, None
+        schedule.load_state_dict = lambda state: load(state) if state else None
+    try:
+        yield
+    finally:
+        if schedule:
+            del schedule.load_state_dict  # the class's again
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
         group.update(settings)
+    if limit is not None:
+        engine.optimizer.clip_grad = limit
+    if schedule:
+        done = schedule.last_batch_iteration
+        done = engine.global_steps - engine.skipped_steps - 1 if done is None else done
+        if done >= 0:
+            schedule.step(done)
 
 
 @contextlib.contextmanager

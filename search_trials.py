@@ -54,7 +54,7 @@ class TrialRun:
             command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.slots}"]
         command += [str(PROJECT / "train.py"), "--config", str(self.config), "--output", str(self.folder)]
         command += [part for override in self.overrides for part in ("--set", override)]
-        if any(self.folder.glob("checkpoints/*/metadata.json")):
+        if any(self.folder.glob("checkpoints/[!.]*/")):
             command += ["--resume", "latest"]
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(

@@ -152,7 +152,7 @@ def read(path: str, label: str = "") -> dict[str, Tensor]:
 def _is_plain(name: object, value: object) -> bool:
     if not (isinstance(name, str) and isinstance(value, Tensor)):
         return False
-    return value.layout == torch.strided and not (value.is_quantized or value.is_meta)
+    return value.layout == torch.strided and not (value.is_quantized or value.is_meta or value.is_complex())
 
 
 def said(replaced: list[str], label: str) -> str:

@@ -19,7 +19,7 @@ import torch
 from conftest import DIGITS, PROJECT, TIME_LIMIT, Run, execute, launcher, overrides, train_many
 from modes import DEEPSPEED, STEPS, losses, mode_rows
 
-STOP = 17
+STOP, D = 17, "hyperparameters.overwrite_deepspeed_args"
 LATEST = ["--resume", "latest"]
 
 
@@ -203,7 +203,7 @@ DAMAGE = {
     "missing": (lambda folder: (folder / MODEL).unlink(), [], [MODEL, "is missing", OTHER]),
     "no metadata": (lambda folder: (folder / METADATA).unlink(), [], [f"{METADATA}: is missing", OTHER]),
     "metadata of nothing": (
-        lambda folder: (folder / METADATA).write_text("[]"),
+        lambda folder: (folder / METADATA).write_text("[" * 100_000),
         [],
         [f"{METADATA}: cannot be read", OTHER],
     ),
@@ -227,7 +227,7 @@ DAMAGE = {
     "other state": (
         None,
         overrides(**{f"{DEEPSPEED}optimizer__params__amsgrad": "true"}),
-        ["optimizer.params.amsgrad: True", "made with False"],
+        ["optimizer.params.amsgrad: True", "holds no state for it"],
     ),
     "other precision": (
         None,
@@ -279,23 +279,38 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(damaged_runs, case):
     assert contents(run.output) == before[case]
 
 
-def test_new_values_of_the_optimizer_hold_after_a_resume(tmp_path):
-    """As `run.json` says; and the moments go on: the same values give the bits of a run without a stop."""
-    constant = overrides(scheduling_unit=1, **{f"{DEEPSPEED}scheduler": "null"})
-    first, rest = (
-        overrides(hyperparameters__max_length="{batches: 3}"),
-        overrides(hyperparameters__max_length="{batches: 6}"),
-    )
-    new = {"lr": 0.0005, "weight_decay": 0.3, "betas": "[0.5, 0.9]"}
-    names = ["same", *new]
-    runs = train_many(tmp_path, {name: [*DIGITS, *constant, *first] for name in names})
-    assert all(run.code == 0 for run in runs.values())
-    changed = {name: overrides(**{f"{DEEPSPEED}optimizer__params__{name}": value}) for name, value in new.items()}
-    rows = {name: [*DIGITS, *constant, *rest, *changed.get(name, []), *LATEST] for name in names}
-    runs = train_many(tmp_path, rows)
-    rates = [entry["learning_rate"] for entry in runs["lr"].metrics if entry["group"] == "training"]
-    assert rates == [0.002] * 3 + [0.0005] * 3
-    assert len({run.summary["weights_sha256"] for run in runs.values()}) == len(names)
+def test_new_values_hold_after_a_resume(tmp_path):
+    """As `run.json` says, from the first step on, whatever is kept by ZeRO; and the moments and the steps go on."""
+    first, rest = (overrides(scheduling_unit=1, hyperparameters__max_length=f"{{batches: {n}}}") for n in (3, 6))
+    constant, warm = "scheduler=null", "scheduler={type: WarmupLR, params: {warmup_num_steps: 9}}"
+    changes = {
+        "same": ([constant], []),
+        "rate": ([constant], ["optimizer.params.lr=0.0005"]),
+        "decay": ([constant], ["optimizer.params.weight_decay=0.3"]),
+        "betas": ([constant], ["optimizer.params.betas=[0.5, 0.9]"]),
+        "schedule": ([constant], [warm]),
+        "lower schedule": ([warm], ["optimizer.params.lr=0.0005"]),
+        "stage 1": ([constant, "zero_optimization.stage=1"], []),
+        "clipped in stage 1": ([constant, "zero_optimization.stage=1"], ["gradient_clipping=1e-9"]),
+    }
+
+    def row(length, *settings):
+        return [*DIGITS, *length, *(part for each in settings for part in ("--set", f"{D}.{each}"))]
+
+    runs = train_many(tmp_path, {name: row(first, *before) for name, (before, _) in changes.items()})
+    assert [run.code for run in runs.values()] == [0] * len(runs)
+    rows = {name: [*row(rest, *before, *then), *LATEST] for name, (before, then) in changes.items()}
+    straight = {"warm": row(rest, warm), "lower": row(rest, warm, "optimizer.params.lr=0.0005")}
+    runs = train_many(tmp_path, {**rows, **straight})
+    assert [run.code for run in runs.values()] == [0] * len(runs)
+    rates = {
+        name: [entry["learning_rate"] for entry in run.metrics if entry["group"] == "training"]
+        for name, run in runs.items()
+    }
+    assert rates["rate"] == [0.002] * 3 + [0.0005] * 3
+    assert rates["schedule"][3:] == rates["warm"][3:] and rates["lower schedule"][3:] == rates["lower"][3:]
+    assert len({run.summary["weights_sha256"] for name, run in runs.items() if name != "stage 1"}) == len(runs) - 1
+    assert runs["stage 1"].summary["weights_sha256"] == runs["same"].summary["weights_sha256"]
 
 
 def test_a_run_is_not_replaced(two_checkpoints, tmp_path):
@@ -305,7 +320,7 @@ def test_a_run_is_not_replaced(two_checkpoints, tmp_path):
     before = contents(tmp_path / "again")
     runs = train_many(tmp_path, {"again": TWO, "odd": TWO})
     assert [run.code for run in runs.values()] == [2, 2]
-    assert "holds a run; --resume latest goes on with it" in runs["again"].stderr
+    assert "holds a run; give another folder, or go on with it: train.py --resume latest" in runs["again"].stderr
     assert "metrics.jsonl: is a folder" in runs["odd"].stderr
     assert contents(tmp_path / "again") == before
 
