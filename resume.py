@@ -24,10 +24,20 @@ from hyperparameters import is_moe
 
 IDENTITY = "identity.json"
 TAG = "model0"  # the folder in which Determined has DeepSpeed save a trial's only engine
+
+
+def _stage(enum: Any, name: str) -> ZeroStageEnum:
+    """Stands for ``getattr``, by which some releases of Python 3.11 pickle the member of an enumeration."""
+    if enum is not ZeroStageEnum:
+        raise pickle.UnpicklingError(f"getattr of {enum} is not allowed in a checkpoint")
+    return ZeroStageEnum[name]
+
+
+_stage.__module__, _stage.__name__, _stage.__qualname__ = "builtins", "getattr", "getattr"
 # All that the pickles of a checkpoint may hold beside tensors and plain values: numpy's RNG state, and DeepSpeed's own.
 _RECONSTRUCT: Any = np.zeros(0, dtype=np.uint32).__reduce__()[0]
 ALLOWED = [_RECONSTRUCT, np.ndarray, np.dtype, type(np.dtype(np.uint32)),
-           LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]  # fmt: skip
+           LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, _stage]  # fmt: skip
 
 
 def identity(trial: Any) -> dict[str, Any]:

@@ -17,7 +17,11 @@ import psutil
 import pytest
 import torch
 from conftest import DIGITS, PROJECT, TIME_LIMIT, Run, execute, launcher, overrides, train_many
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from modes import DEEPSPEED, STEPS, losses, mode_rows
+
+import resume
 
 STOP, D = 17, "hyperparameters.overwrite_deepspeed_args"
 LATEST = ["--resume", "latest"]
@@ -247,6 +251,26 @@ DAMAGE = {
         ["zero_optimization.stage: 2", "DeepSpeed cannot turn a checkpoint of ZeRO stage 0 into one of stage 2"],
     ),
 }
+
+
+class ByName:
+    """An attribute of a class, as Python 3.11.2 pickles the members of an enumeration."""
+
+    def __init__(self, *where):
+        self.where = where
+
+    def __reduce__(self):
+        return getattr, self.where
+
+
+def test_a_stage_is_read_however_python_pickles_it(tmp_path):
+    """And nothing else is looked up in the same way."""
+    torch.save({"zero_stage": ByName(ZeroStageEnum, "gradients")}, tmp_path / "good.pt")
+    torch.save({"zero_stage": ByName(LossScaler, "backward")}, tmp_path / "bad.pt")
+    with resume.allowed():
+        assert torch.load(tmp_path / "good.pt", weights_only=True) == {"zero_stage": ZeroStageEnum.gradients}
+        with pytest.raises(pickle.UnpicklingError, match=r"getattr of .*LossScaler"):
+            torch.load(tmp_path / "bad.pt", weights_only=True)
 
 
 def contents(folder):
