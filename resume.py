@@ -198,11 +198,8 @@ def keeping_settings(engine: Any) -> Iterator[None]:
     Args:
         engine: DeepSpeed's.
     """
-    optimizer, schedule, limit = (
-        engine.basic_optimizer,
-        engine.lr_scheduler,
-        getattr(engine.optimizer, "clip_grad", None),
-    )
+    optimizer, schedule = engine.basic_optimizer, engine.lr_scheduler
+    limit = getattr(engine.optimizer, "clip_grad", None)
     groups = [{key: group[key] for key in optimizer.defaults} for group in optimizer.param_groups]
     if schedule:
         load, schedule.last_batch_iteration = schedule.load_state_dict, None
