@@ -106,7 +106,6 @@ class CIFARTrial(DeepSpeedTrial):
                 parameters = split_params_into_different_moe_groups_for_optimizer(grouped)
             engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=parameters, config=ds_config)
         engines.keep_gradient_norm(engine)
-        engines.take_norms_at_once(engine)
         engines.leave_out_reductions_to_oneself(engine)
         self.model_engine = context.wrap_model_engine(engine)
         self.dtype = engines.engine_dtype(engine)
