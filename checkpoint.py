@@ -1,6 +1,6 @@
 """Uses what a run has left: takes the trained network out, classifies images with it, judges it, and reports.
 
-    a file for plain PyTorch:  python3 checkpoint.py export RUN_OR_CHECKPOINT net.pt [--format pt|safetensors|onnx]
+    a file for plain PyTorch:  python3 checkpoint.py export RUN_OR_CHECKPOINT net.pt [--format FORMAT]
     classify images:           python3 checkpoint.py predict net.pt IMAGE_OR_FOLDER... [--json]
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
     look at runs:              python3 checkpoint.py report RUN [RUN...] [--output report.html]
@@ -20,39 +20,48 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from errors import InvalidInput, one_line
+from classify.config import command_line
+from harness.errors import InvalidInput, one_line, print_errors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+FORMATS = ("pt", "safetensors", "onnx")
 BATCH = 500  # images classified at a time
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="export|predict|evaluate|report")
 
     one = commands.add_parser("export", help="write a network that plain PyTorch loads")
     one.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=pathlib.Path)
     one.add_argument("target", metavar="FILE", type=pathlib.Path)
-    one.add_argument("--format", choices=("pt", "safetensors", "onnx"), help="(by FILE's ending, else pt)")
-    one.add_argument("--checkpoint", default="latest", metavar="latest|best|UUID", help="of a run (%(default)s)")
+    one.add_argument("--format", choices=FORMATS, help="(by FILE's ending, else pt)")
+    one.add_argument(
+        "--checkpoint", default="latest", metavar="latest|best|UUID", help="of a run (%(default)s)"
+    )
 
     one = commands.add_parser("predict", help="classify image files")
     one.add_argument("net", metavar="NET", type=pathlib.Path)
     one.add_argument("images", metavar="IMAGE_OR_FOLDER", nargs="+", type=pathlib.Path)
-    one.add_argument("--json", action="store_true", help="print a JSON list with the probability of every class")
+    one.add_argument(
+        "--json", action="store_true", help="print a JSON list with the probability of every class"
+    )
 
     one = commands.add_parser("evaluate", help="validate a network")
     one.add_argument("net", metavar="NET", type=pathlib.Path)
-    one.add_argument("--config", default="const.yaml", metavar="FILE", help="experiment file (%(default)s)")
-    one.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", dest="overrides", help="replace it")
+    command_line.add_experiment_options(one, "const.yaml")
     one.add_argument("--json", action="store_true", help="print the validation as in summary.json")
 
     one = commands.add_parser("report", help="write a page about one run or several")
     one.add_argument("runs", metavar="RUN", nargs="+", type=pathlib.Path)
-    one.add_argument("--output", metavar="FILE", type=pathlib.Path, help="(report.html in the first run's folder)")
+    one.add_argument(
+        "--output", metavar="FILE", type=pathlib.Path, help="(report.html in the first run's folder)"
+    )
     return parser.parse_args(argv)
 
 
@@ -62,9 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         {"export": export, "predict": predict, "evaluate": evaluate, "report": report}[args.command](args)
     except InvalidInput as error:
-        for fault in error.faults:
-            print(f"checkpoint.py: {fault}", file=sys.stderr)
-        return 2
+        return print_errors("checkpoint.py", error)
     except OSError as error:
         print(f"checkpoint.py: cannot be written ({one_line(error)}); mend that", file=sys.stderr)
         return 1
@@ -73,19 +80,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def export(args: argparse.Namespace) -> None:
     """Writes a checkpoint's network as a file of its own, with its JSON file beside it."""
-    import local_checkpoints
-    import net_file
-    import weights
+    from classify.models import net_file, state_dicts
+    from harness.checkpoints.files import locate
 
     form = args.format or {".safetensors": "safetensors", ".onnx": "onnx"}.get(args.target.suffix, "pt")
     if args.target.suffix == ".json" or args.target.is_dir():
-        raise InvalidInput(f"{args.target}: must be the name of a file that does not end in .json, e.g. net.pt")
-    folder = local_checkpoints.locate(args.source, args.checkpoint)
-    whole = folder / "net.pt"
-    state = weights.read(str(whole))
+        raise InvalidInput(
+            f"{args.target}: must be the name of a file that does not end in .json, e.g. net.pt"
+        )
+    folder = locate(args.source, args.checkpoint)
+    whole = folder / net_file.NAMES[0]
+    state = state_dicts.read(str(whole))
     description = net_file.read_description(whole)
     net_file.build(description, state, str(whole))  # raises where they do not go together
-    description["provenance"].update(checkpoint=folder.name, weights_sha256=weights.sha256(dict(sorted(state.items()))))
+    digest = state_dicts.sha256(dict(sorted(state.items())))
+    description["provenance"].update(checkpoint=folder.name, weights_sha256=digest)
     args.target.parent.mkdir(parents=True, exist_ok=True)
     net_file.write(args.target, state, description, form)
     steps = description["provenance"]["steps"]
@@ -96,23 +105,31 @@ def predict(args: argparse.Namespace) -> None:
     """Prints the class of every image, and how sure the network is of it."""
     import torch
 
-    import image_folder
-    import net_file
+    from classify.images.decode import decode_image
+    from classify.images.image_folder import find_images
+    from classify.models import net_file
 
     net, description = net_file.read(args.net)
-    files = image_folder.files_of(args.images)
-    size = tuple(description["input"]["resize"])
-    images = torch.stack([torch.from_numpy(image_folder.decode_image(file, size).copy()) for file in files])
+    files, size = find_images(args.images), tuple(description["input"]["resize"])
+    images = torch.stack([torch.from_numpy(decode_image(file, size).copy()) for file in files])
     probabilities = torch.cat([logits.softmax(1) for logits in classify(net, description, images)])
     classes = description["classes"]
     if args.json:
         rows = [
-            {"image": str(file), "class": classes[int(row.argmax())], "probability": float(row.max()),
-             "probabilities": dict(zip(classes, row.tolist(), strict=True))}
+            {
+                "image": str(file),
+                "class": classes[int(row.argmax())],
+                "probability": float(row.max()),
+                "probabilities": dict(zip(classes, row.tolist(), strict=True)),
+            }
             for file, row in zip(files, probabilities, strict=True)
-        ]  # fmt: skip
+        ]
         print(json.dumps(rows, indent=2))
-        return
+    else:
+        _print_predictions(files, probabilities, classes)
+
+
+def _print_predictions(files: Sequence[pathlib.Path], probabilities: Tensor, classes: Sequence[str]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -120,29 +137,34 @@ def predict(args: argparse.Namespace) -> None:
     table = Table("image", "class", "probability", "next", box=box.SIMPLE_HEAD)
     for file, row in zip(files, probabilities, strict=True):
         (first, second), (best, next_best) = row.topk(2)
-        table.add_row(str(file), classes[int(best)], f"{first:.1%}", f"{classes[int(next_best)]} {second:.1%}")
+        table.add_row(
+            str(file), classes[int(best)], f"{first:.1%}", f"{classes[int(next_best)]} {second:.1%}"
+        )
     Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def evaluate(args: argparse.Namespace) -> None:
     """Validates a network on the experiment's test images, as the trial does."""
     import data
-    import experiment
-    import net_file
-    from metrics import ClassificationMetrics, summary_of
+    from classify.config import experiment_file
+    from classify.images.settings import DataSettings
+    from classify.models import net_file
+    from classify.reports.metrics import ClassificationMetrics
+    from classify.reports.summary import validation_summary
 
     net, description = net_file.read(args.net)
-    config = experiment.read(args.config, args.overrides)
-    kept = tuple(description["input"]["resize"])  # whatever size the experiment file names now
-    section = dataclasses.replace(data.DataConfig.parse(config.get("data")), image_size=kept, resize=None)
-    source = data.load(section, "test")
+    settings = DataSettings.parse(experiment_file.read(args.config, args.overrides).get("data"))
+    stored = tuple(description["input"]["resize"])  # whatever size the experiment file names now
+    source = data.load(dataclasses.replace(settings, image_size=stored, resize=None), "test")
     if list(source.classes) != description["classes"]:
-        shown = ", ".join(source.classes[:12])
-        raise InvalidInput(f"data: {args.config}: its classes ({shown}) are not those of {args.net}; give its own data")
+        differ = f"its classes ({', '.join(source.classes[:12])}) are not those of {args.net}"
+        raise InvalidInput(f"data: {args.config}: {differ}; give its own data")
     metrics = ClassificationMetrics(source.classes)
-    for logits, labels in zip(classify(net, description, source.images), source.labels.split(BATCH), strict=True):
+    batches = classify(net, description, source.images)
+    for logits, labels in zip(batches, source.labels.split(BATCH), strict=True):
         metrics.update(logits, labels)
-    validation = summary_of(metrics.cross_slot_reduce([metrics.per_slot_reduce()]), source.classes)
+    counted = metrics.cross_slot_reduce([metrics.per_slot_reduce()])
+    validation = validation_summary(counted, source.classes)
     if args.json:
         print(json.dumps(validation, indent=2))
         return
@@ -153,32 +175,30 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def classify(net: nn.Module, description: dict[str, Any], images: Tensor) -> list[Tensor]:
-    """Gives float32 logits (B, C) for uint8 images (N, 3, h, w), batch by batch, in the dtype of the validation."""
+    """Gives float32 logits (B, C) for uint8 images (N, 3, h, w), computed as in the validation."""
     import torch
     from torchvision.transforms.v2 import functional
 
-    import data
-    import nets
+    from classify.models.registry import logits, prefers_channels_last
+    from data import as_inputs
 
     seen = description["input"]
     size, dtype = [seen["height"], seen["width"]], getattr(torch, description["dtype"])
+    turned = prefers_channels_last(description["net"]["name"])  # as in validation
+    form = torch.channels_last if turned else torch.contiguous_format
     net = net.to(dtype)
     with torch.no_grad():
-        inputs = (
-            data.as_inputs(functional.center_crop(batch, size), seen["mean"], seen["std"])
-            for batch in images.split(BATCH)
-        )
-        turned = nets.prefers_channels_last(description["net"]["name"])  # as in validation
-        form = torch.channels_last if turned else torch.contiguous_format
-        return [nets.logits(net(each.to(dtype, memory_format=form))).float() for each in inputs]
+        crops = (functional.center_crop(batch, size) for batch in images.split(BATCH))
+        inputs = (as_inputs(crop, seen["mean"], seen["std"]) for crop in crops)
+        return [logits(net(each.to(dtype, memory_format=form))).float() for each in inputs]
 
 
 def report(args: argparse.Namespace) -> None:
     """Writes one page about runs."""
-    import run_report
+    from classify.reports import html_report
 
     target = args.output or args.runs[0] / "report.html"
-    run_report.write(args.runs, target)
+    html_report.write(args.runs, target)
     print(target)
 
 

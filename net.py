@@ -1,11 +1,11 @@
-"""The network of the PyTorch CIFAR-10 tutorial, which knows nothing of training; and the place for one's own.
+"""The network of the PyTorch CIFAR-10 tutorial, and the place for your own. Needs torch alone.
 
 Source: https://pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ NETS: dict[str, Callable[..., nn.Module]] = {}  # by hyperparameters.net
 
 
 def register(name: str) -> Callable[[Any], Any]:
-    """Makes a function or class a network of this name: it is called with the number of classes and ``net_args``."""
+    """Makes a function or class a network of this name; it gets the number of classes and ``net_args``."""
 
     def keep(function: Any) -> Any:
         NETS[name] = function
@@ -32,8 +32,6 @@ class Net(nn.Module):
     Args:
         num_classes: the number of classes, and so the width of the last layer.
     """
-
-    image_size = 32
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
@@ -59,105 +57,3 @@ class Net(nn.Module):
         x = F.relu(self.fc1(x))
         x = F.relu(self.fc2(x))
         return self.fc3(x)
-
-
-def layers(net: Net) -> list[tuple[str, Callable[[Tensor], Tensor]]]:
-    """The same forward pass as a sequence of named layers, for a pipeline to cut into stages.
-
-    Source: https://www.deepspeed.ai/tutorials/pipeline/
-    """
-    return [
-        ("conv1", net.conv1),
-        ("relu1", F.relu),
-        ("pool1", net.pool),
-        ("conv2", net.conv2),
-        ("relu2", F.relu),
-        ("pool2", net.pool),
-        ("flatten", flatten),
-        ("fc1", net.fc1),
-        ("relu3", F.relu),
-        ("fc2", net.fc2),
-        ("relu4", F.relu),
-        ("fc3", net.fc3),
-    ]
-
-
-def flatten(x: Tensor) -> Tensor:
-    """Makes one row of each image."""
-    return torch.flatten(x, 1)
-
-
-class NetMoE(Net):
-    """``Net`` with layers of experts between ``fc2`` and the last layer, ``fc4``.
-
-    Source: https://www.deepspeed.ai/tutorials/mixture-of-experts/ and the DeepSpeed CIFAR-10 tutorial.
-
-    Args:
-        num_classes: the number of classes.
-        num_experts: the experts of each MoE layer.
-        ep_world_size: over how many ranks the experts of a layer are spread.
-        mlp_type: ``standard``, or ``residual`` for an expert beside a fixed layer (https://arxiv.org/abs/2201.05596).
-        top_k: how many experts see an image, 1 or 2.
-        min_capacity: the least images an expert takes of a micro-batch.
-        noisy_gate_policy: ``RSample``, ``Jitter`` or None.
-        micro_batch: the size to which smaller micro-batches are filled up, so that ranks exchange equal shares.
-
-    Attributes:
-        load_balancing_loss: of the last forward pass, summed over the layers; a scalar. It is least when the experts
-            get equally many images (https://arxiv.org/abs/2006.16668, section 2.2).
-    """
-
-    def __init__(
-        self,
-        num_classes: int = 10,
-        num_experts: Sequence[int] = (2,),
-        ep_world_size: int = 1,
-        mlp_type: str = "standard",
-        top_k: int = 1,
-        min_capacity: int = 0,
-        noisy_gate_policy: str | None = None,
-        micro_batch: int = 0,
-    ) -> None:
-        from deepspeed.moe.layer import MoE  # so that Net alone needs torch only
-
-        super().__init__(num_classes)
-        del self.fc3
-        self.micro_batch = micro_batch
-        self.moe_layer_list = nn.ModuleList(
-            MoE(
-                hidden_size=84,
-                expert=nn.Linear(84, 84),
-                num_experts=experts,
-                ep_size=ep_world_size,
-                k=top_k,
-                eval_capacity_factor=experts,  # no image is dropped in validation, whatever its micro-batch
-                min_capacity=min_capacity,
-                use_residual=mlp_type == "residual",
-                noisy_gate_policy=noisy_gate_policy,
-            )
-            for experts in num_experts
-        )
-        self.fc4 = nn.Linear(84, num_classes)
-        self.load_balancing_loss = torch.zeros(())
-
-    def train(self, mode: bool = True) -> NetMoE:
-        """Draws the second expert at random while training, and takes the likeliest in validation."""
-        super().train(mode)
-        for name, module in self.moe_layer_list.named_modules():
-            if name.endswith("gate"):
-                module.top2_2nd_expert_sampling = mode
-        return self
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Gives the class scores, and leaves ``load_balancing_loss``; shapes as in ``Net.forward``."""
-        images = len(x)
-        x = self.pool(F.relu(self.conv1(x)))
-        x = self.pool(F.relu(self.conv2(x)))
-        x = F.relu(self.fc1(torch.flatten(x, 1)))
-        x = F.relu(self.fc2(x))
-        x = F.pad(x, (0, 0, 0, max(0, self.micro_batch - images)))
-        self.load_balancing_loss = x.new_zeros((), dtype=torch.float32)
-        for layer in self.moe_layer_list:
-            x, balance, _ = layer(x)
-            self.load_balancing_loss = self.load_balancing_loss + balance.float()
-        return self.fc4(x)[:images]

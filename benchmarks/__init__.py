@@ -1,1 +1,1 @@
-"""How fast the trial is, beside a bare engine, bare PyTorch and Determined's own example style, in one run."""
+"""How fast the trial is, beside a bare engine, bare PyTorch and Determined's example style."""

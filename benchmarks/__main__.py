@@ -5,8 +5,9 @@
     python3 -m benchmarks --set data.dataset=imagefolder --set data.root=FOLDER --json results.json
     python3 -m benchmarks --only steps                                     or costs, or programs
 
-Contenders take turns within each repeat, so that what else the machine does touches all of them alike. Figures are
-medians over the repeats; the spread is the distance between the quartiles over the median. Ratios are what to go by.
+Contenders take turns within each repeat, so that what else the machine does touches all of them alike.
+Figures are medians over the repeats; the spread is the distance between the quartiles over the median.
+Ratios are what to go by.
 """
 
 from __future__ import annotations
@@ -20,28 +21,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import data
-import experiment
-import machine
-import train
 from benchmarks import costs, programs, report, steps
-from errors import InvalidInput
-from hyperparameters import is_moe
+from classify.config import command_line, experiment_file
+from classify.engine.trial_config import TrialConfig
+from harness import machine
+from harness.errors import InvalidInput, print_errors
+from harness.processes import device_type
 
 PARTS = ("steps", "costs", "programs")
 # What the loops that the trial is compared with know of an experiment.
-HYPERPARAMETERS = ("max_length", "deepspeed_config", "overwrite_deepspeed_args", "net", "net_args", "channels_last")
+HYPERPARAMETERS = (
+    """max_length deepspeed_config overwrite_deepspeed_args net net_args channels_last""".split()
+)
 DATA = ("dataset", "root", "download", "image_size", "device")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="const.yaml", metavar="FILE", help="experiment file (%(default)s)")
-    parser.add_argument("--set", action="append", default=[], metavar="PATH=VALUE", dest="overrides", help="replace it")
-    parser.add_argument("--quick", action="store_true", help="one process, ZeRO 0, few repeats; writes no RESULTS.md")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="steps thrice, programs half as often (5)")
-    parser.add_argument("--only", choices=PARTS, help="one part; writes no RESULTS.md")
-    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write every time there, too")
+    parser = command_line.parser(__doc__, "const.yaml")
+    add = parser.add_argument
+    add("--quick", action="store_true", help="one process, ZeRO 0, few repeats; writes no RESULTS.md")
+    add("--repeats", type=int, default=5, metavar="N", help="steps thrice, programs half as often (5)")
+    add("--only", choices=PARTS, help="one part; writes no RESULTS.md")
+    add("--json", type=pathlib.Path, metavar="FILE", help="write every time there, too")
     return parser.parse_args(argv)
 
 
@@ -51,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check(args)
     except InvalidInput as error:
-        for fault in error.faults:
-            print(f"benchmarks: {fault}", file=sys.stderr)
-        return 2
+        return print_errors("benchmarks", error)
     command = shlex.join(["python3", "-m", "benchmarks", *(sys.argv[1:] if argv is None else argv)])
     results: dict[str, Any] = {"command": command, "machine": machine.describe()}
 
@@ -72,7 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = costs.measure(args.config, args.overrides, 3 if args.quick else 3 * args.repeats)
         keep("costs", found, costs.lines(found))
     if args.only in (None, "programs"):
-        images = [each for each in args.overrides if each.startswith("data.")]  # the recipes are the programs' own
+        # The recipes are the programs' own, the images are not.
+        images = [each for each in args.overrides if each.startswith("data.")]
         watched = programs.measure(images, 1 if args.quick else max(1, args.repeats // 2))
         keep("programs", watched, programs.lines(watched))
     if not (args.quick or args.only):
@@ -90,21 +91,24 @@ def check(args: argparse.Namespace) -> None:
         raise InvalidInput(f"--repeats: {args.repeats}: must be at least 1")
     if args.json and not args.json.resolve().parent.is_dir():
         raise InvalidInput(f"--json: {args.json}: its folder is missing; make it first")
-    loaded = experiment.load(args.config, args.overrides)
-    train.resolved(loaded, slots=1)
-    section = loaded.config.get("data") or {}
-    more = {f"hyperparameters.{key}": value for key, value in loaded.hyperparameters.items()
-            if key not in HYPERPARAMETERS and value is not None}  # fmt: skip
+    experiment = experiment_file.load(args.config, args.overrides)
+    hyperparameters, section = experiment.hyperparameters, experiment.config.get("data") or {}
+    config = TrialConfig.resolve(hyperparameters, experiment.config, 1, device_type())
+    more = {
+        f"hyperparameters.{key}": value
+        for key, value in hyperparameters.items()
+        if key not in HYPERPARAMETERS and value is not None
+    }
     more |= {f"data.{key}": value for key, value in section.items() if key not in DATA}
-    if is_moe(loaded.hyperparameters):
-        more["hyperparameters.net"] = loaded.hyperparameters.get("net", "net")
+    if config.hyper.has_experts:
+        more["hyperparameters.net"] = config.hyper.net
     if more and args.only != "programs":
         raise InvalidInput(
             f"{key}: {value!r}: the loops that the trial is compared with do without; leave it out"
             for key, value in more.items()
         )
     for split in ("train", "test"):
-        data.load(data.DataConfig.parse(section), split)
+        data.load(config.data, split, config.source)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
     torchrun ... or deepspeed --num_gpus 1 --module benchmarks.peers deepspeed-tutorial FOLDER
     python3 -m benchmarks.peers plain-loop FOLDER
 
-``FOLDER`` holds ``train.npz`` and ``test.npz`` (``pixels`` uint8 (N, 32, 32, 3) and ``labels``), and for the plain loop
-``recipe.json``. Each program prints ``training`` when it begins to train, and lines with its accuracy.
+``FOLDER`` holds ``train.npz`` and ``test.npz`` (``pixels`` uint8 (N, 32, 32, 3) and ``labels``), and for
+the plain loop ``recipe.json``. Each program prints ``training`` when it begins to train, and lines with its
+accuracy.
 """
 
 from __future__ import annotations
@@ -109,11 +110,12 @@ def deepspeed_tutorial(folder: pathlib.Path) -> None:
 
 def plain_loop(folder: pathlib.Path) -> None:
     """A loop as short as PyTorch allows with the recipe of ``fast.yaml``, all images in memory."""
-    from deepspeed.runtime import lr_schedules
-
-    from augment import Augmentation, Augmenter
+    from classify.images.augment import Augmentation, Augmenter
+    from classify.images.sampler import MicroBatchSampler
     from data import as_inputs
-    from loaders import MicroBatchSampler
+
+    # isort: split
+    from deepspeed.runtime import lr_schedules
 
     recipe = json.loads((folder / "recipe.json").read_text())
     device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -151,7 +153,11 @@ def plain_loop(folder: pathlib.Path) -> None:
                 print(f"accuracy {(logits.argmax(1) == test_labels).float().mean():.4f}", flush=True)
 
 
-PROGRAMS = {"pytorch-tutorial": pytorch_tutorial, "deepspeed-tutorial": deepspeed_tutorial, "plain-loop": plain_loop}
+PROGRAMS = {
+    "pytorch-tutorial": pytorch_tutorial,
+    "deepspeed-tutorial": deepspeed_tutorial,
+    "plain-loop": plain_loop,
+}
 
 if __name__ == "__main__":
     arguments = [each for each in sys.argv[1:] if not each.startswith("--local_rank")]

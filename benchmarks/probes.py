@@ -10,25 +10,40 @@ import pathlib
 import sys
 import tempfile
 import time
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from harness.trainer import Trainer, init
+
+# isort: split
 import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
+from determined import pytorch
+from typing_extensions import override
 
 import data
-import experiment
-import harness
-from benchmarks.worker import TrialTiming, build, controller
+from classify.config import experiment_file
+from classify.models import registry
 from model_def import CIFARTrial
 
 IMPORTED = time.time()
 BATCHES = (100, 250, 500, 1000, 2000)
 
 
+@contextmanager
+def context_of(request: dict[str, Any]) -> Iterator[Any]:
+    """A context for the experiment that a request names."""
+    experiment = experiment_file.load(request["config"], request["overrides"])
+    with tempfile.TemporaryDirectory() as folder:
+        output = pathlib.Path(folder)
+        with init(experiment.hyperparameters, experiment.config, output=output) as context:
+            yield context
+
+
 def startup(request: dict[str, Any], answer: pathlib.Path) -> None:
-    """Trains one step as ``train.py`` does; gives the seconds of the imports, and from there to the end of the step."""
+    """Trains one step as ``train.py`` does; gives the seconds of the imports, and of the rest."""
     began = psutil.Process().create_time()
 
     class OneStep(CIFARTrial):
@@ -38,53 +53,75 @@ def startup(request: dict[str, Any], answer: pathlib.Path) -> None:
             answer.write_text(json.dumps({"imports": IMPORTED - began, "first_step": time.time() - IMPORTED}))
             return metrics
 
-    loaded = experiment.load(request["config"], request["overrides"])
-    with harness.trial_context(loaded, pathlib.Path(tempfile.mkdtemp())) as context:
-        harness.fit(OneStep(context), context, loaded, test_mode=True)
+    with context_of(request) as context:
+        Trainer(OneStep(context), context).fit(pytorch.Batch(1), test_mode=True)
+
+
+class Stopwatch(pytorch.PyTorchCallback):
+    """Times validations by the trial, and bare forward passes over float tensors in memory, in turn.
+
+    Args:
+        trial: whose validation, and network.
+    """
+
+    def __init__(self, trial: CIFARTrial) -> None:
+        images, device, dtype = trial.images, trial.context.device, trial.config.dtype
+        self.inputs = data.as_inputs(images.test.images).contiguous().to(device, dtype)
+        self.net = registry.build(trial.config.net).to(device, dtype).eval()
+        self.seconds: dict[str, list[float]] = {"trial": [], **{str(size): [] for size in BATCHES}}
+
+    @override
+    def on_validation_start(self) -> None:
+        get_accelerator().synchronize()
+        self.since = time.perf_counter()
+
+    @override
+    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+        self._stop("trial")
+        for size in BATCHES:
+            self.since = time.perf_counter()
+            with torch.no_grad():
+                for part in self.inputs.split(size):
+                    self.net(part)  # which in eval mode gives logits alone
+            self._stop(str(size))
+
+    def _stop(self, name: str) -> None:
+        get_accelerator().synchronize()
+        self.seconds[name].append(time.perf_counter() - self.since)
 
 
 def validation(request: dict[str, Any], answer: pathlib.Path) -> None:
-    """Times validations by the trial, and bare forward passes over float tensors in memory, in turn."""
-    loaded = experiment.load(request["config"], request["overrides"])
-    with harness.trial_context(loaded, pathlib.Path(tempfile.mkdtemp())) as context:
-        trial = CIFARTrial(context)
-        inputs = data.as_inputs(trial.test_set.images).contiguous().to(context.device, trial.dtype)
-        net = build(loaded.hyperparameters, trial.test_set).to(context.device, trial.dtype).eval()
-        times: dict[str, list[float]] = {"trial": [], **{str(size): [] for size in BATCHES}}
+    """Validates after every step; the first warms up."""
 
-        @torch.no_grad()
-        def forward(size: int) -> None:
-            for part in inputs.split(size):
-                net(part)  # which in eval mode gives logits alone
+    class Timed(CIFARTrial):
+        def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
+            return {"stopwatch": stopwatch}
 
-        def measure(made: Any) -> None:
-            made.segment(1)
-            contenders = {"trial": made._validate, **{str(size): partial(forward, size) for size in BATCHES}}
-            for repeat in range(request["repeats"] + 1):  # the first warms up
-                for name, run in contenders.items():
-                    since = time.perf_counter()
-                    run()
-                    get_accelerator().synchronize()
-                    if repeat:
-                        times[name].append(time.perf_counter() - since)
-
-        controller(trial, context, loaded, measure, TrialTiming)
-        answer.write_text(json.dumps({"seconds": times, "images": len(inputs)}))
+    with context_of(request) as context:
+        trial = Timed(context)
+        stopwatch = Stopwatch(trial)
+        length = pytorch.Batch(request["repeats"] + 1)
+        Trainer(trial, context).fit(length, validation_period=pytorch.Batch(1), checkpoint_policy="none")
+        seconds = {name: times[1:] for name, times in stopwatch.seconds.items()}
+        answer.write_text(json.dumps({"seconds": seconds, "images": len(stopwatch.inputs)}))
 
 
 def images(request: dict[str, Any], answer: pathlib.Path) -> None:
     """Gives what the ranks' mappings of the decoded images weigh together, and the size of those files."""
-    loaded = experiment.load(request["config"], request["overrides"])
-    with harness.trial_context(loaded, pathlib.Path(tempfile.mkdtemp())) as context:
+    with context_of(request) as context:
         trial = CIFARTrial(context)
-        touched = int(trial.train_set.images.sum()) + int(trial.test_set.images.sum())
+        touched = sum(int(each.images.sum()) for each in (trial.images.train, trial.images.test))
         context.distributed.allgather(touched)  # all have read all of it
-        shares = {each.path: each.pss for each in psutil.Process().memory_maps() if each.path.endswith(".raw")}
+        shares = {
+            each.path: each.pss for each in psutil.Process().memory_maps() if each.path.endswith(".raw")
+        }
         everyones = context.distributed.gather(shares)
         if context.distributed.rank == 0:
             files = {path: pathlib.Path(path).stat().st_size for path in everyones[0]}
             held = sum(sum(each.values()) for each in everyones)
-            answer.write_text(json.dumps({"files": sum(files.values()), "held": held, "ranks": len(everyones)}))
+            answer.write_text(
+                json.dumps({"files": sum(files.values()), "held": held, "ranks": len(everyones)})
+            )
         context.distributed.allgather(None)
 
 

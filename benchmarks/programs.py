@@ -17,16 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import processes
-
 import joblib
 import numpy as np
 import psutil
 
 import data
-import experiment
-import nets
-import train
+from classify.config import experiment_file
+from classify.engine.trial_config import TrialConfig
+from harness.processes import device_type
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 FAST = "experiments/fast.yaml"
@@ -138,27 +136,26 @@ def measure(overrides: Sequence[str], repeats: int) -> dict[str, Any]:
 
 def write_inputs(overrides: Sequence[str], folder: pathlib.Path) -> None:
     """Writes the decoded images and the recipe of ``fast.yaml`` for the peers."""
-    loaded = experiment.load(str(PROJECT / FAST), overrides)
-    config = train.resolved(loaded, slots=1)
-    data_config = data.DataConfig.parse(loaded.config.get("data"))
-    for split in ("train", "test"):
-        source = data.load(data_config, split)
+    experiment = experiment_file.load(str(PROJECT / FAST), overrides)
+    config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, 1, device_type())
+    splits = {split: data.load(config.data, split, config.source) for split in ("train", "test")}
+    for split, source in splits.items():
         pixels = source.images.permute(0, 2, 3, 1).contiguous().numpy()
         np.savez(folder / f"{split}.npz", pixels=pixels, labels=source.labels.numpy())
-    optimizer = {k: v for k, v in config["optimizer"]["params"].items() if k != "torch_adam"}
-    period = loaded.period("min_validation_period")
+    params = config.deepspeed["optimizer"]["params"]
+    period = experiment.period("min_validation_period")
     assert period and period[0] == "batches"
     recipe = {
-        "seed": loaded.seed,
-        "classes": len(source.classes),
-        "batch": config["train_batch_size"],
-        "clip": config["gradient_clipping"],
-        "channels_last": nets.trains_faster_channels_last("net", processes.device_type()),
-        "epochs": loaded.hyperparameters["max_length"]["epochs"],
-        "optimizer": optimizer,
-        "scheduler": config["scheduler"],
-        "normalization": data.normalization(data_config, data.load(data_config, "train")),
-        "augment": vars(data_config.augment),
+        "seed": config.seed,
+        "classes": config.net.num_classes,
+        "batch": config.deepspeed["train_batch_size"],
+        "clip": config.deepspeed["gradient_clipping"],
+        "channels_last": config.channels_last,
+        "epochs": experiment.hyperparameters["max_length"]["epochs"],
+        "optimizer": {key: value for key, value in params.items() if key != "torch_adam"},
+        "scheduler": config.deepspeed["scheduler"],
+        "normalization": data.normalization(config.data, splits["train"], config.hyper.net),
+        "augment": vars(config.data.augment),
         "validate_every": period[1],
     }
     (folder / "recipe.json").write_text(json.dumps(recipe))
@@ -170,7 +167,9 @@ def line(program: str, watched: Watched) -> str:
     return f"{program}: {watched.seconds:.1f} s, accuracy {best:.4f}, peak {watched.memory / 2**20:,.0f} MiB"
 
 
-def times(runs: dict[str, list[Watched]], program: str, accuracy: float, since_training: bool = False) -> float | None:
+def times(
+    runs: dict[str, list[Watched]], program: str, accuracy: float, since_training: bool = False
+) -> float | None:
     """The median of a program's seconds to an accuracy; None unless every run reached it."""
     found = [each.time_to(accuracy, since_training) for each in runs[program]]
     reached = [each for each in found if each is not None]
@@ -196,20 +195,26 @@ def lines(measured: dict[str, Any]) -> list[str]:
         theirs, ours = statistics.median(each.seconds for each in runs[peer]), times(runs, "trial", accuracy)
         trained = times(runs, "trial", accuracy, since_training=True)
         if ours and trained:
-            began = statistics.median(each.training for each in runs[peer])  # after compiling an operator, maybe
+            began = statistics.median(
+                each.training for each in runs[peer]
+            )  # after compiling an operator, maybe
             found.append(
-                f"{peer}: {accuracy:.1%} in {theirs:.1f} s, of which training began after {began:.1f} s; the trial is"
-                f" there in {ours:.1f} s: {theirs / ours:.1f} times sooner, and {(theirs - began) / trained:.1f} times"
-                " by training time alone."
+                f"{peer}: {accuracy:.1%} in {theirs:.1f} s, of which training began after {began:.1f} s; the"
+                f" trial is there in {ours:.1f} s: {theirs / ours:.1f} times sooner, and"
+                f" {(theirs - began) / trained:.1f} times by training time alone."
             )
         else:
             found.append(f"{peer}: {accuracy:.1%} in {theirs:.1f} s; the trial did not get there.")
     for level in LEVELS:
-        ours, plain = (times(runs, program, level, since_training=True) for program in ("trial", "plain loop"))
+        ours, plain = (
+            times(runs, program, level, since_training=True) for program in ("trial", "plain loop")
+        )
         if ours and plain:
             ratio = f"{ours / plain:.2f} times the plain loop's {plain:.1f} s"
             found.append(f"Training time to {level:.0%}: {ours:.1f} s, {ratio}.")
         else:
-            missing = [name for name, seconds in (("the trial", ours), ("the plain loop", plain)) if not seconds]
+            missing = [
+                name for name, seconds in (("the trial", ours), ("the plain loop", plain)) if not seconds
+            ]
             found.append(f"Training time to {level:.0%}: not reached by {' and '.join(missing)}.")
     return found

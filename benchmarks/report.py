@@ -7,24 +7,25 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import machine
 from benchmarks import costs, programs
 from benchmarks.steps import CONTENDERS, ratios, spread
+from harness import machine
 
 
 def write(results: dict[str, Any], folder: pathlib.Path) -> None:
     """Writes RESULTS.md and results.png."""
     described = results["machine"]
     versions = ", ".join(f"{name} {described[name]}" for name in ("python", *machine.PACKAGES))
+    memory = described["memory_gib"]
     gpus = f"; {', '.join(described['gpus'])}" if described["gpus"] else ""
     lines = [
         "# Results",
         "",
-        "All in one run, in which the contenders take turns. Figures are medians; in brackets the distance between the",
-        "quartiles over the median.",
+        "All in one run, in which the contenders take turns. Figures are medians; in brackets the distance",
+        "between the quartiles over the median.",
         "",
         f"- Command: `{results['command']}`",
-        f"- Machine: {described['cores']} cores, {described['processor']}, {described['memory_gib']} GiB{gpus}",
+        f"- Machine: {described['cores']} cores, {described['processor']}, {memory} GiB{gpus}",
         f"- Versions: {versions}",
         "",
         "![Images a second, and seconds to an accuracy](results.png)",
@@ -46,8 +47,8 @@ def _steps(rows: Sequence[dict[str, Any]]) -> list[str]:
         "",
         *(f"- `{name}`: {what}" for name, what in CONTENDERS.items()),
         "",
-        "On a CPU the trial has the images of `net` in the `channels_last` memory format by default; the bare loops",
-        "have it where `hyperparameters.channels_last` asks for it.",
+        "On a CPU the trial has the images of `net` in the `channels_last` memory format by default; the",
+        "bare loops have it where `hyperparameters.channels_last` asks for it.",
         "",
         f"| processes | ZeRO | micro-batch | {' | '.join(CONTENDERS)} | trial / engine | trial / example |",
         f"|{'---|' * (len(CONTENDERS) + 5)}",
@@ -65,8 +66,8 @@ def _programs(measured: dict[str, Any]) -> list[str]:
     lines = [
         "## Whole programs",
         "",
-        "Seconds of wall time from the start of the process. Memory is the largest proportional set size of all its",
-        "processes together.",
+        "Seconds of wall time from the start of the process. Memory is the largest proportional set size of",
+        "all its processes together.",
         "",
         *(f"- {name}: {what}" for name, what in programs.PEERS.items()),
         "",

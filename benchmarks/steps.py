@@ -17,8 +17,8 @@ from typing import Any
 import joblib
 import torch
 
-import data
-import experiment
+from classify.config import experiment_file
+from classify.images.settings import DataSettings
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 CONTENDERS = {
@@ -32,11 +32,13 @@ CONTENDERS = {
 def measure_all(config: str, overrides: Sequence[str], quick: bool, repeats: int) -> Iterator[dict[str, Any]]:
     """Measures at every point: processes, ZeRO stage and micro-batch."""
     micro_batches, stages, processes = ((16, 256), (0,), (1,)) if quick else ((16, 256, 1024), (0, 2), (1, 2))
-    loaded = experiment.load(config, overrides)
-    images = data.count(data.DataConfig.parse(loaded.config.get("data")), "train")
+    section = experiment_file.load(config, overrides).config.get("data")
+    images = DataSettings.parse(section).open_source().count("train")
     for count, stage, micro_batch in itertools.product(processes, stages, micro_batches):
         if count <= most_processes() and count * micro_batch <= images:
-            yield measure(config, overrides, count, stage, micro_batch, 3 if quick else 3 * repeats, seconds=0.4)
+            yield measure(
+                config, overrides, count, stage, micro_batch, 3 if quick else 3 * repeats, seconds=0.4
+            )
 
 
 def most_processes() -> int:
@@ -45,13 +47,19 @@ def most_processes() -> int:
 
 
 def measure(
-    config: str, overrides: Sequence[str], processes: int, stage: int, micro_batch: int, repeats: int, seconds: float
+    config: str,
+    overrides: Sequence[str],
+    processes: int,
+    stage: int,
+    micro_batch: int,
+    repeats: int,
+    seconds: float,
 ) -> dict[str, Any]:
     """Times every contender at one point.
 
     Returns:
-        What the point is, and of each contender the ``rates`` in images a second, one a repeat, their median and
-        their spread.
+        What the point is, and of each contender the ``rates`` in images a second, one a repeat, their
+        median and their spread.
     """
     deepspeed = "hyperparameters.overwrite_deepspeed_args."
     overrides = [
@@ -62,9 +70,11 @@ def measure(
         f"{deepspeed}zero_optimization.stage={stage}",
     ]
     steps = max(5, int(seconds * 3000 / (micro_batch + 10)))  # about so many seconds a segment on two cores
-    period = experiment.load(config, overrides).scheduling_unit
+    period = experiment_file.load(config, overrides).scheduling_unit
     if steps > period / 4:
-        steps = period  # where a report costs as much as a step, there is one for as many steps as in training
+        steps = (
+            period  # where a report costs as much as a step, there is one for as many steps as in training
+        )
     row: dict[str, Any] = {"processes": processes, "stage": stage, "micro_batch": micro_batch, "steps": steps}
     row["rates"] = {name: [] for name in CONTENDERS}
     with contextlib.ExitStack() as stack:
@@ -81,7 +91,9 @@ def measure(
 
 
 @contextlib.contextmanager
-def contender(name: str, request: dict[str, Any], processes: int) -> Iterator[Callable[[], tuple[int, float]]]:
+def contender(
+    name: str, request: dict[str, Any], processes: int
+) -> Iterator[Callable[[], tuple[int, float]]]:
     """Starts a contender, and gives what has it train a segment and returns the images in it and its seconds.
 
     Args:
@@ -129,7 +141,10 @@ def launched(module: Sequence[str], processes: int) -> tuple[list[str], dict[str
 
 
 def run(
-    module: Sequence[str], request: dict[str, Any], processes: int = 1, environment: Mapping[str, str] | None = None
+    module: Sequence[str],
+    request: dict[str, Any],
+    processes: int = 1,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Runs a module in so many processes and gives its answer.
 
@@ -159,7 +174,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def ratios(row: dict[str, Any]) -> tuple[float, float]:
-    """The trial's speed over the bare engine's and over the example style's, each the median over the repeats."""
+    """The trial's speed over the bare engine's and the example style's, medians over the repeats."""
     rates = row["rates"]
 
     def over(peer: str) -> float:

@@ -1,14 +1,14 @@
-"""One contender in the processes of its own, which trains a segment whenever ``benchmarks.steps`` says that it may.
+"""One contender in processes of its own, which trains a segment whenever ``benchmarks.steps`` says so.
 
     python3 -m benchmarks.worker CONTENDER REQUEST
 
 - ``pytorch``: a bare PyTorch loop over float tensors in memory;
 - ``engine``: a bare DeepSpeed loop over the same;
-- ``trial``: this package's trial in Determined's trainer, with reports and TensorBoard;
+- ``trial``: this package's trial in the harness's trainer, with reports and TensorBoard;
 - ``example``: the style of Determined's own examples: its stock trainer, a PIL dataset and 2 workers.
 
-For each line that it reads it trains so many steps as ``REQUEST``, JSON, says, and prints how long they took and how
-many images they had.
+For each line that it reads it trains so many steps as ``REQUEST``, JSON, says, and prints how long they
+took and how many images they had.
 """
 
 from __future__ import annotations
@@ -18,123 +18,141 @@ import pathlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from harness.trainer import Trainer, init
+
+# isort: split
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from determined import pytorch
+from determined import core, pytorch
 from determined.pytorch import deepspeed as det_ds
 from torch.nn import functional as F
 from typing_extensions import override
 
 import data
-import engine_config
-import experiment
-import harness
-import nets
 from benchmarks.peers import Pictures
-from controller import TrialController
-from engine_rules import dtype_name
-from errors import InvalidInput
-from model_def import DTYPES, CIFARTrial
-from optimizer_rules import ADAM_SWITCHES, optimizer_class
+from classify.config import experiment_file
+from classify.engine.optimizer_rules import ADAM_SWITCHES, optimizer_class
+from classify.engine.trial_config import TrialConfig
+from classify.models import registry
+from harness.errors import InvalidInput
+from harness.experiment import Experiment
+from model_def import CIFARTrial
 
-Run = Callable[[int], int]  # trains so many steps, and gives the images in them, over all ranks
+FOREVER = pytorch.Batch(10**9)
+Fetch = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+
+
+class EndOfTurns(Exception):
+    """There is nothing more to measure."""
+
+
+class Turns:
+    """Measures segments of so many steps, each when it is this contender's turn.
+
+    Args:
+        steps: in a segment.
+        distributed: the ranks.
+    """
+
+    def __init__(self, steps: int, distributed: core.DistributedContext) -> None:
+        self.steps, self.distributed = steps, distributed
+        self.done = self.images = 0
+        self.since: float | None = None
+
+    def before_step(self, images: int) -> None:
+        """Called before every step with the images in it; waits for the turn where a segment begins.
+
+        Raises:
+            EndOfTurns: if there is no further one.
+        """
+        if self.done % self.steps == 0:
+            self._end_segment()
+            if not self.distributed.broadcast(sys.stdin.readline() if self.distributed.rank == 0 else ""):
+                raise EndOfTurns
+            torch.distributed.barrier()
+            self.since, self.images = time.perf_counter(), 0
+        self.done += 1
+        self.images += images
+
+    def _end_segment(self) -> None:
+        get_accelerator().synchronize()
+        if self.since is not None and self.distributed.rank == 0:
+            print("trained", self.images, time.perf_counter() - self.since, flush=True)
 
 
 def main(contender: str, request: dict[str, Any]) -> None:
     """Runs a contender as a request says: ``config``, ``overrides``, ``steps``."""
-    loaded = experiment.load(request["config"], request["overrides"])
-    with tempfile.TemporaryDirectory() as folder, harness.trial_context(loaded, pathlib.Path(folder)) as context:
-        steps, distributed = request["steps"], context.distributed
-
-        def take_turns(run: Run) -> None:
-            while distributed.broadcast(sys.stdin.readline() if distributed.rank == 0 else ""):
-                torch.distributed.barrier()
-                since = time.perf_counter()
-                images = run(steps)
-                get_accelerator().synchronize()
-                if distributed.rank == 0:
-                    print("trained", images, time.perf_counter() - since, flush=True)
-
-        if contender in BARE:
-            take_turns(BARE[contender](context, loaded))
-        else:
-            trial, kind = TRIALS[contender]
-            controller(trial(context), context, loaded, lambda made: take_turns(made.segment), kind)
+    experiment = experiment_file.load(request["config"], request["overrides"])
+    with tempfile.TemporaryDirectory() as folder:
+        output = pathlib.Path(folder)
+        with init(experiment.hyperparameters, experiment.config, output=output) as context:
+            turns = Turns(request["steps"], context.distributed)
+            try:
+                CONTENDERS[contender](context, experiment, turns)
+            except EndOfTurns:
+                return
 
 
-def resolved(context: Any, loaded: experiment.Experiment) -> dict[str, Any]:
+def resolve(context: Any, experiment: Experiment) -> TrialConfig:
     """What the engines are configured with."""
-    return engine_config.resolve(
-        loaded.hyperparameters, context.distributed.size, context.device.type, lambda *_: 10**6
-    )
+    size, device = context.distributed.size, context.device.type
+    return TrialConfig.resolve(experiment.hyperparameters, experiment.config, size, device)
 
 
-def build(hparams: Mapping[str, Any], source: data.ImageSet) -> torch.nn.Module:
-    """The trial's network."""
-    size = source.images.shape[2], source.images.shape[3]
-    return nets.build(hparams.get("net", "net"), len(source.classes), size, hparams.get("net_args"))
+# -------------------------------------------------------------------------------------------- the contenders
 
 
-def bare_pytorch(context: Any, loaded: experiment.Experiment) -> Run:
+def bare_pytorch(context: Any, experiment: Experiment, turns: Turns) -> None:
     """A loop as short as PyTorch allows, with the trial's optimizer."""
-    config, source = resolved(context, loaded), training_set(loaded)
-    fetch = in_memory(context, loaded, config, source)
-    net = build(loaded.hyperparameters, source).to(context.device, DTYPES[dtype_name(config)])
+    config = resolve(context, experiment)
+    fetch = fetch_from_memory(context, config)
+    net = registry.build(config.net).to(context.device, config.dtype)
     if context.distributed.size > 1:
         net = torch.nn.parallel.DistributedDataParallel(net)
-    kind, params = config["optimizer"]["type"], config["optimizer"]["params"]
+    kind, params = config.deepspeed["optimizer"]["type"], config.deepspeed["optimizer"]["params"]
     cls = optimizer_class(kind)
     if cls is None:
         raise InvalidInput(f"optimizer.type: {kind!r}: plain PyTorch has none of that name; choose another")
-    optimizer = cls(net.parameters(), **{key: value for key, value in params.items() if key not in ADAM_SWITCHES})
-
-    def run(steps: int) -> int:
-        for _ in range(steps):
-            inputs, labels = fetch()
-            optimizer.zero_grad()
-            F.cross_entropy(nets.logits(net(inputs)), labels).backward()
-            optimizer.step()
-        return steps * config["train_batch_size"]
-
-    return run
+    optimizer = cls(
+        net.parameters(), **{key: value for key, value in params.items() if key not in ADAM_SWITCHES}
+    )
+    while True:
+        turns.before_step(config.deepspeed["train_batch_size"])
+        inputs, labels = fetch()
+        optimizer.zero_grad()
+        F.cross_entropy(registry.logits(net(inputs)), labels).backward()
+        optimizer.step()
 
 
-def bare_engine(context: Any, loaded: experiment.Experiment) -> Run:
+def bare_engine(context: Any, experiment: Experiment, turns: Turns) -> None:
     """A loop as short as DeepSpeed allows, with the trial's configuration."""
-    config, source = resolved(context, loaded), training_set(loaded)
-    fetch = in_memory(context, loaded, config, source)
-    net = build(loaded.hyperparameters, source)
-    engine, _, _, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
-
-    def run(steps: int) -> int:
-        for _ in range(steps):
-            inputs, labels = fetch()
-            engine.backward(F.cross_entropy(nets.logits(engine(inputs)), labels))
-            engine.step()
-        return steps * config["train_batch_size"]
-
-    return run
+    config = resolve(context, experiment)
+    fetch = fetch_from_memory(context, config)
+    net = registry.build(config.net)
+    engine, _, _, _ = deepspeed.initialize(
+        model=net, model_parameters=net.parameters(), config=config.deepspeed
+    )
+    while True:
+        turns.before_step(engine.train_batch_size())
+        inputs, labels = fetch()
+        engine.backward(F.cross_entropy(registry.logits(engine(inputs)), labels))
+        engine.step()
 
 
-def training_set(loaded: experiment.Experiment) -> data.ImageSet:
-    """The training images."""
-    return data.load(data.DataConfig.parse(loaded.config.get("data")), "train")
-
-
-def in_memory(
-    context: Any, loaded: experiment.Experiment, config: Mapping[str, Any], source: data.ImageSet
-) -> Callable[[], tuple[Any, Any]]:
-    """What fetches random micro-batches of normalised images that lie in memory already, in the engine's dtype.
+def fetch_from_memory(context: Any, config: TrialConfig) -> Fetch:
+    """What fetches random micro-batches of normalised images in memory, in the engine's dtype.
 
     In PyTorch's own memory format, unless ``channels_last`` is asked for.
     """
-    size, dtype = config["train_micro_batch_size_per_gpu"], DTYPES[dtype_name(config)]
-    form = torch.channels_last if loaded.hyperparameters.get("channels_last") else torch.contiguous_format
-    inputs, labels = data.as_inputs(source.images).to(context.device, dtype), source.labels.to(context.device)
+    source = data.load(config.data, "train", config.source)
+    size = config.micro_batch
+    form = torch.channels_last if config.hyper.channels_last else torch.contiguous_format
+    inputs = data.as_inputs(source.images).to(context.device, config.dtype)
+    labels = source.labels.to(context.device)
     order, at = torch.randperm(len(labels), device=context.device), 0
 
     def fetch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,23 +164,35 @@ def in_memory(
     return fetch
 
 
+def trial(context: Any, experiment: Experiment, turns: Turns) -> None:
+    """This package's trial in the harness's trainer."""
+
+    class Timed(CIFARTrial):
+        def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+            turns.before_step(self.train_sampler.step_size(batch_idx))
+            return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+    reports = pytorch.Batch(experiment.scheduling_unit)
+    Trainer(Timed(context), context).fit(FOREVER, reporting_period=reports, checkpoint_policy="none")
+
+
 class ExampleTrial(det_ds.DeepSpeedTrial):
     """A trial as Determined's examples are written: an image at a time, the engine as DeepSpeed makes it."""
 
-    def __init__(self, context: Any) -> None:
-        self.context = context
-        loaded = experiment.Experiment(context.get_experiment_config(), context.get_hparams())
-        self.source = training_set(loaded)
-        net = build(loaded.hyperparameters, self.source)
-        config = resolved(context, loaded)
-        self.dtype = DTYPES[dtype_name(config)]
-        engine, _, _, _ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+    def __init__(self, context: Any, config: TrialConfig, turns: Turns) -> None:
+        self.context, self.dtype, self.turns = context, config.dtype, turns
+        self.source = data.load(config.data, "train", config.source)
+        net = registry.build(config.net)
+        engine, _, _, _ = deepspeed.initialize(
+            model=net, model_parameters=net.parameters(), config=config.deepspeed
+        )
         self.model_engine = context.wrap_model_engine(engine)
 
     @override
     def build_training_data_loader(self) -> pytorch.DataLoader:
         size = self.model_engine.train_micro_batch_size_per_gpu()
-        pictures = Pictures(self.source.images.permute(0, 2, 3, 1).contiguous().numpy(), self.source.labels.tolist())
+        pixels = self.source.images.permute(0, 2, 3, 1).contiguous().numpy()
+        pictures = Pictures(pixels, self.source.labels.tolist())
         return pytorch.DataLoader(pictures, batch_size=size, shuffle=True, num_workers=2, drop_last=True)
 
     @override
@@ -171,8 +201,9 @@ class ExampleTrial(det_ds.DeepSpeedTrial):
 
     @override
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        self.turns.before_step(self.model_engine.train_batch_size())
         inputs, labels = self.context.to_device(next(dataloader_iter))
-        loss = F.cross_entropy(nets.logits(self.model_engine(inputs.to(self.dtype))), labels)
+        loss = F.cross_entropy(registry.logits(self.model_engine(inputs.to(self.dtype))), labels)
         self.model_engine.backward(loss)
         self.model_engine.step()
         return {"loss": loss.float()}  # which Determined makes an array, and numpy has no bf16
@@ -182,84 +213,15 @@ class ExampleTrial(det_ds.DeepSpeedTrial):
         raise NotImplementedError
 
 
-def controller(trial: Any, context: Any, loaded: Any, measure: Callable[..., None], kind: type) -> None:
-    """Makes Determined's controller as ``harness.fit`` does, and measures in its training loop."""
-    how: dict[str, Any] = {"profiling": False} if kind is TrialTiming else {}
-    made = kind(
-        trial_inst=trial,
-        context=context,
-        max_length=pytorch.Batch(10**9),
-        validation_period=pytorch.Batch(10**9),
-        checkpoint_period=pytorch.Batch(10**9),
-        reporting_period=pytorch.Batch(loaded.scheduling_unit),
-        checkpoint_policy="none",
-        step_zero_validation=False,
-        searcher_metric_name="accuracy",
-        smaller_is_better=False,
-        steps_completed=0,
-        latest_checkpoint=None,
-        local_training=True,
-        test_mode=False,
-        global_batch_size=trial.model_engine.train_batch_size(),
-        profiling_enabled=False,
-        **how,
-    )
-    made.measure = measure
-    made.run()
+def example(context: Any, experiment: Experiment, turns: Turns) -> None:
+    """Determined's own trainer, which prints its reports."""
+    made = ExampleTrial(context, resolve(context, experiment), turns)
+    reports = pytorch.Batch(experiment.scheduling_unit)
+    det_ds.DeepSpeedTrialController._sync_device = lambda self: get_accelerator().synchronize()
+    det_ds.Trainer(made, context).fit(max_length=FOREVER, reporting_period=reports, checkpoint_policy="none")
 
 
-class Timing:
-    """Trains in segments of so many steps, each with its reports, and leaves out validation and checkpoints."""
-
-    measure: Callable[[Any], None]
-    counts_from_start: bool  # of training, or of each call
-
-    def _run(self: Any) -> None:
-        if self.is_chief:
-            self.core_context.train.begin(10**9, 10**9, 0)
-        self.measure(self)
-
-    def segment(self: Any, steps: int) -> int:
-        """Trains so many steps, and gives the images in them."""
-        since = self.state.batches_trained
-        until = since + steps
-        while (done := self.state.batches_trained) < until:
-            last = until if self.counts_from_start else until - done
-            units = [pytorch.Batch(self.reporting_period.value), pytorch.Batch(last)]
-            kinds = [pytorch._TrainBoundaryType.REPORT, pytorch._TrainBoundaryType.TRAIN]
-            boundaries = [pytorch._TrainBoundary(kind, unit) for kind, unit in zip(kinds, units, strict=True)]
-            _, collected = self._train_with_boundaries(boundaries)
-            metrics = self.context.distributed.broadcast(self._aggregate_training_metrics(collected))
-            for callback in self.callbacks.values():
-                callback.on_training_workload_end(metrics["avg_metrics"], metrics["batch_metrics"])
-            self._stop_requested()
-        assert self.state.batches_trained == until
-        sizes = self.step_sizes()
-        return sum(sizes[step % len(sizes)] for step in range(since, until))
-
-
-class TrialTiming(Timing, TrialController):
-    """This package's controller."""
-
-    counts_from_start = True
-
-    def step_sizes(self) -> list[int]:
-        """The images in each step of an epoch."""
-        return self.trial.train_sampler.step_sizes
-
-
-class StockTiming(Timing, det_ds.DeepSpeedTrialController):
-    """Determined's own, which counts the batches of each call anew."""
-
-    counts_from_start = False
-
-    def step_sizes(self) -> list[int]:
-        """As much: what is left over is dropped."""
-        return [self.trial.model_engine.train_batch_size()]
-
-
-BARE = {"pytorch": bare_pytorch, "engine": bare_engine}
-TRIALS: dict[str, tuple[type, type]] = {"trial": (CIFARTrial, TrialTiming), "example": (ExampleTrial, StockTiming)}
+CONTENDERS = {"pytorch": bare_pytorch, "engine": bare_engine, "trial": trial, "example": example}
 
 if __name__ == "__main__":
     main(sys.argv[1], json.loads(pathlib.Path(sys.argv[2]).read_text()))

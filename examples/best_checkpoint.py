@@ -1,6 +1,6 @@
 """Creates an experiment on a cluster, waits for it, and takes the network of its best checkpoint out.
 
-    DET_MASTER=http://localhost:8080 python3 examples/best_checkpoint.py const.yaml     (in the project's folder)
+    DET_MASTER=http://localhost:8080 python3 examples/best_checkpoint.py const.yaml  (in this project)
 
 Source: https://docs.determined.ai/latest/reference/python-sdk.html
 """

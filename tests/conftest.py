@@ -1,96 +1,32 @@
-"""Real runs in processes of their own, and small real image folders."""
+"""Fixtures that tests share: runs of train.py, of every mode, and a small real image folder."""
 
-import contextlib
-import json
-import multiprocessing
-import os
 import pathlib
-import signal
-import socket
-import subprocess
-import sys
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from folders import save
 from PIL import Image
 from sklearn.datasets import load_digits
+from support import TWO, Run, checkpoints, execute, launcher, overrides, train_many
 
-from errors import InvalidInput
-
-PROJECT = pathlib.Path(__file__).resolve().parent.parent
-TIME_LIMIT = 500  # seconds a run may take
-
-# One thread a process, of the tests' own and of those they start: those of several would wait for each other's cores.
-os.environ["OMP_NUM_THREADS"] = "1"
-torch.set_num_threads(1)
-
-
-@dataclass
-class Run:
-    """A finished run: its exit code, what it printed and its folder."""
-
-    code: int
-    stdout: str
-    stderr: str
-    output: pathlib.Path
-
-    @property
-    def summary(self) -> dict:
-        return json.loads((self.output / "summary.json").read_text())
-
-    @property
-    def metrics(self) -> list[dict]:
-        return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
-
-    @property
-    def validated_at(self) -> list[int]:
-        return [entry["steps_completed"] for entry in self.metrics if entry["group"] == "validation"]
+LONG = ("test_killed_runs", "test_search", "test_benchmarks", "test_package")  # of minutes
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps in one worker the tests of a file, and those that share a launch: see --dist in pyproject.toml."""
+    """Keeps in one worker the tests of a file, and those that share a launch: see --dist in pyproject.toml.
+
+    The longest come first, so that in the end no worker waits for the other.
+    """
+    lengths: dict[pytest.Item, int] = {}
     for item in items:
-        launched = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        modes, nets = launched.get("mode_runs"), launched.get("straight", "")
-        item.add_marker(pytest.mark.xdist_group(f"modes {modes}" if modes else f"{item.path.stem} {nets}"))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def launcher(name: str, processes: int) -> list[str]:
-    """The command before the script: python, torchrun or deepspeed of this environment."""
-    if name == "python":
-        return [sys.executable]
-    module = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner"}[name]
-    count = {"torchrun": "--nproc-per-node", "deepspeed": "--num_gpus"}[name]
-    return [sys.executable, "-m", module, f"{count}={processes}", f"--master_port={free_port()}"]
-
-
-def execute(command: list[str], output: pathlib.Path, *, cwd: pathlib.Path = PROJECT, **env: str) -> Run:
-    """Runs a command to its end; kills it and all its children when the time is up."""
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env={**os.environ, **env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=TIME_LIMIT)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    return Run(process.returncode, stdout, stderr, output)
+        shared = getattr(getattr(item, "callspec", None), "params", {})
+        modes, nets = shared.get("mode_runs"), shared.get("straight")
+        group = f"modes {modes}" if modes else f"{item.path.stem} {nets or ''}"
+        item.add_marker(pytest.mark.xdist_group(group))
+        lengths[item] = 2 if modes or nets else int(item.path.stem in LONG)
+    items.sort(key=lambda item: -lengths[item])
 
 
 @pytest.fixture
@@ -106,30 +42,6 @@ def train(tmp_path):
     return run
 
 
-def train_many(
-    folder: pathlib.Path, rows: dict[str, list[str]], processes: int = 1, sigterm_at: int = 0
-) -> dict[str, Run]:
-    """Runs train.py's ``main`` with each row's arguments, all in one launch: starting DeepSpeed takes seconds.
-
-    With ``sigterm_at`` the last rank gets a SIGTERM in that step of every run.
-    """
-    table = folder / "rows.json"
-    table.write_text(json.dumps({name: [*row, "--output", str(folder / name)] for name, row in rows.items()}))
-    command = [*launcher("python" if processes == 1 else "torchrun", processes), "tests/many.py", str(table)]
-    launch = execute(command, folder, PYTHONPATH=str(PROJECT), SIGTERM_AT=str(sigterm_at))
-    done = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.done.json")}
-    runs = {}
-    for name in rows:
-        result = done.get(f"{name}.done", {"code": None, "stdout": launch.stdout, "stderr": launch.stderr})
-        runs[name] = Run(result["code"], result["stdout"], result["stderr"], folder / name)
-    return runs
-
-
-def overrides(**values: object) -> list[str]:
-    """``--set`` arguments; two underscores stand for a dot."""
-    return [part for key, value in values.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
-
-
 @pytest.fixture(scope="session", params=[1, 2])
 def mode_runs(request, tmp_path_factory):
     """A short run in every mode with 1 and with 2 processes: (processes, folder, runs by mode)."""
@@ -137,9 +49,6 @@ def mode_runs(request, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp(f"modes{request.param}")
     return request.param, folder, train_many(folder, mode_rows(request.param), request.param)
-
-
-DIGITS = ["--config", "experiments/digits.yaml"]
 
 
 @pytest.fixture(scope="session")
@@ -156,33 +65,22 @@ def image_folder(tmp_path_factory) -> pathlib.Path:
     return root
 
 
-def fault(call, *arguments) -> str:
-    """The one line of the InvalidInput that a call must raise."""
-    with pytest.raises(InvalidInput) as caught:
-        call(*arguments)
-    (line,) = caught.value.faults
-    assert "\n" not in line
-    return line
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    """A run with whole checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("two")
+    (run,) = train_many(folder, {"run": [*TWO, *overrides(checkpoint_storage__save_trial_latest=2)]}).values()
+    assert run.code == 0, run.stderr
+    assert set(checkpoints(run)) == {2, 4}
+    return run
 
 
-def fork(*works):
-    """Starts each in a forked process, all at the same moment; one that raises exits with 1."""
-    context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(len(works))
-
-    def run(work):
-        barrier.wait(30)
-        work()
-
-    processes = [context.Process(target=run, args=(work,)) for work in works]
-    for process in processes:
-        process.start()
-    return processes
-
-
-def all_at_once(*works) -> None:
-    """Runs each to its end in a process of its own."""
-    processes = fork(*works)
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0] * len(works)
+@pytest.fixture
+def folder(tmp_path) -> pathlib.Path:
+    """Classes a and b: greys 10, 20 and 30, 40 to train, 50 and 60 to test."""
+    root = tmp_path / "folder"
+    for grey, path in enumerate(
+        ["train/a/1", "train/a/2", "train/b/1", "train/b/2", "test/a/1", "test/b/1"], start=1
+    ):
+        save(root / f"{path}.bmp", grey * 10)
+    return root

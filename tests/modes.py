@@ -1,6 +1,6 @@
 """The table of engine modes that tests run for real."""
 
-from conftest import overrides
+from support import overrides
 
 DEEPSPEED = "hyperparameters__overwrite_deepspeed_args__"
 STEPS = 40
@@ -24,7 +24,9 @@ MODES = {
     "pipeline": (1, "float32", (2,)),  # last, for DeepSpeed keeps its stages for the rest of the process
 }
 # Modes that have no file of their own, as changes to one that has.
-EXPERTS_ON_TWO_RANKS = overrides(hyperparameters__ep_world_size=2, **{f"{DEEPSPEED}zero_optimization__stage": 2})
+EXPERTS_ON_TWO_RANKS = overrides(
+    hyperparameters__ep_world_size=2, **{f"{DEEPSPEED}zero_optimization__stage": 2}
+)
 
 
 def mode_rows(processes: int) -> dict[str, list[str]]:
@@ -41,3 +43,21 @@ def mode_rows(processes: int) -> dict[str, list[str]]:
 
 def losses(run) -> list[float]:
     return [entry["loss"] for entry in run.metrics if entry["group"] == "training"]
+
+
+NET_STEPS = 6  # of a run with another network
+
+
+SMALL = {"num_layers": 2, "num_heads": 4, "hidden_dim": 64, "mlp_dim": 128}
+
+
+FIXED = overrides(
+    data__dataset="digits",
+    hyperparameters__max_length=f"{{batches: {NET_STEPS}}}",
+    scheduling_unit=1,
+    **{
+        f"{DEEPSPEED}train_batch_size": 32,
+        f"{DEEPSPEED}scheduler": "null",
+        f"{DEEPSPEED}optimizer__params__lr": 0.001,
+    },
+)

@@ -10,12 +10,19 @@ import venv
 from typing import Any
 
 import pytest
-from conftest import PROJECT, TIME_LIMIT, execute
 from determined.common import context, util
+from support import PROJECT, TIME_LIMIT, execute
 
 FILES = sorted([*PROJECT.glob("*.yaml"), *PROJECT.glob("experiments/*.yaml")])
 BIN = pathlib.Path(sys.executable).parent
-LOCAL_TEST = ["--local", "--test", "--config", "entrypoint=model_def:CIFARTrial", "--config", "data.dataset=digits"]
+LOCAL_TEST = [
+    "--local",
+    "--test",
+    "--config",
+    "entrypoint=model_def:CIFARTrial",
+    "--config",
+    "data.dataset=digits",
+]
 
 # Where https://docs.determined.ai/latest/reference/training/experiment-config-reference.html documents each field.
 DOCUMENTED = {
@@ -53,7 +60,12 @@ RANGES = {
 def fields(config: dict[str, Any]) -> set[str]:
     found = set()
     for key, value in config.items():
-        nested = isinstance(value, dict) and key in ("searcher", "resources", "reproducibility", "checkpoint_storage")
+        nested = isinstance(value, dict) and key in (
+            "searcher",
+            "resources",
+            "reproducibility",
+            "checkpoint_storage",
+        )
         found |= {f"{key}.{inner}" for inner in value} if nested else {key}
     return found
 
@@ -84,10 +96,20 @@ def test_the_upload_is_small_and_whole():
     """As ``det experiment create`` builds it."""
     (PROJECT / "runs").mkdir(exist_ok=True)
     items = {item.path: item for item in context.read_v1_context(PROJECT)}
-    needed = {"train.py", "model_def.py", "net.py", "data.py", "harness.py", "ds_config.json", "startup-hook.sh"}
+    needed = {
+        "train.py",
+        "model_def.py",
+        "net.py",
+        "data.py",
+        "harness/trainer.py",
+        "classify/engine/trial_config.py",
+        "classify/reports/report.html.jinja",
+        "ds_config.json",
+        "startup-hook.sh",
+    }
     assert needed <= items.keys()
     assert {f"experiments/{file.name}" for file in PROJECT.glob("experiments/*.yaml")} <= items.keys()
-    assert sum(len(item.content or "") for item in items.values()) < 1_000_000
+    assert sum(len(item.content or "") for item in items.values()) < 700_000  # in base64: half a megabyte
     unwanted = ("tests", "runs", "data/", ".venv", ".git/", "docs", "benchmarks")
     assert not [path for path in items if path.startswith(unwanted) or "__pycache__" in path]
 
@@ -97,7 +119,9 @@ def test_local_test_mode(tmp_path):
     const = execute([str(BIN / "det"), "experiment", "create", "const.yaml", ".", *LOCAL_TEST], tmp_path)
     assert const.code == 0, const.stderr
     assert "The test experiment passed." in const.stdout + const.stderr
-    others = [file for file in FILES if file.stem not in ("const", "pipeline", "photos")]  # which downloads weights
+    others = [
+        file for file in FILES if file.stem not in ("const", "pipeline", "photos")
+    ]  # which downloads weights
     script = tmp_path / "all.py"
     script.write_text(
         "import sys\nfrom determined.cli import cli\n"
@@ -130,7 +154,11 @@ def test_the_startup_hook_installs_what_is_missing(tmp_path, without):
     own = bare_environment(tmp_path / "venv", without)
     before = {path.name for path in own.iterdir()}
     hook = "set -e; source startup-hook.sh; echo slots $LOCAL_SIZE; python3 -c 'import attrdict, torch; print(torch.__file__)'"
-    environment = {**os.environ, "PATH": f"{tmp_path / 'venv/bin'}:{os.environ['PATH']}", "DET_SLOT_IDS": "[0, 1, 2]"}
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path / 'venv/bin'}:{os.environ['PATH']}",
+        "DET_SLOT_IDS": "[0, 1, 2]",
+    }
     environment.pop("PYTHONPATH", None)
     if not without:
         environment["PIP_INDEX_URL"] = "http://127.0.0.1:9/nothing"

@@ -15,4 +15,6 @@ if folder := os.environ.get("CONTAINER_FILES"):
     # Determined ends DeepSpeed's launcher (exit code 241) 5 s after its workers. It takes 3 s to end by itself on an
     # idle machine, more beside other tests.
     run_subprocess = ipc.PIDServer.run_subprocess
-    ipc.PIDServer.run_subprocess = lambda self, **options: run_subprocess(self, **{**options, "on_exit": None})
+    ipc.PIDServer.run_subprocess = lambda self, **options: run_subprocess(
+        self, **{**options, "on_exit": None}
+    )

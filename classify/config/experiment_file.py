@@ -1,0 +1,89 @@
+"""An experiment file, as Determined's own, read on this machine with what ``--set`` puts into it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import YAMLError
+
+from classify.config.experiment_fields import check
+from harness.errors import InvalidInput, one_line
+from harness.experiment import Experiment
+
+# The parser raises Python's own errors for a tagged value such as "!!int x", and for one nested too deep.
+YAML_ERRORS = (YAMLError, ValueError, KeyError, RecursionError)
+
+
+def load(path: str, overrides: Iterable[str] = (), search: bool = False) -> Experiment:
+    """Reads an experiment file for training on this machine, and checks its fields.
+
+    Args:
+        path: the file.
+        overrides: ``PATH=VALUE`` each: puts VALUE, read as YAML, in the place of what stands at the dotted
+            PATH.
+        search: leave ranges among the hyperparameters; ``classify/tuning/space.py`` checks them.
+
+    Raises:
+        InvalidInput: if the file or an override cannot be read, or with a line for each field that is wrong.
+    """
+    return check(read(path, overrides), search)
+
+
+def read(path: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
+    """Reads the file and the overrides, as ``load`` has them, without checking the fields."""
+    try:
+        config = _yaml(pathlib.Path(path).read_text())
+    except FileNotFoundError:
+        mend = "no such file; give an experiment file, e.g. const.yaml"
+        raise InvalidInput(f"--config: {path}: {mend}") from None
+    except (OSError, *YAML_ERRORS) as error:
+        raise InvalidInput(f"--config: {path}: not a YAML file ({one_line(error)}); mend it") from error
+    if not isinstance(config, dict):
+        raise InvalidInput(f"--config: {path}: holds no experiment configuration; see const.yaml for one")
+    for override in overrides:
+        _override(config, override)
+    try:
+        json.dumps(config)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInput(
+            f"--config: {path}: holds what no JSON can ({one_line(error)}); mend it"
+        ) from error
+    return config
+
+
+class _Constructor(SafeConstructor):
+    """Makes of a date the text that it is, as Determined's master does, which keeps it as JSON."""
+
+
+_Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
+
+
+def _yaml(text: str) -> Any:
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor = _Constructor
+    return yaml.load(text)
+
+
+def _override(config: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.split(".")
+    if not equals or not all(keys):
+        raise InvalidInput(f"--set: {override!r}: must be PATH=VALUE, e.g. data.dataset=digits")
+    try:
+        value = _yaml(text)
+    except YAML_ERRORS as error:
+        raise InvalidInput(f"--set {path}: {text!r}: not YAML ({one_line(error)}); quote it") from error
+    inner = config
+    for depth, key in enumerate(keys[:-1], 1):
+        if inner.get(key) is None:
+            inner[key] = {}
+        inner = inner[key]
+        if not isinstance(inner, dict):
+            parent = ".".join(keys[:depth])
+            raise InvalidInput(f"--set {path}: unknown path; {parent} is {inner!r} and has no keys")
+    inner[keys[-1]] = value

@@ -1,0 +1,189 @@
+"""The hyperparameters of the trial: each once, with its type, default, rule and documentation.
+
+Every other hyperparameter is a key of DeepSpeed's, checked in ``classify/engine``. What does not go
+together is in ``classify/engine/combinations.py``; what must be the same after a resume, in
+``ClassifierHooks.identity``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, one_of, optional, whole
+from harness.errors import InvalidInput, nearest
+from harness.experiment import LENGTH_UNITS, unit_errors
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and bool(value) and all(is_count(each, 1) for each in value)
+
+
+def _is_beta(value: Any) -> bool:
+    """Whether it is a parameter of a Beta distribution, or 0; below 0.001 both of torch's draws are 0."""
+    return is_number(value, 0, 1e6) and (value == 0 or value >= 0.001)
+
+
+def _is_partition_method(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    return value in ("parameters", "uniform") or (value.startswith("type:") and _is_pattern(value[5:]))
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        return bool(text) and re.compile(text) is not None
+    except re.error:
+        return False
+
+
+def _is_early_stopping(value: Any) -> bool:
+    if not isinstance(value, Mapping) or value.keys() - {"metric", "patience", "min_improvement"}:
+        return False
+    metric = value.get("metric", "loss")
+    return (
+        is_count(value.get("patience"), 1)
+        and is_number(value.get("min_improvement", 0))
+        and (metric in ("loss", "accuracy") or str(metric).startswith("accuracy/"))
+    )
+
+
+_MAPPING = Rule(lambda value: isinstance(value, Mapping), "")
+_LENGTH = Rule(
+    lambda value: not unit_errors("", value, LENGTH_UNITS, least=1), "must be {epochs: N} or {batches: N}"
+)
+_WEIGHTS = "must be the path of a state_dict, e.g. a run's net.pt, or DEFAULT for a network of torchvision"
+_STOPPING = (
+    "must be e.g. {metric: loss, patience: 3, min_improvement: 0.01}: validations to wait, and for how much"
+)
+_BETA = Rule(_is_beta, "must be 0 or a number of at least 0.001, e.g. 0.2")
+
+
+def _setting(default: Any, rule: Rule) -> Any:
+    return dataclasses.field(default=default, metadata={"rule": rule})
+
+
+@dataclass(frozen=True)
+class Hyperparameters:
+    """The trial's own hyperparameters, and in ``inline`` the others, which are DeepSpeed's."""
+
+    net: str = _setting("net", ANY)
+    """The network: one of ``net.py``, ``net-moe``, or a classifier of torchvision."""
+    net_args: Mapping[str, Any] | None = _setting(
+        None, optional(_MAPPING._replace(message="must be a mapping of the network's arguments"))
+    )
+    """Further arguments of the network's function."""
+    weights: str | None = _setting(None, optional(Rule(lambda v: isinstance(v, str) and bool(v), _WEIGHTS)))
+    """Where training starts: the path of a ``state_dict``, or the name of torchvision's weights."""
+
+    max_length: Mapping[str, int] | None = _setting(None, _LENGTH)
+    """The training's length: ``{epochs: N}`` or ``{batches: N}``, a batch being an optimizer step."""
+    early_stopping: Mapping[str, Any] | None = _setting(None, optional(Rule(_is_early_stopping, _STOPPING)))
+    """Validations to wait for an improvement of a metric: ``patience``, ``metric``, ``min_improvement``."""
+
+    deepspeed_config: str | None = _setting(
+        None, optional(Rule(lambda v: isinstance(v, str), "must be a file's name, e.g. ds_config.json"))
+    )
+    """The file with the DeepSpeed configuration."""
+    overwrite_deepspeed_args: Mapping[str, Any] | None = _setting(
+        None, optional(_MAPPING._replace(message="must be a mapping of DeepSpeed's keys"))
+    )
+    """Overrides for ``deepspeed_config``."""
+
+    label_smoothing: float = _setting(
+        0.0, Rule(lambda v: is_number(v, 0, 1), "must be a number from 0 to below 1")
+    )
+    """The share of the target that is spread over all classes (https://arxiv.org/abs/1512.00567)."""
+    mixup: float = _setting(0.0, _BETA)
+    """The Beta distribution's parameter of MixUp; 0 for none (https://arxiv.org/abs/1710.09412)."""
+    cutmix: float = _setting(0.0, _BETA)
+    """The same of CutMix (https://arxiv.org/abs/1905.04899)."""
+
+    channels_last: bool | None = _setting(None, BOOL)
+    """Whether images have that memory format; if not given, where it is known to be faster."""
+    checkpoint_activations: bool = _setting(False, BOOL)
+    """Activation checkpointing: whether blocks are computed again in the backward pass."""
+    sync_batchnorm: bool = _setting(False, BOOL)
+    """Whether batch normalization is over all processes."""
+
+    pipe_parallel_size: int = _setting(1, whole(1))
+    """The stages of a pipeline."""
+    partition_method: str = _setting(
+        "parameters", Rule(_is_partition_method, "must be one of parameters, uniform, type:REGEX")
+    )
+    """How layers are dealt out to the stages."""
+
+    moe: bool | None = _setting(None, BOOL)
+    """Whether the network is a mixture of experts; implied by ``net: net-moe``."""
+    num_experts: tuple[int, ...] = _setting(
+        (), Rule(_are_counts, "must be a list with the experts of each MoE layer, e.g. [2]")
+    )
+    """The experts of each MoE layer; one layer of 2 if not given."""
+    ep_world_size: int = _setting(1, whole(1))
+    """Over how many processes the experts of a layer are spread."""
+    mlp_type: str = _setting("standard", one_of("standard", "residual"))
+    """``residual`` for a fixed layer beside the experts (https://arxiv.org/abs/2201.05596)."""
+    top_k: int = _setting(1, one_of(1, 2))
+    """How many experts see an image."""
+    min_capacity: int = _setting(0, whole(0))
+    """The least images that an expert takes of a micro-batch."""
+    noisy_gate_policy: str | None = _setting(None, one_of(None, "None", "RSample", "Jitter"))
+    """The noise of the gate in training."""
+    moe_param_group: bool = _setting(True, BOOL)
+    """Whether experts form parameter groups of their own, which ZeRO needs."""
+    moe_loss_coefficient: float = _setting(0.01, Rule(is_number, "must be a number of at least 0"))
+    """The weight of the load-balancing loss; default of https://arxiv.org/abs/2101.03961, section 2.2."""
+
+    inline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """All other keys."""
+    given: frozenset[str] = frozenset()
+    """The names of those that the file has."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a mixture of experts is asked for, in either way."""
+        return bool(self.moe) or self.net == "net-moe"
+
+    @property
+    def experts(self) -> dict[str, Any]:
+        """The arguments of ``NetMoE`` that are hyperparameters."""
+        return {key: getattr(self, key) for key in EXPERTS} | {"num_experts": self.num_experts or (2,)}
+
+    @classmethod
+    def parse(cls, hparams: Mapping[str, Any], nets: Collection[str]) -> Hyperparameters:
+        """Checks each value by itself and fills in the defaults.
+
+        Args:
+            hparams: the experiment's.
+            nets: the names that ``net`` may have.
+
+        Raises:
+            InvalidInput: with a line for each that is wrong.
+        """
+        given = {key: hparams[key] for key in RULES if key in hparams}
+        errors = [
+            f"hyperparameters.{key}: {value!r}: {RULES[key].message}"
+            for key, value in given.items()
+            if not RULES[key].is_valid(value)
+        ]
+        net = given.get("net", cls.net)
+        if net not in nets:
+            mend = f"{nearest(net, nets)}, or register it in net.py"
+            errors.append(f"hyperparameters.net: {net!r}: no such network; {mend}")
+        if errors:
+            raise InvalidInput(errors)
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
+        }
+        inline = {key: value for key, value in hparams.items() if key not in RULES}
+        return cls(**values, inline=inline, given=frozenset(given))
+
+
+RULES: dict[str, Rule] = {
+    field.name: field.metadata["rule"] for field in dataclasses.fields(Hyperparameters) if field.metadata
+}
+EXPERTS = ("num_experts", "ep_world_size", "mlp_type", "top_k", "min_capacity", "noisy_gate_policy")
+EXPERTS_ONLY = (*EXPERTS, "moe_param_group", "moe_loss_coefficient")  # which do nothing without experts

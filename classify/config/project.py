@@ -1,0 +1,7 @@
+"""Where the project is."""
+
+from __future__ import annotations
+
+import pathlib
+
+PROJECT = pathlib.Path(__file__).resolve().parents[2]

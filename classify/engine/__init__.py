@@ -1,0 +1,1 @@
+"""The DeepSpeed configuration, its checks, and the engine that is built from it."""

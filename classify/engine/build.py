@@ -1,0 +1,140 @@
+"""The network in the form that its mode needs, and what surrounds the making of its engine."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import PipelineModule
+from torch import Tensor, nn
+
+from classify.engine import memory
+from classify.engine.trial_config import TrialConfig
+from classify.models import pretrained, recompute, registry, state_dicts
+from classify.models.net_moe import NetMoE
+from classify.models.stages import layers_of
+from harness.deepspeed_patches import clip_stages_together, partition_for_zero3
+from harness.errors import InvalidInput, one_line
+from harness.out_of_memory import explain_out_of_memory
+
+PipelineLoss = Callable[[Tensor, Tensor], Tensor]  # of logits (B, C) and labels
+
+
+def build_network(config: TrialConfig, pipeline_loss: PipelineLoss) -> nn.Module:
+    """Makes the network in the form that the configuration asks for: plain, of experts, or cut into stages.
+
+    Args:
+        config: the trial's.
+        pipeline_loss: what the last stage of a pipeline computes.
+
+    Raises:
+        InvalidInput: if its weights cannot be had, or are of another network.
+    """
+    hyper = config.hyper
+    if hyper.has_experts:
+        # Micro-batches of one image are filled up, for DeepSpeed's experts need two.
+        padded = max(2, config.micro_batch)
+        net: nn.Module = NetMoE(config.net.num_classes, micro_batch=padded, **hyper.experts)
+        _load_weights(net, config)
+        return net
+    net = registry.build(config.net)
+    _load_weights(net, config)
+    if hyper.sync_batchnorm:
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    if hyper.checkpoint_activations:
+        recompute.enable(net)
+    if config.zero_stage == 3:
+        partition_for_zero3(net, config.dtype, config.deepspeed)
+    return net if config.stages == 1 else _cut_into_stages(net, config, pipeline_loss)
+
+
+def _load_weights(net: nn.Module, config: TrialConfig) -> None:
+    """Starts from ``hyperparameters.weights``, where given, and says what stays at random."""
+    chosen = config.hyper.weights
+    if not chosen:
+        return
+    label = f"hyperparameters.weights: {chosen}"
+    if pretrained.is_name(config.hyper.net, chosen):
+        state = pretrained.fetch(config.hyper.net, chosen)
+    else:
+        state = state_dicts.read(chosen, label)
+    skipped = state_dicts.load_pretrained(net, state, label)
+    if skipped and torch.distributed.get_rank() == 0:
+        print(state_dicts.describe_skipped_weights(skipped, label), file=sys.stderr)
+
+
+def _cut_into_stages(net: nn.Module, config: TrialConfig, pipeline_loss: PipelineLoss) -> PipelineModule:
+    if "dynamic_shape" not in inspect.signature(PipelineModule.__init__).parameters:
+        raise InvalidInput(
+            f"hyperparameters.pipe_parallel_size: {config.stages}: DeepSpeed {deepspeed.__version__} cannot"
+            " take an epoch's smaller last step; use the image of the Dockerfile, or 1"
+        )
+    layers = layers_of(net)
+    assert layers  # or combinations.py has refused it
+    stage = PipelineModule(
+        layers=[layer for _, layer in layers],
+        num_stages=config.stages,
+        loss_fn=pipeline_loss,
+        partition_method=config.hyper.partition_method,
+        dynamic_shape=True,  # an epoch's last step may be smaller
+    )
+    clip_stages_together(stage)
+    return stage
+
+
+def trainable_parameters(net: nn.Module, config: TrialConfig) -> Any:
+    """What the optimizer gets: the parameters, those of experts in groups of their own."""
+    parameters = filter(lambda parameter: parameter.requires_grad, net.parameters())
+    if not (config.hyper.has_experts and config.hyper.moe_param_group):
+        return parameters
+    group = {"params": list(parameters), "name": "parameters"}
+    return split_params_into_different_moe_groups_for_optimizer(group)
+
+
+@contextlib.contextmanager
+def building(config: TrialConfig, images_on_gpu: int) -> Iterator[None]:
+    """Surrounds the making of network and engine: quiet, and with errors that say what to change.
+
+    Args:
+        config: the trial's.
+        images_on_gpu: the bytes of images in a GPU's memory.
+
+    Raises:
+        InvalidInput: for what DeepSpeed refuses beyond the rules here.
+        TrainingStopped: if memory runs out.
+    """
+    memory.keep_freed_memory(config.zero_stage < 3 and not config.hyper.checkpoint_activations)
+    quiet = contextlib.redirect_stdout(io.StringIO())  # DeepSpeed prints its groups and layers
+    explained = explain_out_of_memory(
+        lambda: "before the first step", lambda: memory.advise(config, None, images_on_gpu)
+    )
+    with quiet, explained, deepspeed_errors_as_invalid_input():
+        yield
+
+
+@contextlib.contextmanager
+def deepspeed_errors_as_invalid_input() -> Iterator[None]:
+    """Turns what DeepSpeed refuses while it builds an engine into ``InvalidInput``."""
+    try:
+        yield
+    except InvalidInput:
+        raise
+    except Exception as error:
+        # A RuntimeError, but for one, is an error of the machine: a rank that is lost, or no memory.
+        if isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, NotImplementedError):
+            raise
+        reason = one_line(error)
+        if not str(error) or isinstance(error, KeyError):
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            reason += f" in {place.name}, {place.filename}"
+        raise InvalidInput(
+            f"deepspeed_config: DeepSpeed cannot build an engine from it ({reason}); change what it names"
+        ) from error

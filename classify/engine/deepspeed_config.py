@@ -1,0 +1,264 @@
+"""Hyperparameters + a DeepSpeed configuration file -> one checked DeepSpeed configuration.
+
+The three forms of Determined's DeepSpeed usage guide: ``deepspeed_config: FILE``; the same with
+``overwrite_deepspeed_args``; or DeepSpeed's own keys inline among the hyperparameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deepspeed.runtime import constants
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from determined.pytorch.deepspeed import overwrite_deepspeed_config
+
+from classify.config.hyperparameters import RULES, Hyperparameters
+from classify.config.project import PROJECT
+from classify.config.rules import is_count
+from classify.engine.combinations import (
+    capacity_errors,
+    combination_errors,
+    dtype_name,
+    enabled,
+    network_errors,
+    offloads,
+    zero_stage,
+)
+from classify.engine.deepspeed_keys import (
+    ACCUMULATION,
+    BATCH_KEYS,
+    MICRO_BATCH,
+    TOTAL_BATCH,
+    key_errors,
+    known_keys,
+)
+from classify.engine.learning_rate import follow_learning_rate, follow_length, schedule_errors, section_at
+from classify.engine.optimizer_rules import RATE, built_errors, optimizer_class, rules, schedule_class
+from harness.errors import InvalidInput, nearest, one_line
+
+# The file's parameters carry over to another optimizer or schedule as far as that one takes them.
+INHERITING = {"optimizer": optimizer_class, "scheduler": schedule_class}
+Steps = Callable[[int, int], int]  # from train_batch_size and the micro-batches in it to all optimizer steps
+
+
+def resolve(
+    hyper: Hyperparameters, processes: int, device: str, steps: Steps | None = None
+) -> dict[str, Any]:
+    """Makes the configuration that ``deepspeed.initialize`` takes, and checks it before anything is built.
+
+    Args:
+        hyper: the hyperparameters, in any of the three forms.
+        processes: how many there are.
+        device: ``cpu`` or ``cuda``.
+        steps: gives the optimizer steps of the whole training; None if that is not known.
+
+    Returns:
+        The merged configuration with all three batch fields, the schedule's peak and length, and an optimizer
+        that the device runs without compiling.
+
+    Raises:
+        InvalidInput: with one line for each thing that is wrong.
+    """
+    _raise(network_errors(hyper, processes))
+    # The file and what overrides it
+    base, overrides = _forms(hyper)
+    _inherit(base, overrides)
+    _raise(_merge_errors(base, overrides))
+    config = overwrite_deepspeed_config(base, overrides)
+    _modernise(config)
+    # Keys and values, what goes together, and the batch sizes
+    replicas = processes // hyper.pipe_parallel_size
+    errors = key_errors(config)
+    errors += combination_errors(config, hyper, device) if not errors else []
+    errors += _resolve_batch_size(config, replicas) or capacity_errors(config, hyper)
+    _raise(errors)
+    # The learning rate and its schedule
+    follow_learning_rate(config, overrides)
+    total = steps(config[TOTAL_BATCH], replicas * config[ACCUMULATION]) if steps else None
+    follow_length(config, total)
+    # Defaults other than DeepSpeed's
+    _avoid_compiling(config, device)
+    _disable_throughput_timer(config)
+    _reduce_bf16_in_fp32(config)
+    _cast_buffers(config)
+    _raise(schedule_errors(config) or built_errors(config))
+    return config
+
+
+def _raise(errors: list[str]) -> None:
+    if errors:
+        raise InvalidInput(errors)
+
+
+# ----------------------------------------------------------------------------------------- forms and merging
+
+
+def _forms(hyper: Hyperparameters) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The base configuration and what overrides it, from whichever form the hyperparameters have."""
+    inline, source = copy.deepcopy(dict(hyper.inline)), hyper.deepspeed_config
+    overrides = copy.deepcopy(dict(hyper.overwrite_deepspeed_args or {}))
+    if source is None:
+        if overrides:
+            mend = "name a file there, e.g. ds_config.json"
+            raise InvalidInput(
+                "hyperparameters.overwrite_deepspeed_args: overwrites nothing without"
+                f" hyperparameters.deepspeed_config; {mend}"
+            )
+        return {}, inline
+    if inline:
+        raise InvalidInput(f"hyperparameters.{k}: {v!r}: {_why_not_inline(k)}" for k, v in inline.items())
+    return _read(source), overrides
+
+
+def _why_not_inline(key: str) -> str:
+    if key in known_keys():
+        return "stands beside deepspeed_config; move it under overwrite_deepspeed_args"
+    return f"unknown key; {nearest(key, [*RULES, *known_keys()])}"
+
+
+def _read(source: str) -> dict[str, Any]:
+    """Reads a DeepSpeed configuration file; a relative path is of the working directory or the project."""
+    path = next((each for each in (pathlib.Path(source), PROJECT / source) if each.is_file()), None)
+    at = f"hyperparameters.deepspeed_config: {source!r}"
+    if path is None:
+        raise InvalidInput(f"{at}: no such file; give the path of a JSON file")
+    try:
+        config = overwrite_deepspeed_config(str(path), {})
+    except (ValueError, OSError) as error:  # malformed JSON, a key given twice, not text, not readable
+        raise InvalidInput(f"{at}: not a JSON file ({one_line(error)}); mend it") from error
+    if not isinstance(config, dict):
+        raise InvalidInput(f"{at}: holds no JSON object; mend it")
+    return config
+
+
+def _inherit(base: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Takes from the base what another optimizer or schedule has no use for."""
+    for key, find in INHERITING.items():
+        kind = section_at(overrides, key).get("type")
+        old = section_at(base, key)
+        if isinstance(kind, str) and kind != old.get("type") and isinstance(old.get("params"), dict):
+            cls = find(kind)
+            # DeepSpeed's own for GPUs do not say what they take; all take these.
+            takes = rules(cls) if cls else dict.fromkeys(("lr", "weight_decay"), RATE)
+            kept = {k: v for k, v in old["params"].items() if k in takes and takes[k].is_valid(v)}
+            base[key]["params"] = kept
+
+
+def _merge_errors(base: Any, overrides: Mapping[str, Any], path: str = "") -> list[str]:
+    """Finds mappings that would overwrite a single value, which Determined's merging cannot do."""
+    errors = []
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and key in base:
+            if isinstance(base[key], Mapping):
+                errors += _merge_errors(base[key], value, f"{path}{key}.")
+            elif base[key] is not None:
+                errors.append(f"{path}{key}: {dict(value)!r}: must be a single value such as {base[key]!r}")
+            else:
+                base[key] = {}
+    return errors
+
+
+def _modernise(config: dict[str, Any]) -> None:
+    """Puts what older configurations say into today's keys, and leaves out sections that say nothing."""
+    zero = config.get("zero_optimization")
+    if isinstance(zero, dict) and isinstance(zero.get("cpu_offload"), bool) and zero.pop("cpu_offload"):
+        zero.setdefault("offload_optimizer", {"device": "cpu"})
+    for key in [key for key, value in config.items() if value is None]:
+        del config[key]
+
+
+# ----------------------------------------------------------------------------------------------- batch sizes
+
+
+def _resolve_batch_size(config: dict[str, Any], replicas: int) -> list[str]:
+    """Fills in the batch fields that are missing, for the model replicas at hand.
+
+    train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel size.
+    """
+    given = {key: config[key] for key in BATCH_KEYS if config.get(key) is not None}
+    wrong = {key: value for key, value in given.items() if not is_count(value, 1)}
+    if wrong:
+        return [f"{key}: {value!r}: must be a whole number of at least 1" for key, value in wrong.items()]
+    total, micro, accumulation = (given.get(key) for key in BATCH_KEYS)
+    if total is None and micro is None:
+        return [f"{TOTAL_BATCH}: missing; give it or {MICRO_BATCH}"]
+    if total is None:
+        assert micro is not None
+        accumulation = accumulation or 1
+        total = micro * accumulation * replicas
+    elif micro is None:
+        accumulation = accumulation or 1
+        micro = total // (accumulation * replicas)
+    else:
+        accumulation = accumulation or total // (micro * replicas)
+    if micro * accumulation * replicas != total:
+        return [_why_indivisible(given, replicas)]
+    config.update(zip(BATCH_KEYS, (total, micro, accumulation), strict=True))
+    return []
+
+
+def _why_indivisible(given: dict[str, int], replicas: int) -> str:
+    """Says by what ``train_batch_size`` must be divisible, and its nearest values that are."""
+    total = given[TOTAL_BATCH]
+    others = {key: value for key, value in given.items() if key != TOTAL_BATCH}
+    factors = [f"{replicas} {'process' if replicas == 1 else 'processes'}"]
+    factors += [f"{key} {value}" for key, value in others.items()]
+    unit = replicas
+    for value in others.values():
+        unit *= value
+    if len(given) == len(BATCH_KEYS):
+        mend = f"use {unit}, or leave one of the three out"
+        return f"{TOTAL_BATCH}: {total}: is not {' x '.join(factors)}; {mend}"
+    below = total // unit * unit
+    values = f"{below} or {below + unit}" if below else str(unit)
+    return f"{TOTAL_BATCH}: {total}: does not divide among {' x '.join(factors)}; use {values}"
+
+
+# --------------------------------------------------------------------------- defaults other than DeepSpeed's
+
+
+def _avoid_compiling(config: dict[str, Any], device: str) -> None:
+    """On a CPU takes torch's Adam, where DeepSpeed would first compile a kernel of its own for a minute."""
+    optimizer = config["optimizer"]
+    if optimizer["type"].lower() in ("adam", "adamw"):
+        params = optimizer.setdefault("params", {})
+        if device == "cpu":
+            params.setdefault("torch_adam", True)
+        elif not params.get("torch_adam"):
+            params.pop("fused", None)  # as DeepSpeed's own kernels are
+    if device == "cpu" and offloads(config, "offload_optimizer"):
+        config.setdefault("zero_force_ds_cpu_optimizer", False)
+    if optimizer["type"].lower() not in DEEPSPEED_OPTIMIZERS:
+        config.setdefault("zero_allow_untested_optimizer", True)  # all of torch's step element by element
+
+
+def _disable_throughput_timer(config: dict[str, Any]) -> None:
+    """Leaves DeepSpeed's throughput timer off, which waits for the device twice in every micro-batch."""
+    timers = config.setdefault("timers", {})
+    throughput = timers.setdefault("throughput", {}) if isinstance(timers, dict) else None
+    if isinstance(throughput, dict):
+        throughput.setdefault("enabled", False)
+
+
+def _cast_buffers(config: dict[str, Any]) -> None:
+    """Keeps running statistics in the dtype of the weights, as batch normalization wants them.
+
+    DeepSpeed leaves buffers in fp32 since 0.19; before, it knew no other way.
+    """
+    if hasattr(constants, "BUFFER_DTYPE") and dtype_name(config) != "fp32":
+        config.setdefault("data_types", {}).setdefault("buffer_dtype", dtype_name(config))
+
+
+def _reduce_bf16_in_fp32(config: dict[str, Any]) -> None:
+    """Sums gradients in fp32 over ranks, with ZeRO also over micro-batches: bf16 loses more with every rank.
+
+    Source: https://github.com/deepspeedai/DeepSpeed/issues/3979
+    """
+    if not (enabled(config, "bf16") or enabled(config, "bfloat16")):
+        return
+    config.setdefault("communication_data_type", "fp32")
+    if zero_stage(config) > 0:  # without ZeRO the engine accumulates in the dtype of the weights only
+        config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")

@@ -1,0 +1,133 @@
+"""What an image classifier tells the harness, and leaves of its network in checkpoints and runs."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from classify.config.experiment_fields import experiment_of
+from classify.config.project import PROJECT
+from classify.engine import memory
+from classify.engine.full_weights import gather_full_state_dict
+from classify.engine.trial_config import TrialConfig
+from classify.models import net_file
+from classify.models.registry import MOE
+from harness import machine
+from harness.hooks import Code, TrialHooks
+
+NOT_EXPORTED = ("ep_world_size", "noisy_gate_policy")  # which one process that only classifies does without
+
+
+class ClassifierHooks(TrialHooks):
+    """Writes the network into every checkpoint, whole and in fp32, and says what a checkpoint is of.
+
+    Args:
+        context: the trial's.
+        config: the trial's.
+        engine: its engine.
+        normalization: mean and standard deviation of each channel, by which its inputs are normalised.
+        images_on_gpu: the bytes of images in a GPU's memory.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        config: TrialConfig,
+        engine: deepspeed.DeepSpeedEngine,
+        normalization: tuple[Any, Any],
+        images_on_gpu: int,
+    ) -> None:
+        super().__init__(context)
+        self.config, self.engine = config, engine
+        self.mean, self.std = (list(each) for each in normalization)
+        self.images_on_gpu = images_on_gpu
+
+    @override
+    def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:
+        self.write_network(pathlib.Path(checkpoint_dir, net_file.NAMES[0]))
+
+    def write_network(self, path: pathlib.Path) -> dict[str, Tensor]:
+        """Writes the network's file on the chief, and gives its weights.
+
+        Every rank has to call it, for the weights are gathered from all of them.
+        """
+        weights = gather_full_state_dict(self.engine, self.config.stage_layers)
+        if self.context.distributed.rank == 0:
+            net_file.write(path, weights, self.describe_network())
+        return weights
+
+    def describe_network(self) -> dict[str, Any]:
+        """What ``net.json`` says."""
+        config, hyper = self.config, self.config.hyper
+        height, width = config.data.image_size
+        net: dict[str, Any] = {"name": MOE if hyper.has_experts else hyper.net}
+        net["num_classes"] = config.net.num_classes
+        if hyper.net_args:
+            net["net_args"] = dict(hyper.net_args)
+        if hyper.has_experts:
+            net.update({key: value for key, value in hyper.experts.items() if key not in NOT_EXPORTED})
+        experiment = experiment_of(self.context)
+        return {
+            "net": net,
+            "classes": list(config.source.classes),
+            "input": {
+                "height": height,
+                "width": width,
+                "resize": list(config.data.stored_size),
+                "mean": self.mean,
+                "std": self.std,
+            },
+            "dtype": str(config.dtype).removeprefix("torch."),
+            "provenance": {
+                "experiment": experiment.get("name"),
+                "data": experiment.get("data"),
+                "seed": config.seed,
+                "steps": self.steps,
+                "processes": torch.distributed.get_world_size(),
+                "zero_stage": int(self.engine.zero_optimization_stage()),
+                "train_batch_size": self.engine.train_batch_size(),
+                **machine.versions(),
+            },
+        }
+
+    @override
+    def identity(self) -> Mapping[str, Mapping[str, Any]]:
+        hyper, data = self.config.hyper, self.config.data
+        net = {
+            "hyperparameters.net": "net" if hyper.has_experts else hyper.net,
+            "hyperparameters.net_args": dict(hyper.net_args or {}),
+            "hyperparameters.moe": hyper.has_experts,
+            "hyperparameters.num_experts": list(hyper.num_experts),
+            "hyperparameters.mlp_type": hyper.mlp_type,
+            "hyperparameters.ep_world_size": hyper.ep_world_size,
+            "hyperparameters.pipe_parallel_size": hyper.pipe_parallel_size,
+            "hyperparameters.partition_method": hyper.partition_method,
+            "data: classes": list(self.config.source.classes),
+            "data.image_size": list(data.image_size),
+        }
+        position = {
+            "data: training images": self.config.source.count("train"),
+            "data.augment": json.loads(json.dumps(vars(data.augment))),
+            "data.resize": list(data.stored_size),
+            "data.normalize": [self.mean, self.std],
+            "hyperparameters.label_smoothing": hyper.label_smoothing,
+            "hyperparameters.mixup": hyper.mixup,
+            "hyperparameters.cutmix": hyper.cutmix,
+        }
+        return {"net": net, "position": position}
+
+    @override
+    def advise_on_memory(self) -> str:
+        return memory.advise(self.config, self.engine, self.images_on_gpu)
+
+    @override
+    def code(self) -> Code:
+        """This package, without images that are kept within it."""
+        return Code(PROJECT, [pathlib.Path(self.config.data.root)])

@@ -1,0 +1,94 @@
+"""One learning rate: a schedule's peak follows ``optimizer.params.lr``, and its lengths the training's.
+
+DeepSpeed's schedules silently replace the optimizer's learning rate by their own peak, so that a search
+over the learning rate alone would search nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from classify.engine.optimizer_rules import optimizer_class, rules, schedule_class
+
+# Where each schedule keeps its peak; WarmupCosineLR scales the optimizer's learning rate and so has none.
+PEAK_KEYS = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr"}
+LEAST_KEYS = {"WarmupLR": "warmup_min_lr", "WarmupDecayLR": "warmup_min_lr", "OneCycle": "cycle_min_lr"}
+LONGEST_WARMUP = 1000  # steps, where the file gives none
+
+
+def follow_learning_rate(config: dict[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Makes the schedule's peak follow ``optimizer.params.lr``, unless the peak is given with it or over it.
+
+    The lowest rate keeps its share of the peak, unless it is given over it.
+
+    Args:
+        config: the merged DeepSpeed configuration, which is changed.
+        overrides: what the hyperparameters replace in the file.
+    """
+    scheduler, optimizer = config.get("scheduler") or {}, config.get("optimizer") or {}
+    peak, least = (keys.get(scheduler.get("type", "")) for keys in (PEAK_KEYS, LEAST_KEYS))
+    lr = (optimizer.get("params") or {}).get("lr")
+    if peak is None or least is None or lr is None:
+        return
+    params = scheduler.setdefault("params", {})
+    lr_overridden = "lr" in section_at(overrides, "optimizer", "params")
+    overridden = section_at(overrides, "scheduler", "params")
+    if peak not in params or (lr_overridden and peak not in overridden):
+        if params.get(peak) and least in params and least not in overridden:
+            params[least] *= lr / params[peak]
+        params[peak] = lr
+
+
+def follow_length(config: dict[str, Any], total: int | None) -> None:
+    """Fits the schedule's lengths to the training where they are not given.
+
+    Args:
+        config: the DeepSpeed configuration, which is changed.
+        total: optimizer steps of the whole training; None if that is not known.
+    """
+    scheduler = config.get("scheduler")
+    if scheduler is None:
+        return
+    params = scheduler.setdefault("params", {})
+    if scheduler["type"] == "OneCycle":
+        params.setdefault("cycle_min_lr", params["cycle_max_lr"] / 10)
+        cls = optimizer_class(config["optimizer"]["type"])
+        if cls is not None and "betas" not in rules(cls):
+            params.setdefault("cycle_momentum", False)  # it cycles the first beta
+    if total is None:
+        return
+    takes = rules(schedule_class(scheduler["type"]))
+    if "total_num_steps" in takes:
+        params.setdefault("total_num_steps", total)
+    if "warmup_num_steps" in takes:
+        params.setdefault("warmup_num_steps", min(LONGEST_WARMUP, max(2, total // 10)))
+    if "cycle_first_step_size" in takes:
+        params.setdefault("cycle_first_step_size", max(1, total // 2))
+
+
+def schedule_errors(config: Mapping[str, Any]) -> list[str]:
+    """Checks the schedule's rates and lengths against each other, once they are all there."""
+    section = config.get("scheduler") or {}
+    params = section.get("params", {})
+    if section.get("type") == "OneCycle" and params["cycle_min_lr"] > params["cycle_max_lr"]:
+        low, high = params["cycle_min_lr"], params["cycle_max_lr"]
+        what = f"more than cycle_max_lr ({high}); use less, e.g. {high / 10:g}"
+        return [f"scheduler.params.cycle_min_lr: {low}: {what}"]
+    if section.get("type") not in ("WarmupDecayLR", "WarmupCosineLR"):
+        return []
+    if "total_num_steps" not in params:
+        return ["scheduler.params.total_num_steps: missing; give it, or hyperparameters.max_length"]
+    total, warmup = params["total_num_steps"], params.get("warmup_num_steps", 1000)  # DeepSpeed's default
+    if warmup >= total:
+        what = f"leaves none of the {total} steps to decay in; use less, e.g. {max(2, total // 10)}"
+        return [f"scheduler.params.warmup_num_steps: {warmup}: {what}"]
+    return []
+
+
+def section_at(config: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
+    """The mapping at a path; empty where there is none."""
+    for key in path:
+        inner = config.get(key)
+        config = inner if isinstance(inner, Mapping) else {}
+    return config

@@ -1,0 +1,203 @@
+"""A trial's configuration, resolved and checked in one place: data, network, engine and length.
+
+The trial, ``train.py --check`` and the search all ask here, so that all find the same errors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from classify.config.hyperparameters import Hyperparameters
+from classify.engine import deepspeed_config
+from classify.engine.combinations import DTYPES, dtype_name, zero_stage
+from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
+from classify.images.sampler import step_sizes
+from classify.images.settings import DataSettings
+from classify.images.sources import Source
+from classify.models import dry_run, pretrained, recompute, registry, state_dicts
+from classify.models.registry import NetSpec
+from classify.models.stages import layers_of
+from harness import deepspeed_patches
+from harness.errors import ErrorList, InvalidInput, nearest
+
+VALIDATION_PIXELS = 512 * 32**2  # of a micro-batch: a forward pass needs little memory
+
+
+@dataclass(frozen=True)
+class TrialConfig:
+    """What a trial is made from.
+
+    Attributes:
+        hyper: the hyperparameters that are the trial's own.
+        data: the ``data`` section.
+        source: the dataset, opened but not decoded.
+        deepspeed: what ``deepspeed.initialize`` takes.
+        seed: of the experiment.
+        processes: how many train.
+        device: ``cpu`` or ``cuda``.
+    """
+
+    hyper: Hyperparameters
+    data: DataSettings
+    source: Source
+    deepspeed: dict[str, Any]
+    seed: int
+    processes: int
+    device: str
+
+    @classmethod
+    def resolve(
+        cls,
+        hparams: Mapping[str, Any],
+        experiment: Mapping[str, Any],
+        processes: int,
+        device: str,
+        source: Source | None = None,
+    ) -> TrialConfig:
+        """Resolves and checks a configuration, decoding no image and building no engine.
+
+        Args:
+            hparams: the hyperparameters.
+            experiment: the experiment configuration, of which the sections ``data``, ``searcher`` and
+                ``reproducibility`` are read.
+            processes: how many train.
+            device: ``cpu`` or ``cuda``.
+            source: the dataset, if it is open already.
+
+        Raises:
+            InvalidInput: with a line for each thing that is wrong with it, or if the data is not there.
+        """
+        deepspeed_patches.prepare_accelerator()
+        errors = ErrorList()
+        with errors.collecting():
+            data = DataSettings.parse(experiment.get("data"))
+        with errors.collecting():
+            hyper = Hyperparameters.parse(hparams, registry.names())
+        errors.raise_any()
+        source = source or data.open_source()
+        steps = (
+            None if hyper.max_length is None else functools.partial(_total_steps, hyper.max_length, source)
+        )
+        deepspeed = deepspeed_config.resolve(hyper, processes, device, steps)
+        seed = int((experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
+        config = cls(hyper, data, source, deepspeed, seed, processes, device)
+        with errors.collecting():
+            _check_metrics(hyper, experiment.get("searcher") or {}, source.classes)
+        with errors.collecting():
+            _check_network(config)
+        errors.raise_any()
+        return config
+
+    @property
+    def stages(self) -> int:
+        """The stages of the pipeline; 1 if there is none."""
+        return self.hyper.pipe_parallel_size
+
+    @property
+    def replicas(self) -> int:
+        """The data-parallel size: processes / pipeline stages."""
+        return self.processes // self.stages
+
+    @property
+    def micro_batch(self) -> int:
+        """Images that a process trains on at a time."""
+        return self.deepspeed[MICRO_BATCH]
+
+    @property
+    def least_micro_batch(self) -> int:
+        """The fewest images that a process gets at a time: an epoch's last step may be smaller."""
+        parts = self.replicas * self.deepspeed[ACCUMULATION]
+        return min(step_sizes(self.source.count("train"), self.deepspeed[TOTAL_BATCH], parts)) // parts
+
+    @property
+    def net(self) -> NetSpec:
+        """The network."""
+        return NetSpec(self.hyper.net, len(self.source.classes), self.data.image_size, self.hyper.net_args)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating-point type of weights and inputs."""
+        return DTYPES[dtype_name(self.deepspeed)]
+
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage."""
+        return zero_stage(self.deepspeed)
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether training images have that memory format."""
+        if self.hyper.channels_last is not None:
+            return self.hyper.channels_last
+        is_plain = not self.hyper.has_experts and self.stages == 1
+        return is_plain and registry.trains_faster_channels_last(self.hyper.net, self.device)
+
+    @property
+    def validates_channels_last(self) -> bool:
+        """Whether validation images have it."""
+        return self.channels_last or (self.stages == 1 and registry.prefers_channels_last(self.hyper.net))
+
+    @property
+    def validation_micro_batch(self) -> int:
+        """Images that a process validates at a time: more than in training, where they are small.
+
+        Pipelines and experts have buffers and gates of the training micro-batch's size, and keep to it. Never
+        one image alone, which some networks cannot take.
+        """
+        if self.stages > 1 or self.hyper.has_experts:
+            return max(2, self.micro_batch)
+        height, width = self.data.image_size
+        return max(2, self.micro_batch, VALIDATION_PIXELS // (height * width))
+
+    @property
+    def stage_layers(self) -> list[str] | None:
+        """The names of a pipeline's layers, in the order of the forward pass; None if there is none."""
+        if self.stages == 1:
+            return None
+        layers = layers_of(registry.on_meta_device(self.net))
+        assert layers  # or combinations.py has refused it
+        return [name for name, _ in layers]
+
+
+def _total_steps(length: Mapping[str, int], source: Source, batch_size: int, parts: int) -> int:
+    """The optimizer steps of the whole training, given the batch size and its number of micro-batches."""
+    if "batches" in length:
+        return length["batches"]
+    return length["epochs"] * len(step_sizes(source.count("train"), batch_size, parts))
+
+
+def _check_metrics(hyper: Hyperparameters, searcher: Mapping[str, Any], classes: tuple[str, ...]) -> None:
+    """Refuses a metric that no validation will report, with the nearest one that there is."""
+    known = ["loss", "accuracy", *(f"accuracy/{name}" for name in classes)]
+    chosen = {
+        "searcher.metric": (searcher.get("metric"), [*known, "images_per_second"]),
+        "hyperparameters.early_stopping.metric": ((hyper.early_stopping or {}).get("metric"), known),
+    }
+    errors = [
+        f"{key}: {metric!r}: no validation reports it; {nearest(metric, names)}"
+        for key, (metric, names) in chosen.items()
+        if metric is not None and metric not in names
+    ]
+    if errors:
+        raise InvalidInput(errors)
+
+
+def _check_network(config: TrialConfig) -> None:
+    """Refuses a network that does not go with the data, or weights that are not its own."""
+    hyper = config.hyper
+    if config.data.normalize == "weights":
+        pretrained.normalization(hyper.net)
+    dry_run.check(config.net, config.least_micro_batch, bool(hyper.channels_last))
+    if hyper.has_experts:
+        return
+    outline = registry.on_meta_device(config.net)
+    if hyper.weights and not pretrained.is_name(hyper.net, hyper.weights):
+        label = f"hyperparameters.weights: {hyper.weights}"
+        state_dicts.load_pretrained(outline, state_dicts.read(hyper.weights, label), label)
+    if hyper.checkpoint_activations:
+        recompute.enable(outline)

@@ -1,0 +1,1 @@
+"""Images: found, decoded once a host, cached, augmented, and cut into micro-batches."""

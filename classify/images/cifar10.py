@@ -1,0 +1,114 @@
+"""Torchvision's CIFAR10: found, unpacked or downloaded once a host, and kept decoded.
+
+Source: https://www.cs.toronto.edu/~kriz/cifar.html
+"""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import os
+import pathlib
+import shutil
+
+import torch
+import torchvision
+from torch import Tensor
+
+from classify.images import cache
+from harness.errors import InvalidInput, one_line
+from harness.host_lock import host_lock
+
+_CIFAR = torchvision.datasets.CIFAR10
+
+
+class Cifar10:
+    """CIFAR-10: 50,000 images to train, 10,000 to test.
+
+    However many ranks or trials of a host start at once, one downloads and the others wait for it.
+
+    Args:
+        root: the folder that holds the dataset.
+        may_download: whether it may be downloaded where it is missing.
+    """
+
+    classes = tuple("airplane automobile bird cat deer dog frog horse ship truck".split())
+
+    def __init__(self, root: pathlib.Path, may_download: bool) -> None:
+        self.root, self.may_download = root, may_download
+
+    def count(self, split: str) -> int:
+        """How many images a split has."""
+        return {"train": 50_000, "test": 10_000}[split]
+
+    def load(self, split: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Reads a split: images (N, 3, H, W) uint8 and labels (N,) int64.
+
+        Raises:
+            InvalidInput: if the dataset is missing or damaged and cannot be had.
+        """
+        with host_lock(self.root, "cifar10", "data.root") as folder:
+            file = folder / f".cifar10-{split}-{size[0]}x{size[1]}.pt"
+            kept = cache.read(file, f"{_fingerprint(self.root)} {size}")
+            if kept is None:
+                dataset = self._dataset(split)
+                images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
+                labels, shape = torch.tensor(dataset.targets), (len(images), 3, *size)
+                fill = functools.partial(cache.write_resized, images, size)
+                kept = cache.write(file, f"{_fingerprint(self.root)} {size}", shape, labels, fill)
+        return kept
+
+    def _dataset(self, split: str) -> torchvision.datasets.CIFAR10:
+        dataset = _on_disk(self.root, split)
+        if dataset is None:
+            _fetch(self.root, self.may_download)
+            dataset = _on_disk(self.root, split)
+        if dataset is None:
+            what = f"{_CIFAR.base_folder} is damaged again after unpacking"
+            raise InvalidInput(f"data.root: {self.root}: {what}; check the disk")
+        return dataset
+
+
+def _fingerprint(root: pathlib.Path) -> str:
+    """Changes whenever a file of the dataset does; what torchvision has checked once is not read again."""
+    files = sorted((root / _CIFAR.base_folder).glob("*"))
+    return repr(
+        [(each.name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for each in files for s in [each.stat()]]
+    )
+
+
+def _on_disk(root: pathlib.Path, split: str) -> torchvision.datasets.CIFAR10 | None:
+    """The dataset, or None if its files are missing or fail their checksums."""
+    try:
+        return _CIFAR(str(root), train=split == "train", download=False)
+    except RuntimeError:
+        return None
+    except OSError as error:
+        reason = f"cannot be read ({one_line(error)}); give another folder"
+        raise InvalidInput(f"data.root: {root}: {reason}") from error
+
+
+def _fetch(root: pathlib.Path, may_download: bool) -> None:
+    """Unpacks or downloads CIFAR-10 beside its final place and moves it there whole."""
+    archive, unpacked, partial = root / _CIFAR.filename, root / _CIFAR.base_folder, root / ".cifar10-partial"
+    mend = f"put {_CIFAR.filename} (MD5 {_CIFAR.tgz_md5}) there, or use data.dataset: imagefolder or digits"
+    what = f"{unpacked} is {'damaged' if unpacked.exists() else 'missing'}"
+    usable = archive.exists() and torchvision.datasets.utils.check_integrity(str(archive), _CIFAR.tgz_md5)
+    if archive.exists() and not usable:
+        what += f" and {archive} is truncated or another file"
+    if not usable and not may_download:
+        raise InvalidInput(f"data.root: {root}: {what}, and data.download is false; {mend}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir()
+        if usable:  # what is in the right place already is not downloaded again
+            (partial / _CIFAR.filename).symlink_to(archive.resolve())
+        _CIFAR(str(partial), download=True)
+        if unpacked.exists():
+            shutil.rmtree(unpacked)
+        os.replace(partial / _CIFAR.base_folder, unpacked)
+    except (OSError, RuntimeError, http.client.HTTPException) as error:  # RuntimeError: for a wrong checksum
+        reason = f"{what}, and getting it failed ({one_line(error)}); {mend}"
+        raise InvalidInput(f"data.root: {root}: {reason}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

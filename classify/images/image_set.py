@@ -1,0 +1,58 @@
+"""One split of a dataset, decoded."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional
+
+from classify.images.settings import DataSettings
+from harness.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """One split of a dataset, decoded and in memory, or in a file that is mapped into it.
+
+    Attributes:
+        images: uint8 (N, 3, h, w), RGB, 0 to 255.
+        labels: int64 (N,), indices into ``classes``.
+        classes: the class names.
+        crop: height and width of what a network sees of each; all of it if None.
+    """
+
+    images: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+    crop: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device) -> ImageSet:
+        """The same set in a device's memory."""
+        return dataclasses.replace(self, images=self.images.to(device), labels=self.labels.to(device))
+
+    def center_crop(self, images: Tensor) -> Tensor:
+        """The middle of images (B, 3, h, w), as validation sees them."""
+        if self.crop is None or tuple(images.shape[2:]) == self.crop:
+            return images
+        return functional.center_crop(images, list(self.crop))
+
+
+def to_training_device(source: ImageSet, settings: DataSettings, device: torch.device) -> ImageSet:
+    """The set where ``data.device`` wants it: in the memory of the device that trains, or in the host's.
+
+    Raises:
+        InvalidInput: if it has to be on the device and does not fit.
+    """
+    if device.type == "cpu" or settings.device == "cpu":
+        return source
+    size, free = source.images.nbytes, torch.cuda.mem_get_info(device)[0]
+    if settings.device == "cuda" and size > free:
+        sizes = f"{size / 2**20:,.0f} MiB of images, but {free / 2**20:,.0f} MiB are free on the GPU"
+        raise InvalidInput(f"data.device: 'cuda': {sizes}; use auto")
+    return source.to(device) if settings.device == "cuda" or size < free / 2 else source

@@ -1,0 +1,52 @@
+"""Mixup and CutMix of micro-batches, drawn from the seed and the place in the training alone.
+
+Sources: https://arxiv.org/abs/1710.09412, https://arxiv.org/abs/1905.04899; computed by
+torchvision.transforms.v2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+
+Mixup = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def make_mixup(mixup: float | None, cutmix: float | None, num_classes: int) -> Mixup | None:
+    """Makes what mixes a micro-batch, by equal odds if both are given; None if neither is.
+
+    Args:
+        mixup: the parameter of the Beta distribution of the shares; 0 or None to leave it out.
+        cutmix: the same for the area of a patch.
+        num_classes: of the labels.
+    """
+    chosen: list[v2.Transform] = []
+    if mixup:
+        chosen.append(v2.MixUp(alpha=float(mixup), num_classes=num_classes))
+    if cutmix:
+        chosen.append(v2.CutMix(alpha=float(cutmix), num_classes=num_classes))
+    return v2.RandomChoice(chosen) if chosen else None
+
+
+def apply_mixup(
+    mixup: Mixup, inputs: Tensor, labels: Tensor, place: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Mixes the images of a micro-batch with one another.
+
+    Args:
+        mixup: of ``make_mixup``.
+        inputs: (B, 3, H, W) floating-point.
+        labels: (B,) int64.
+        place: seed, step, micro-batch and rank, on which alone the draws depend.
+
+    Returns:
+        Inputs as they came in shape, and labels (B, C) float32.
+    """
+    seed = int(np.random.SeedSequence([each + 1 for each in place]).generate_state(1, np.uint64)[0] >> 1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return mixup(inputs, labels)

@@ -1,0 +1,96 @@
+"""Which images make a micro-batch: a function of seed and epoch, the same for any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import BatchSampler
+
+from harness.errors import InvalidInput
+
+
+class MicroBatchSampler(BatchSampler):
+    """Cuts every epoch into global batches, and each of those evenly into micro-batches.
+
+    Micro-batch ``(step * gradient_accumulation_steps + a) * ranks + rank`` is the ``a``-th of a step on a
+    rank: so ``determined.pytorch`` deals batches out to ranks. Thus the images of a step are the same for
+    any number of processes and any accumulation (but for an uneven end of the epoch), ranks see disjoint
+    images, and an epoch is a whole number of optimizer steps. The last step takes what is left over; if
+    that is too little to give every micro-batch an image, it shares with the step before.
+
+    Args:
+        size: how many images there are.
+        batch_size: images a step, over all ranks and accumulated micro-batches.
+        micro_batches_per_step: ranks times gradient accumulation steps.
+        seed: shuffle by (seed, epoch); in order if None.
+
+    Raises:
+        InvalidInput: if there are fewer images than micro-batches in one step.
+    """
+
+    def __init__(
+        self, size: int, batch_size: int, micro_batches_per_step: int, seed: int | None = None
+    ) -> None:
+        self.size, self.micro_batches_per_step, self.seed = size, micro_batches_per_step, seed
+        self.next_epoch = 0
+        self.step_sizes = step_sizes(size, batch_size, micro_batches_per_step)
+
+    def __len__(self) -> int:
+        return len(self.step_sizes) * self.micro_batches_per_step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that was begun last."""
+        return self.next_epoch - 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes ``epoch`` the next one, as in ``torch.utils.data.DistributedSampler``."""
+        self.next_epoch = epoch
+
+    def order(self, epoch: int) -> Tensor:
+        """The order of the images in an epoch, (N,) int64: a function of the seed and the epoch alone."""
+        if self.seed is None:
+            return torch.arange(self.size)
+        return torch.from_numpy(np.random.default_rng((self.seed, epoch)).permutation(self.size))
+
+    def step_size(self, step: int) -> int:
+        """The images in an optimizer step, counted from the start of training."""
+        return self.step_sizes[step % len(self.step_sizes)]
+
+    def weight(self, images: int, step: int) -> float:
+        """The factor of a micro-batch's loss with which a step's mean is that over its images.
+
+        Args:
+            images: in the micro-batch.
+            step: the optimizer step.
+        """
+        return images * self.micro_batches_per_step / self.step_size(step)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = self.order(self.next_epoch)[: sum(self.step_sizes)]
+        self.next_epoch += 1
+        for step in order.split(self.step_sizes):
+            yield from step.tensor_split(self.micro_batches_per_step)
+
+
+def step_sizes(size: int, batch_size: int, micro_batches_per_step: int) -> list[int]:
+    """The images in each optimizer step of an epoch; see ``MicroBatchSampler``."""
+    parts = micro_batches_per_step
+    if size < parts:
+        raise InvalidInput(
+            f"train_batch_size: {batch_size}: one step is {parts} micro-batches, but there are only {size}"
+            " images; use fewer processes or accumulation steps"
+        )
+    steps, left = divmod(size, batch_size)
+    sizes = [batch_size] * steps
+    if left >= parts:
+        sizes.append(left)
+    elif left and sizes and batch_size + left >= 2 * parts:
+        both = sizes.pop() + left
+        sizes += [both - both // 2, both // 2]
+    # else: micro-batches of one image and fewer left than ranks: these few rest for one epoch
+    return sizes

@@ -1,0 +1,140 @@
+"""The ``data`` section of an experiment file."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from classify.config.rules import is_count, is_number
+from classify.images.augment import Augmentation
+from classify.images.sources import SOURCES, Source
+from harness.errors import ErrorList, InvalidInput, nearest
+
+IMAGE_SIZE = 32  # what Net takes, in pixels
+MOST_PIXELS = {"digits": 512, "": 8192}  # of a side; digits are enlarged in memory
+DEVICES = ("auto", "cpu", "cuda")
+NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The ``data`` section of an experiment file.
+
+    Attributes:
+        dataset: ``cifar10``, ``imagefolder`` or ``digits``.
+        root: the folder that holds the dataset (``digits`` needs none).
+        download: whether ``cifar10`` may be downloaded when ``root`` lacks it.
+        image_size: height and width of the images that the network sees, in pixels; ``Net`` takes 32.
+        resize: the shorter side, in pixels, to which images are scaled before they are cropped to
+            ``image_size``: in the middle, and for training at random places. As ``image_size`` if None.
+        normalize: ``half`` (inputs in [-1, 1]), ``dataset`` (by its own mean and standard deviation),
+            ``imagenet``, ``weights`` (as the pretrained weights want it), or a mapping with ``mean`` and
+            ``std`` of 0 to 1, a number a channel.
+        device: where the decoded images are kept: ``cpu``, ``cuda``, or ``auto``, a GPU's memory if they
+            fit in half of what is free.
+        augment: random changes of training images; see ``augment.py``.
+    """
+
+    dataset: str = "cifar10"
+    root: str = "data"
+    download: bool = True
+    image_size: Any = (IMAGE_SIZE, IMAGE_SIZE)
+    resize: int | None = None
+    normalize: Any = "half"
+    device: str = "auto"
+    augment: Augmentation = dataclasses.field(default_factory=Augmentation)
+
+    def __post_init__(self) -> None:
+        if is_count(self.image_size, 1):
+            object.__setattr__(self, "image_size", (self.image_size, self.image_size))
+        elif isinstance(self.image_size, list):
+            object.__setattr__(self, "image_size", tuple(self.image_size))
+
+    @property
+    def stored_size(self) -> tuple[int, int]:
+        """Height and width of the decoded images: ``image_size``, or as much larger as ``resize`` says."""
+        height, width = self.image_size
+        if self.resize is None:
+            return height, width
+        scale = self.resize / min(height, width)
+        return round(height * scale), round(width * scale)
+
+    def open_source(self) -> Source:
+        """The dataset that the section names, of which nothing is decoded yet."""
+        return SOURCES[self.dataset](pathlib.Path(self.root), self.download)
+
+    @classmethod
+    def parse(cls, section: Mapping[str, Any] | None) -> DataSettings:
+        """Checks the section and fills in the defaults.
+
+        Raises:
+            InvalidInput: for every key, type or value that cannot be meant, all at once.
+        """
+        section = {} if section is None else section
+        keys = cls.__annotations__
+        if not isinstance(section, Mapping):
+            raise InvalidInput(f"data: {section!r}: must be a mapping with the keys {', '.join(keys)}")
+        errors = ErrorList()
+        unknown = {key: value for key, value in section.items() if key not in keys}
+        errors.lines += [f"data.{k}: {v!r}: unknown key; {nearest(k, keys)}" for k, v in unknown.items()]
+        parsed = cls(**{key: value for key, value in section.items() if key in keys})
+        errors.lines += parsed._errors()
+        errors.lines += parsed._size_errors(section)
+        sides = parsed.image_size if _are_sides(parsed.image_size) else (IMAGE_SIZE, IMAGE_SIZE)
+        augmentation = Augmentation()
+        with errors.collecting():
+            augmentation = Augmentation.parse(section.get("augment"), min(sides))
+        errors.raise_any()
+        return dataclasses.replace(parsed, augment=augmentation)
+
+    def _errors(self) -> list[str]:
+        errors = []
+        if not isinstance(self.dataset, str) or self.dataset not in SOURCES:
+            errors.append(f"data.dataset: {self.dataset!r}: unknown dataset; use one of {', '.join(SOURCES)}")
+        if not isinstance(self.root, str) or not self.root or "\0" in self.root:
+            errors.append(f"data.root: {self.root!r}: must be a folder's path")
+        if not isinstance(self.download, bool):
+            errors.append(f"data.download: {self.download!r}: must be true or false")
+        if not _is_normalization(self.normalize):
+            own = "{mean: [R, G, B], std: [R, G, B]} of 0 to 1"
+            must = f"must be one of {', '.join(NORMALIZATIONS)}, or {own}"
+            errors.append(f"data.normalize: {self.normalize!r}: {must}")
+        if self.device not in DEVICES:
+            errors.append(f"data.device: {self.device!r}: must be one of {', '.join(DEVICES)}")
+        elif self.device == "cuda" and not torch.cuda.is_available():
+            errors.append("data.device: 'cuda': this machine has no GPU; use auto")
+        return errors
+
+    def _size_errors(self, section: Mapping[str, Any]) -> list[str]:
+        errors, sides = [], self.image_size
+        most = MOST_PIXELS.get(str(self.dataset), MOST_PIXELS[""])
+        if not _are_sides(sides) or max(sides) > most:
+            must = f"must be a whole number of pixels of at most {most:,}, or [height, width]"
+            errors.append(f"data.image_size: {section['image_size']!r}: {must}")
+            sides = (IMAGE_SIZE, IMAGE_SIZE)
+        if self.resize is not None and not (is_count(self.resize, min(sides)) and self.resize <= most):
+            must = f"must be a whole number of pixels from image_size ({min(sides)}) to {most:,}"
+            errors.append(f"data.resize: {self.resize!r}: {must}")
+        return errors
+
+
+def _are_sides(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and all(is_count(side, 1) for side in value)
+
+
+def _is_normalization(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return value in NORMALIZATIONS
+    return (
+        value.keys() == {"mean", "std"}
+        and all(
+            isinstance(each, (list, tuple)) and len(each) == 3 and all(is_number(n) and n <= 1 for n in each)
+            for each in value.values()
+        )
+        and all(value["std"])
+    )

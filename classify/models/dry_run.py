@@ -1,0 +1,92 @@
+"""Whether a network goes with the data: it is run once without computing, before any image is decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+import net as own
+from classify.models.registry import MOE, NetSpec, build, logits, on_meta_device, prefers_channels_last
+from harness.errors import InvalidInput, one_line
+
+
+def check(spec: NetSpec, micro_batch: int, channels_last: bool = False) -> None:
+    """Runs a network on torch's meta device, as training and validation will run it.
+
+    Args:
+        spec: the network.
+        micro_batch: the fewest images that it will be given at a time in training.
+        channels_last: whether in that memory format.
+
+    Raises:
+        InvalidInput: if it does not take such images, or gives no scores for the classes.
+    """
+    if spec.name == MOE:
+        spec = spec._replace(name="net", args=None)
+    net = on_meta_device(spec)
+    if any(isinstance(each, UninitializedParameter) for each in net.parameters()):
+        reason = "has layers without a size, which no engine takes; give it"
+        raise InvalidInput(f"hyperparameters.net: {spec.name!r}: {reason}")
+    if not any(parameter.requires_grad for parameter in net.parameters()):
+        reason = "has no parameter to train; give it one, or another net"
+        raise InvalidInput(f"hyperparameters.net: {spec.name!r}: {reason}")
+    try:
+        _Run(spec, net, micro_batch, channels_last)("meta")
+    except InvalidInput:  # by an error of its own, or because it needs the values, as by item() or bool()
+        with torch.random.fork_rng(devices=[]):
+            _Run(spec, build(spec), micro_batch, channels_last)("cpu")
+
+
+@dataclass
+class _Run:
+    spec: NetSpec
+    net: nn.Module
+    micro_batch: int
+    channels_last: bool
+
+    def __call__(self, device: str) -> None:
+        """Trains on and validates one micro-batch on a device; raises as ``check`` does."""
+        with torch.device(device):
+            images = torch.randn(self.micro_batch, 3, *self.spec.image_size)
+            turned = images.contiguous(memory_format=torch.channels_last)
+            try:
+                outputs = logits(self.net(images))
+                with torch.no_grad():
+                    self.net.eval()(turned if prefers_channels_last(self.spec.name) else images)
+            except NotImplementedError:  # an operator of one's own, which only a real device has
+                return
+            except Exception as error:
+                raise self._why_it_fails(one_line(error)) from error
+            if self.channels_last:
+                self._try_channels_last(turned)
+        wanted = (self.micro_batch, self.spec.num_classes)
+        if not isinstance(outputs, Tensor) or tuple(outputs.shape) != wanted:
+            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            asked = f"{self.micro_batch} images and {self.spec.num_classes} classes"
+            raise InvalidInput(
+                f"hyperparameters.net: {self.spec.name!r}: gives {found} for {asked}; it must give {wanted}"
+            )
+
+    def _try_channels_last(self, images: Tensor) -> None:
+        try:
+            self.net.train()(images)
+        except Exception as error:
+            what = f"{self.spec.name} does not take it ({one_line(error)})"
+            mend = "set it to false, or use reshape instead of view"
+            raise InvalidInput(f"hyperparameters.channels_last: True: {what}; {mend}") from error
+
+    def _why_it_fails(self, reason: str) -> InvalidInput:
+        name, size = self.spec.name, f"{self.spec.image_size[0]}x{self.spec.image_size[1]}"
+        if "Expected more than 1 value per channel" in reason:
+            return InvalidInput(
+                f"train_micro_batch_size_per_gpu: {self.micro_batch}: the smallest micro-batch is too small"
+                f" for {name}'s batch normalization; use one that leaves 2 images or more in an epoch's last"
+                " step"
+            )
+        if name in own.NETS and name != "net":
+            fails = f"hyperparameters.net: {name!r}: fails on images of {size} ({reason})"
+            return InvalidInput(f"{fails}; mend it, or change data.image_size")
+        return InvalidInput(f"data.image_size: {size}: {name} does not take it ({reason}); use another")

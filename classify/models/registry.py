@@ -1,0 +1,110 @@
+"""Networks by name: those of ``net.py``, and every classifier of torchvision.
+
+Source: https://docs.pytorch.org/vision/stable/models.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torchvision
+from torch import nn
+
+import net as own
+from harness.errors import InvalidInput, one_line
+
+MOE = "net-moe"  # the name of Net with experts, which classify/models/net_moe.py makes
+# Vision transformers, whose sizes torchvision's own functions fix and so do not take as arguments.
+VIT_KEYS = ("patch_size", "num_layers", "num_heads", "hidden_dim", "mlp_dim")
+VIT = {
+    "vit_b_16": (16, 12, 12, 768, 3072),
+    "vit_b_32": (32, 12, 12, 768, 3072),
+    "vit_l_16": (16, 24, 16, 1024, 4096),
+    "vit_l_32": (32, 24, 16, 1024, 4096),
+    "vit_h_14": (14, 32, 16, 1280, 5120),
+}
+
+
+class NetSpec(NamedTuple):
+    """What has to be said to make a network.
+
+    Attributes:
+        name: one of ``names``.
+        num_classes: the width of its last layer.
+        image_size: height and width of its images in pixels, for the networks that have to know.
+        args: further arguments of its function.
+    """
+
+    name: str
+    num_classes: int
+    image_size: tuple[int, int]
+    args: Mapping[str, Any] | None = None
+
+
+def names() -> list[str]:
+    """Every name that ``hyperparameters.net`` may have."""
+    return [*own.NETS, MOE, *torchvision.models.list_models(module=torchvision.models)]
+
+
+def build(spec: NetSpec) -> nn.Module:
+    """Makes a network with random weights.
+
+    Raises:
+        InvalidInput: if it does not take these arguments.
+        NotImplementedError: on torch's meta device, where its constructor computes; see ``on_meta_device``.
+    """
+    given, name = dict(spec.args or {}), spec.name
+    try:
+        if name in own.NETS:
+            made = own.NETS[name](spec.num_classes, **given)
+            if not isinstance(made, nn.Module):
+                raise TypeError(f"its function in net.py gives a {type(made).__name__}, no nn.Module")
+            return made
+        if name in VIT:
+            sizes = dict(zip(VIT_KEYS, VIT[name], strict=True))
+            given = {"image_size": spec.image_size[0], **sizes, **given}
+            return torchvision.models.VisionTransformer(num_classes=spec.num_classes, **given)
+        builder = torchvision.models.get_model_builder(name)
+        if name.startswith("maxvit"):
+            given.setdefault("input_size", spec.image_size)
+        if name in ("googlenet", "inception_v3"):
+            given = {"aux_logits": False, "init_weights": True, **given}
+        return builder(weights=None, num_classes=spec.num_classes, **given)
+    except (InvalidInput, NotImplementedError):
+        raise
+    except Exception as error:  # each network refuses in its own way
+        key = (
+            f"hyperparameters.net_args: {given!r}: {name}" if spec.args else f"hyperparameters.net: {name!r}:"
+        )
+        shown = f"image_size {spec.image_size[0]}x{spec.image_size[1]}"
+        raise InvalidInput(f"{key} cannot be made with {shown} ({one_line(error)}); change that") from error
+
+
+def on_meta_device(spec: NetSpec) -> nn.Module:
+    """The network on torch's meta device: its layers and shapes, without weights or random numbers drawn.
+
+    Takes and raises what ``build`` does.
+    """
+    try:
+        with torch.device("meta"):
+            return build(spec)
+    except (InvalidInput, NotImplementedError):  # such as RegNet, which computes its widths by tensors
+        with torch.random.fork_rng(devices=[]):
+            return build(spec).to("meta")
+
+
+def prefers_channels_last(name: str) -> bool:
+    """Whether a forward pass is faster in that memory format, and sure to work: ``view`` may refuse it."""
+    return name == "net" or name not in own.NETS
+
+
+def trains_faster_channels_last(name: str, device: str) -> bool:
+    """Whether training is faster in that memory format; for torchvision's it depends on the batch."""
+    return name == "net" and device == "cpu"
+
+
+def logits(outputs: Any) -> Any:
+    """The class scores among what a network gives; some of torchvision's give others in training."""
+    return getattr(outputs, "logits", outputs)

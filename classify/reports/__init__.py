@@ -1,0 +1,1 @@
+"""What a run shows: metrics, figures, TensorBoard, and the HTML report."""

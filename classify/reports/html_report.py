@@ -1,0 +1,213 @@
+"""One self-contained HTML page about runs of ``train.py``, side by side, and its pictures as PNG files."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import pathlib
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from ruamel.yaml import YAML
+
+from classify.reports import figures
+from harness.errors import InvalidInput, one_line
+from harness.local import metrics_log
+
+TEMPLATE = pathlib.Path(__file__).with_name("report.html.jinja")
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a run's folder says.
+
+    Attributes:
+        name: what to call it.
+        summary: its ``summary.json``.
+        described: its ``run.json``: configuration, command and machine.
+        classification: its ``classification.json``: confusion matrix and hardest mistakes.
+        metrics: the lines of its ``metrics.jsonl``.
+    """
+
+    name: str
+    summary: dict[str, Any]
+    described: dict[str, Any]
+    classification: dict[str, Any]
+    metrics: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: pathlib.Path) -> FinishedRun:
+        """Reads a run's folder; raises ``InvalidInput`` if it is none, or the run has not finished."""
+        if not (folder / metrics_log.FILE).exists():
+            what = "is not the folder of a run" if folder.is_dir() else "no such folder"
+            raise InvalidInput(f"{folder}: {what}; give the --output of train.py")
+        if not (folder / "summary.json").exists():
+            mend = f"go on with train.py --resume latest --output {folder}"
+            raise InvalidInput(f"{folder}: the run has not finished, its summary.json is missing; {mend}")
+        try:
+            summary, described, classification = (json.loads((folder / name).read_text()) for name in FILES)
+            metrics = metrics_log.read(folder)
+        except (OSError, ValueError) as error:
+            raise InvalidInput(f"{folder}: cannot be read ({one_line(error)}); run train.py again") from error
+        return cls(folder.resolve().name, summary, described, classification, metrics)
+
+    def series(self, group: str, metric: str) -> tuple[list[int], list[float]]:
+        """A metric over the steps: of the reports of ``training``, or of ``validation``."""
+        entries = [each for each in self.metrics if each["group"] == group and metric in each]
+        return [each["steps_completed"] for each in entries], [each[metric] for each in entries]
+
+
+FILES = ("summary.json", "run.json", "classification.json")
+
+
+def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
+    """Writes the page, and its pictures beside it.
+
+    Args:
+        folders: the runs'.
+        target: the page's file.
+
+    Raises:
+        InvalidInput: if a folder is not one of a finished run; nothing is written then.
+    """
+    runs = [FinishedRun.read(folder) for folder in folders]
+    curves = {name: _png(figure) for name, figure in _curves(runs).items()}
+    images = {f"{target.stem}-{name}.png": png for name, png in curves.items()}
+    shown = []
+    for index, run in enumerate(runs):
+        kept = run.classification
+        confusion = _png(figures.confusion_figure(np.array(kept["confusion"]), kept["classes"]))
+        suffix = f"-{index + 1}" if len(runs) > 1 else ""
+        images[f"{target.stem}-confusion{suffix}.png"] = confusion
+        images[f"{target.stem}-mistakes{suffix}.png"] = _png(_mistakes(kept))
+        shown.append(_shown(run, confusion))
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    page = environment.from_string(TEMPLATE.read_text()).render(
+        title=f"Report: {', '.join(run.name for run in runs)}",
+        runs=shown,
+        curves={name: _text(png) for name, png in curves.items()},
+        figures=_figures(runs),
+        per_class=_per_class(runs),
+    )
+    if not target.name or target.is_dir():
+        raise InvalidInput(f"--output: {target}: must be the name of a file, e.g. report.html")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}")
+    try:
+        partial.write_text(page)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    for name, png in images.items():
+        target.with_name(name).write_bytes(png)
+
+
+def _shown(run: FinishedRun, confusion: bytes) -> dict[str, Any]:
+    classes = run.classification["classes"]
+    names = ("predicted", "label")
+    mistakes = [{**each, **{k: classes[each[k]] for k in names}} for each in run.classification["mistakes"]]
+    return {
+        "name": run.name,
+        "validation": run.summary["validation"],
+        "steps": run.summary["steps"],
+        "data": f"dataset {(run.described['config'].get('data') or {}).get('dataset', 'cifar10')}",
+        "confusion": _text(confusion),
+        "mistakes": mistakes,
+        "command": shlex.join(run.described["command"]),
+        "config": _yaml(run.described["config"]),
+        "machine": _yaml(run.described["machine"]),
+    }
+
+
+def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
+    def row(label: str, text: Any) -> tuple[str, list[str]]:
+        return label, [text(run.summary, run.described["machine"]) for run in runs]
+
+    return [
+        row("accuracy", lambda s, m: f"{s['validation']['accuracy']:.4f}"),
+        row("validation loss", lambda s, m: f"{s['validation']['loss']:.4f}"),
+        row("epochs", lambda s, m: f"{s['epochs']}"),
+        row("optimizer steps", lambda s, m: f"{s['steps']:,}"),
+        row("time of training and validation", lambda s, m: f"{s['seconds']:,.1f} s"),
+        row("images a second while training", lambda s, m: f"{s['images_per_second']:,.0f}"),
+        row("peak memory of a process", lambda s, m: f"{max(s['peak_memory_mib']):,.0f} MiB"),
+        row("processes", lambda s, m: f"{s['world_size']}"),
+        row("ZeRO stage", lambda s, m: f"{s['zero_stage']}"),
+        row("precision", lambda s, m: s["dtype"]),
+        row("processor", lambda s, m: ", ".join(m["gpus"]) or f"{m['cores']} cores, {m['processor']}"),
+    ]
+
+
+def _per_class(runs: Sequence[FinishedRun]) -> list[tuple[str, list[float | None]]]:
+    accuracies = [run.summary["validation"]["per_class_accuracy"] for run in runs]
+    names = list(dict.fromkeys(name for each in accuracies for name in each))
+    return [(name, [each.get(name) for each in accuracies]) for name in names]
+
+
+def _curves(runs: Sequence[FinishedRun]) -> dict[str, Figure]:
+    """Loss, accuracy and learning rate over the optimizer steps, a colour for each run."""
+    alone = len(runs) == 1
+    curves = {}
+    for title in ("loss", "accuracy", "learning rate"):
+        figure = Figure(figsize=(5, 3.4), layout="constrained")
+        axes = figure.subplots()
+        for index, run in enumerate(runs):
+            colour, name = f"C{index}", None if alone else run.name
+            style: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4}
+            if title == "loss":
+                axes.plot(
+                    *run.series("training", "loss"),
+                    color=colour,
+                    alpha=0.5,
+                    label="training" if alone else None,
+                )
+                axes.plot(*run.series("validation", "loss"), label=name or "validation", **style)
+            elif title == "accuracy":
+                axes.plot(*run.series("validation", "accuracy"), label=name or "validation", **style)
+            else:
+                axes.plot(*run.series("training", "learning_rate"), color=colour, label=name)
+        if title != "learning rate" or not alone:
+            axes.legend(fontsize="small", frameon=False)
+        axes.set_title(title)
+        axes.set_xlabel("optimizer steps")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        curves[title.replace(" ", "-")] = figure
+    return curves
+
+
+def _mistakes(kept: dict[str, Any]) -> Figure:
+    from PIL import Image
+
+    decoded = [Image.open(io.BytesIO(base64.b64decode(each["png"]))) for each in kept["mistakes"]]
+    return figures.mistakes_figure(
+        kept["mistakes"], [np.asarray(image) for image in decoded], kept["classes"]
+    )
+
+
+def _png(figure: Figure) -> bytes:
+    out = io.BytesIO()
+    FigureCanvasAgg(figure)
+    figure.savefig(out, dpi=130)
+    return out.getvalue()
+
+
+def _text(png: bytes) -> str:
+    return base64.b64encode(png).decode()
+
+
+def _yaml(value: Any) -> str:
+    out = io.StringIO()
+    yaml = YAML()
+    yaml.default_flow_style = None
+    yaml.width = 100
+    yaml.dump(value, out)
+    return out.getvalue()

@@ -1,0 +1,149 @@
+"""What TensorBoard shows of a run, on a cluster and off it, through the writer of Determined's context."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from typing import Any
+
+import deepspeed
+import numpy as np
+import torch
+from typing_extensions import override
+
+from classify.images.image_set import ImageSet
+from classify.models import registry
+from classify.reports import figures
+from classify.reports.metrics import ClassificationMetrics
+from harness.deepspeed_patches import loss_scale
+from harness.errors import one_line
+from harness.hooks import StepCounter
+
+FIGURES_SHARE = 20  # figures are drawn when at least so many times what they took has passed since
+LARGEST_GRAPH = 30_000_000  # parameters of a network that is made once more to be drawn
+FIRST_FIGURES = 3.0  # seconds that the first take, for matplotlib has to be imported
+
+
+class TensorBoardLog(StepCounter):
+    """Writes scalars with every report and validation, figures with validations, and once the graph.
+
+    Nothing is written within a step. Figures take half a second, as long as a validation of small images,
+    which may come every second: so those are left out that would take more than a twentieth of the time,
+    but for the last.
+
+    Args:
+        context: the trial's.
+        engine: its engine.
+        metrics: of its validation.
+        test_set: the images that it validates.
+        net: its network, to draw the graph of.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        engine: deepspeed.DeepSpeedEngine,
+        metrics: ClassificationMetrics,
+        test_set: ImageSet,
+        net: registry.NetSpec,
+    ) -> None:
+        super().__init__(context)
+        self.engine, self.metrics, self.test_set, self.net = engine, metrics, test_set, net
+        self.is_chief = context.distributed.rank == 0
+        self._drawn_step = self._validated_step = -1
+        self._drawn_at, self._took = time.monotonic(), FIRST_FIGURES
+        self._graph_is_missing = False
+
+    @property
+    def writer(self) -> Any:
+        """The ``SummaryWriter`` of Determined's context."""
+        return self.context.get_tensorboard_writer()
+
+    @override
+    def on_training_start(self) -> None:
+        self._drawn_at = time.monotonic()
+        self._graph_is_missing = not self.steps
+
+    @override
+    def on_training_workload_end(
+        self, avg_metrics: dict[str, Any], batch_metrics: list[dict[str, Any]]
+    ) -> None:
+        super().on_training_workload_end(avg_metrics, batch_metrics)
+        if not self.is_chief:
+            return
+        self._add(
+            {
+                "loss/train": avg_metrics.get("loss"),
+                "learning_rate": batch_metrics[-1].get("learning_rate") if batch_metrics else None,
+                "images_per_second": avg_metrics.get("images_per_second"),
+                "gradient_norm": self.engine.get_global_grad_norm(),
+                "loss_scale": loss_scale(self.engine),
+            }
+        )
+
+    @override
+    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+        if not self.is_chief:
+            return
+        of_classes = {
+            f"accuracy_of_class/{name}": metrics[f"accuracy/{name}"] for name in self.metrics.classes
+        }
+        self._add(
+            {"loss/validation": metrics["loss"], "accuracy/validation": metrics["accuracy"], **of_classes}
+        )
+        self._validated_step = self.steps
+        if time.monotonic() - self._drawn_at >= FIGURES_SHARE * self._took:
+            self._draw()
+        self.writer.flush()
+
+    @override
+    def on_trial_shutdown(self) -> None:
+        if self.is_chief and self._validated_step > self._drawn_step:
+            self._draw()
+            self.writer.flush()
+
+    def _add(self, scalars: dict[str, Any]) -> None:
+        for name, value in scalars.items():
+            if value is not None:
+                self.writer.add_scalar(name, float(value), self.steps)
+
+    def _draw(self) -> None:
+        since = time.monotonic()
+        if self._graph_is_missing:
+            self._add_graph()
+            self._graph_is_missing = False
+        metrics, source = self.metrics, self.test_set.images
+        images = [source[each["image"]].permute(1, 2, 0).cpu().numpy() for each in metrics.mistakes]
+        for name, figure in {
+            "confusion_matrix": figures.confusion_figure(metrics.confusion, metrics.classes),
+            "hardest_mistakes": figures.mistakes_figure(metrics.mistakes, images, metrics.classes),
+        }.items():
+            self.writer.add_image(name, _pixels(figure), self._validated_step, dataformats="HWC")
+        self._drawn_step, self._drawn_at = self._validated_step, time.monotonic()
+        self._took = self._drawn_at - since
+
+    def _add_graph(self) -> None:
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # one operator, which torch cannot trace
+        try:
+            outline = registry.on_meta_device(self.net)
+            if sum(each.numel() for each in outline.parameters()) > LARGEST_GRAPH:
+                return
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's own writer uses what torch is about to remove
+                inputs = torch.zeros(1, 3, *self.net.image_size)
+                traced: Any = torch.jit.trace(registry.build(self.net).eval(), inputs, check_trace=False)
+                self.writer.add_graph(traced, inputs)
+        except Exception as error:  # a network of one's own may not be traceable, and trains all the same
+            print(f"TensorBoard: no graph of the network ({one_line(error)})", file=sys.stderr)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _pixels(figure: Any) -> np.ndarray:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[:, :, :3]

@@ -1,0 +1,1 @@
+"""A search for hyperparameters on this machine."""

@@ -1,0 +1,213 @@
+"""A search under way: trials are started, watched, stopped and replaced."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pathlib
+import signal
+import time
+from typing import Any
+
+import joblib
+import optuna
+import torch
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
+
+from classify.config import experiment_file
+from classify.engine.trial_config import TrialConfig
+from classify.images.sources import Source
+from classify.tuning import searchers, space
+from classify.tuning.display import SearchDisplay
+from classify.tuning.specification import Search
+from classify.tuning.trial_run import LAST_WORDS, TrialRun, wait_for
+from harness.errors import ErrorList, InvalidInput
+from harness.processes import device_type
+
+POLL = 0.1  # seconds between two looks at the trials
+
+
+class SearchRunner:
+    """Runs a search. Its whole state is in Optuna's SQLite file: each trial is waiting, running or ended.
+
+    Args:
+        search: what to search.
+        output: the search's folder.
+        source: the dataset.
+
+    Raises:
+        InvalidInput: if the folder holds another search.
+    """
+
+    def __init__(self, search: Search, output: pathlib.Path, source: Source) -> None:
+        self.search, self.output, self.source = search, output.resolve(), source
+        self.metric = search.experiment.metric
+        self.unit, self.length = search.experiment.max_length
+        smaller = search.experiment.smaller_is_better
+        self.better = min if smaller else max
+        self.running: dict[int, TrialRun] = {}
+        self.devices = list(range(torch.cuda.device_count()))  # that no trial uses
+        self.used: dict[int, list[int]] = {}
+        self.study = optuna.create_study(
+            storage=f"sqlite:///{self.output / 'search.db'}",
+            study_name="search",
+            direction=StudyDirection.MINIMIZE if smaller else StudyDirection.MAXIMIZE,
+            pruner=searchers.BracketPruner(search.searcher, search.brackets),
+            load_if_exists=True,
+        )
+        described = json.dumps(search.experiment.config, sort_keys=True, default=str)
+        if self._trials() and self.study.user_attrs["experiment"] != described:
+            mend = "give another folder, or the same file and --set"
+            raise InvalidInput(f"--output: {output}: holds another search; {mend}")
+        self.study.set_user_attr("experiment", described)
+        self.config = self.output / "search.yaml"
+        self.config.write_text(json.dumps(search.experiment.config, indent=2))  # JSON is YAML
+        self.display = SearchDisplay(self.study, search, self.output)
+
+    def run(self) -> int:
+        """Runs all trials that have not ended yet, reports, and gives the exit code."""
+        if not self._trials():
+            self._refuse_if_all_invalid()
+        self._enqueue_missing()
+        left_running = self._trials(TrialState.RUNNING)
+        handler = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            with self.display.live():
+                for left in left_running:  # when the search was interrupted
+                    self._start(left.number)
+                while True:
+                    self._start_waiting()
+                    if not self.running:
+                        break
+                    time.sleep(POLL)
+                    self._look()
+        except BaseException:
+            for run in self.running.values():
+                run.stop()
+            wait_for(list(self.running.values()), LAST_WORDS)
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+        return self.display.finish()
+
+    # ---------------------------------------------------------------------------------------- the trials
+
+    def _trials(self, *states: TrialState) -> list[FrozenTrial]:
+        return self.study.get_trials(deepcopy=False, states=states or None)
+
+    def _trial(self, number: int) -> FrozenTrial:
+        return self._trials()[number]
+
+    def _writable(self, number: int) -> optuna.trial.Trial:
+        return optuna.trial.Trial(self.study, self._trial(number)._trial_id)
+
+    def _enqueue_missing(self) -> None:
+        """Puts the trials that are to be run into the study, those that are not there."""
+        known = self._trials()
+        draws = itertools.islice(self.search.draws(), len(known), None)
+        for index, bracket in enumerate(self.search.brackets):
+            mine = [trial.user_attrs for trial in known if trial.user_attrs["bracket"] == index]
+            invalid = sum(attributes.get("outcome") == "invalid" for attributes in mine)
+            extra = min(invalid, bracket.trials) if self.search.replaces_invalid else 0
+            for _ in range(bracket.trials + extra - len(mine)):
+                self.study.enqueue_trial(next(draws), user_attrs={"bracket": index})
+
+    def _refuse_if_all_invalid(self) -> None:
+        errors: list[str] = []
+        trials = sum(bracket.trials for bracket in self.search.brackets)
+        for drawn in itertools.islice(self.search.draws(), trials):
+            found = self._errors(drawn)
+            if not found:
+                return
+            errors += found
+        raise InvalidInput(list(dict.fromkeys(errors))[:10])
+
+    def _errors(self, drawn: dict[str, Any]) -> list[str]:
+        """Why a trial with these hyperparameters cannot run, by the trial's own rules."""
+        overrides = [*self.search.overrides, *self.search.overrides_of(drawn)]
+        errors = ErrorList()
+        with errors.collecting():
+            experiment = experiment_file.load(self.search.file, overrides)
+            slots, device = self.search.experiment.slots, device_type()
+            TrialConfig.resolve(experiment.hyperparameters, experiment.config, slots, device, self.source)
+        return errors.lines
+
+    # ------------------------------------------------------------------------------------- start and watch
+
+    def _start_waiting(self) -> None:
+        while len(self.running) < self.search.concurrent and self._trials(TrialState.WAITING):
+            self._start(self.study.ask(space.space(self.search.ranges)).number)
+
+    def _start(self, number: int) -> None:
+        trial = self._trial(number)
+        if errors := self._errors(trial.params):
+            return self._end(number, TrialState.FAIL, "invalid", "; ".join(errors))
+        if trial.user_attrs.get("stopping"):  # when the search was interrupted
+            return self._end(number, TrialState.PRUNED, "pruned", trial.user_attrs["stopping"])
+        slots = self.search.experiment.slots
+        folder = self.output / "trials" / f"{number:03}"
+        run = TrialRun(folder, self.config, self.search.overrides_of(trial.params), slots)
+        environment = {}
+        if "OMP_NUM_THREADS" not in os.environ:
+            threads = joblib.cpu_count() // (slots * self.search.concurrent)
+            environment["OMP_NUM_THREADS"] = str(max(1, threads))
+        if self.devices:
+            self.used[number], self.devices = self.devices[:slots], self.devices[slots:]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.used[number]))
+        self.running[number] = run
+        run.start(environment)
+        self.display.started(number)
+
+    def _look(self) -> None:
+        for number, run in list(self.running.items()):
+            has_ended = run.has_ended  # asked before its last words are read
+            self._take_validations(number, run)
+            if has_ended:
+                del self.running[number]
+                self.devices += self.used.pop(number, [])
+                self._judge(number, run)
+        self.display.update({number: run.steps() for number, run in self.running.items()})
+
+    def _take_validations(self, number: int, run: TrialRun) -> None:
+        """Tells Optuna of a trial's new validations, and has the trial stop if it is among the worse."""
+        frozen = self._trial(number)
+        known, stopping = dict(frozen.intermediate_values), "stopping" in frozen.user_attrs
+        trial = self._writable(number)
+        for entry in run.validations():
+            at = int(entry[self.unit])
+            if at in known or self.metric not in entry:
+                continue
+            known[at] = entry[self.metric]
+            trial.report(entry[self.metric], at)
+            trial.set_user_attr("images_per_second", entry.get("images_per_second"))
+            if not stopping and at < self.length and trial.should_prune():
+                trial.set_user_attr("stopping", f"not among the best after {at} {self.unit}")
+                run.stop()
+                stopping = True
+
+    # --------------------------------------------------------------------------------------------- the end
+
+    def _judge(self, number: int, run: TrialRun) -> None:
+        """Ends a trial whose processes have."""
+        frozen = self._trial(number)
+        if run.summary and frozen.intermediate_values:
+            self._end(number, TrialState.COMPLETE, "complete", "", run.summary["steps"])
+        elif "stopping" in frozen.user_attrs:
+            self._end(number, TrialState.PRUNED, "pruned", frozen.user_attrs["stopping"], run.steps())
+        else:
+            self._end(number, TrialState.FAIL, *run.failure(), run.steps())
+
+    def _end(self, number: int, state: TrialState, outcome: str, reason: str, steps: int = 0) -> None:
+        trial = self._writable(number)
+        for name, value in {"outcome": outcome, "reason": reason, "steps": steps}.items():
+            trial.set_user_attr(name, value)
+        scores = self._trial(number).intermediate_values.values()
+        self.study.tell(number, self.better(scores) if state == TrialState.COMPLETE else None, state=state)
+        self._enqueue_missing()  # another in the place of an invalid one
+        self.display.ended(number)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,180 @@
+"""The ranges among hyperparameters, by Determined 0.38's rules, and the values drawn from them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+
+from classify.config.experiment_fields import SAMPLED_TYPES
+from classify.config.rules import is_count, is_finite
+from harness.errors import nearest
+
+# https://docs.determined.ai/latest/reference/training/experiment-config-reference.html#hyperparameters
+RANGE_KEYS = {
+    "int": ("minval", "maxval", "count"),
+    "double": ("minval", "maxval", "count"),
+    "log": ("minval", "maxval", "base", "count"),
+    "categorical": ("vals",),
+    "const": ("val",),
+}
+# Keys that no mapping but a range has, so that a mistyped type is told from DeepSpeed's own "type" keys.
+TELLTALES = {"minval", "maxval", "vals", "val"}
+
+
+@dataclass(frozen=True)
+class Range:
+    """A searched hyperparameter.
+
+    Attributes:
+        path: its dotted path in the experiment file.
+        spec: what stands there.
+    """
+
+    path: str
+    spec: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Its dotted path among the hyperparameters."""
+        return self.path.removeprefix("hyperparameters.")
+
+    @property
+    def distribution(self) -> BaseDistribution:
+        """The range in Optuna's terms."""
+        if self.spec["type"] == "categorical":
+            return CategoricalDistribution([_scalar(value) for value in self.spec["vals"]])
+        low, high = self.spec["minval"], self.spec["maxval"]
+        if self.spec["type"] == "int":
+            return IntDistribution(low, high)
+        if self.spec["type"] == "double":
+            return FloatDistribution(low, high)
+        ends = self.spec["base"] ** float(low), self.spec["base"] ** float(high)
+        return FloatDistribution(min(ends), max(ends), log=True)
+
+    @property
+    def grid(self) -> list[Any]:
+        """The values of a grid: all of a category, else ``count`` of them evenly spaced from end to end."""
+        if self.spec["type"] == "categorical":
+            return [_scalar(value) for value in self.spec["vals"]]
+        low, high, count = self.spec["minval"], self.spec["maxval"], self.spec["count"]
+        if self.spec["type"] == "int":
+            count = min(count, high - low + 1)
+        points = (
+            [(low + high) / 2] if count == 1 else [low + i * (high - low) / (count - 1) for i in range(count)]
+        )
+        if self.spec["type"] == "int":
+            return [math.floor(point + 0.5) for point in points]
+        if self.spec["type"] == "double":
+            return [float(point) for point in points]
+        ends = self.distribution
+        assert isinstance(ends, FloatDistribution)
+        return [min(max(self.spec["base"] ** float(point), ends.low), ends.high) for point in points]
+
+    def override(self, drawn: Any) -> str:
+        """A drawn value as ``--set`` takes it."""
+        if self.spec["type"] == "categorical":
+            drawn = next(value for value in self.spec["vals"] if _scalar(value) == drawn)
+        return f"{self.path}={json.dumps(drawn)}"
+
+
+def _scalar(value: Any) -> Any:
+    """Optuna's categories are scalars; a list or mapping is one as its JSON."""
+    return json.dumps(value) if isinstance(value, (list, dict)) else value
+
+
+def space(ranges: Sequence[Range]) -> dict[str, BaseDistribution]:
+    """The whole search space in Optuna's terms."""
+    return {each.name: each.distribution for each in ranges}
+
+
+def draws(ranges: Sequence[Range], grid: bool, seed: int) -> Iterator[dict[str, Any]]:
+    """Gives the hyperparameters of trial 0, 1, ...: every point of a grid, or random ones without end.
+
+    They are a function of the ranges and the seed alone, so that a search that is taken up again has the
+    same ones.
+    """
+    if grid:
+        names = [each.name for each in ranges]
+        for point in itertools.product(*(each.grid for each in ranges)):
+            yield dict(zip(names, point, strict=True))
+        return
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
+    while True:
+        yield study.ask(space(ranges)).params
+
+
+def find_ranges(path: str, section: Mapping[str, Any], grid: bool) -> tuple[list[Range], list[str]]:
+    """Gives the ranges of a section, at any depth, and a line for each thing that is wrong with them.
+
+    Args:
+        path: the section's dotted path.
+        section: what stands there.
+        grid: whether the ranges need a ``count``.
+    """
+    found: list[Range] = []
+    errors: list[str] = []
+    for key, value in section.items():
+        if not isinstance(value, dict):
+            continue
+        here, kind = f"{path}.{key}", value.get("type")
+        if kind in SAMPLED_TYPES:
+            wrong = _range_errors(here, value, grid)
+            errors += wrong
+            found += [] if wrong else [Range(here, value)]
+        elif TELLTALES & value.keys():
+            errors.append(f"{here}.type: {kind!r}: unknown hyperparameter type; {nearest(kind, RANGE_KEYS)}")
+        else:
+            inner, wrong = find_ranges(here, value, grid)
+            found, errors = found + inner, errors + wrong
+    return found, errors
+
+
+def _range_errors(path: str, spec: Mapping[str, Any], grid: bool) -> list[str]:
+    kind = spec["type"]
+    known = RANGE_KEYS[kind]
+    errors = [
+        f"{path}.{k}: {spec[k]!r}: unknown key; {nearest(k, known)}"
+        for k in spec
+        if k not in (*known, "type")
+    ]
+    if kind == "categorical":
+        if not isinstance(spec.get("vals"), list) or not spec["vals"]:
+            errors.append(f"{path}.vals: {spec.get('vals')!r}: must be a list of the values to try")
+        return errors
+    ends: dict[str, Any] = {key: spec.get(key) for key in ("minval", "maxval")}
+    for key, value in ends.items():
+        if kind == "int" and not (isinstance(value, int) and is_finite(value)):
+            errors.append(f"{path}.{key}: {value!r}: must be a whole number")
+        elif not is_finite(value):
+            errors.append(f"{path}.{key}: {value!r}: must be a number below 1e300")
+    low, high = ends.values()
+    if is_finite(low) and is_finite(high) and low >= high:
+        mend = "exchange them" if low > high else "write the value alone"
+        errors.append(f"{path}.minval: {low!r}: must be below maxval, which is {high!r}; {mend}")
+    if kind == "log":
+        base: Any = spec.get("base")
+        if not is_finite(base) or base <= 0 or base == 1:
+            errors.append(
+                f"{path}.base: {base!r}: must be a number above 0, e.g. 10; the values are its powers"
+            )
+        elif not errors and not _finite(base, low, high):
+            errors.append(f"{path}.maxval: {high!r}: too large; minval and maxval are exponents of the base")
+    if spec.get("count") is None and grid:
+        errors.append(f"{path}.count: None: a grid needs it; say how many values to try, e.g. 4")
+    elif spec.get("count") is not None and not is_count(spec["count"], 1):
+        errors.append(f"{path}.count: {spec['count']!r}: must be a whole number of at least 1")
+    return errors
+
+
+def _finite(base: float, *powers: Any) -> bool:
+    try:
+        return all(0 < float(base) ** float(power) < math.inf for power in powers)
+    except OverflowError:
+        return False

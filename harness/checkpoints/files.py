@@ -1,0 +1,158 @@
+"""A checkpoint's folder on disk: its metadata, the digests of its files, and whether it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+from harness.errors import InvalidInput, one_line
+from harness.experiment import Experiment
+from harness.local import metrics_log
+
+METADATA = "metadata.json"
+
+
+def write_metadata(folder: pathlib.Path, metadata: dict[str, Any]) -> None:
+    """Describes a checkpoint: what is given, when it was written, and the size and SHA-256 of every file."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    digests = {
+        str(path.relative_to(folder)): (path.stat().st_size, _sha256(path, flush=True)) for path in files
+    }
+    with open(folder / METADATA, "w") as file:
+        json.dump({**metadata, "time": time.time_ns(), "files": digests}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_metadata(checkpoint: pathlib.Path) -> dict[str, Any]:
+    """What was written about a checkpoint.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it describes no checkpoint.
+    """
+    metadata = json.loads((checkpoint / METADATA).read_text())
+    files = metadata.get("files", {}) if isinstance(metadata, dict) else None
+    if not isinstance(files, dict) or not all(map(_is_described, files.values())):
+        raise ValueError("not what describes a checkpoint")
+    if type(metadata.get("steps_completed")) is not int:
+        raise ValueError("steps_completed is missing")
+    if not isinstance(metadata.get("time"), int):
+        metadata["time"] = (checkpoint / METADATA).stat().st_mtime_ns
+    return metadata
+
+
+def _is_described(file: Any) -> bool:
+    return isinstance(file, list) and len(file) == 2 and isinstance(file[0], int)
+
+
+def known(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """The metadata of every checkpoint in a folder of them, the latest first."""
+    found = {}
+    for path in _folders(folder):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            found[path.name] = read_metadata(path)
+    return dict(sorted(found.items(), key=lambda item: item[1]["time"], reverse=True))
+
+
+def unreadable(folder: pathlib.Path) -> dict[str, int]:
+    """When those checkpoints were written whose metadata are missing or damaged."""
+    readable = known(folder)
+    return {path.name: path.stat().st_mtime_ns for path in _folders(folder) if path.name not in readable}
+
+
+def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
+    return [path for path in folder.glob("[!.]*") if path.is_dir()]
+
+
+def damage(folder: pathlib.Path) -> str | None:
+    """What is wrong with a checkpoint, beginning with the file's name; None if nothing is."""
+    try:
+        wanted = read_metadata(folder).get("files")
+    except FileNotFoundError:
+        return f"{METADATA}: is missing"
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{METADATA}: cannot be read ({one_line(error)})"
+    if wanted is None:  # downloaded from a cluster, which keeps no digests
+        return None
+    held = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {METADATA}
+    for file in sorted(held | wanted.keys()):
+        if file not in held:
+            return f"{file}: is missing"
+        if file not in wanted:
+            return f"{file}: does not belong to this checkpoint"
+        size, digest = wanted[file]
+        if (folder / file).stat().st_size < size:
+            return f"{file}: is truncated"
+        if _sha256(folder / file) != digest:
+            return f"{file}: is not what was written"
+    return None
+
+
+def _sha256(path: pathlib.Path, flush: bool = False) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+        if flush:  # to the disk, before an older checkpoint is removed
+            os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def locate(source: pathlib.Path, which: str = "latest") -> pathlib.Path:
+    """Gives the folder of a whole checkpoint.
+
+    Args:
+        source: a run's folder, or a checkpoint's own, which may have been downloaded from a cluster.
+        which: of a run: ``latest``, ``best`` (by the metric of its experiment) or a UUID.
+
+    Raises:
+        InvalidInput: if there is none, or a file of it is missing, damaged or does not belong to it.
+    """
+    checkpoints = source / "checkpoints"
+    if (source / METADATA).exists():
+        folder = source
+    elif checkpoints.is_dir():
+        found = known(checkpoints)
+        choose: dict[str, Callable[[], str | None]] = {
+            "best": lambda: _best(source, found),
+            "latest": lambda: next(iter(found), None),
+        }
+        name = choose.get(which, lambda: which)()
+        if name not in found and name not in unreadable(checkpoints):
+            raise InvalidInput(f"--checkpoint: {which}: not found in {source}; {in_words(found)}")
+        folder = checkpoints / str(name)
+    else:
+        mend = "give the folder of a run of train.py or of a checkpoint"
+        raise InvalidInput(
+            f"{source}: {'holds no checkpoint' if source.is_dir() else 'no such folder'}; {mend}"
+        )
+    if wrong := damage(folder):
+        raise InvalidInput(f"{folder / wrong}; export another checkpoint")
+    return folder
+
+
+def in_words(found: dict[str, dict[str, Any]]) -> str:
+    """Which checkpoints there are, for an error line."""
+    return f"it holds {', '.join(found)}" if found else "it holds no checkpoint"
+
+
+def _best(run: pathlib.Path, found: dict[str, dict[str, Any]]) -> str | None:
+    """The checkpoint of the best validation; of equals, the earlier."""
+    try:
+        experiment = Experiment(json.loads((run / "run.json").read_text())["config"], {})
+        metric, sign = experiment.metric, -1 if experiment.smaller_is_better else 1
+        entries = metrics_log.read(run)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"its validations cannot be read ({one_line(error)})"
+        raise InvalidInput(f"--checkpoint: best: {run}: {reason}") from error
+    judged_by = [each for each in entries if each["group"] == "validation" and metric in each]
+    scores = {each["steps_completed"]: sign * each[metric] for each in judged_by}
+    judged = [name for name in reversed(found) if found[name]["steps_completed"] in scores]
+    return max(judged, key=lambda name: scores[found[name]["steps_completed"]], default=None)

@@ -1,0 +1,126 @@
+"""What a checkpoint is of, and whether a trial can go on from it."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+from harness.checkpoints.safe_load import read_trial_state
+from harness.deepspeed_patches import engine_dtype
+from harness.errors import InvalidInput, one_line
+
+FILE = "identity.json"
+GROUPS = ("net", "mode", "position")
+STAGE, PROCESSES = "zero_optimization.stage", "processes"
+Identity = Mapping[str, Mapping[str, Any]]
+
+
+def identity_of(engine: DeepSpeedEngine, seed: int, more: Iterable[Identity]) -> Identity:
+    """What must be the same for a trial to go on from another's checkpoint, by the keys of its configuration.
+
+    Args:
+        engine: the trial's first.
+        seed: of the experiment.
+        more: what the trial's hooks add, in the groups ``net`` and ``position``.
+
+    Returns:
+        JSON values by key, in four groups: ``net`` and ``mode``, without which the engine's files are of no
+        use; ``position``, without which the place in the data is not; ``states`` that the optimizer keeps.
+    """
+    mode = {
+        "precision": str(engine_dtype(engine)).removeprefix("torch."),
+        "optimizer.type": engine.optimizer_name() or "",
+        STAGE: int(engine.zero_optimization_stage()),
+        PROCESSES: torch.distributed.get_world_size(),
+    }
+    net: dict[str, Any] = {}
+    position = {"train_batch_size": engine.train_batch_size(), "reproducibility.experiment_seed": seed}
+    for each in more:
+        net.update(each.get("net", {}))
+        position.update(each.get("position", {}))
+    return {"net": net, "mode": mode, "position": position, "states": _kept_states(engine.basic_optimizer)}
+
+
+def _kept_states(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
+    """Which of the settings are on with which an optimizer keeps a further state that it then needs."""
+    settings = {"amsgrad", "centered"}
+    if isinstance(optimizer, torch.optim.RMSprop):
+        settings.add("momentum")
+    present = sorted(settings & optimizer.defaults.keys())
+    return {f"optimizer.params.{key}": bool(optimizer.defaults[key]) for key in present}
+
+
+def write(path: pathlib.Path, identity: Identity) -> None:
+    """Writes an identity beside the engine's files."""
+    (path / FILE).write_text(json.dumps(identity, indent=2))
+
+
+def read(path: pathlib.Path, name: str) -> Identity:
+    """What ``write`` wrote.
+
+    Args:
+        path: the checkpoint's folder.
+        name: what to call it in an error line.
+
+    Raises:
+        InvalidInput: if it is missing or damaged.
+    """
+    try:
+        saved = json.loads((path / FILE).read_text())
+        groups = {group: dict(saved[group]) for group in GROUPS}
+        return {**groups, "states": dict(saved.get("states") or {})}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"cannot be read ({one_line(error)}); {name} is damaged or not of this package"
+        raise InvalidInput(f"{path / FILE}: {reason}") from error
+
+
+def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
+    """Compares a checkpoint with the trial that is to go on from it.
+
+    Args:
+        path: the checkpoint's folder.
+        name: what to call it in an error line.
+        mine: the trial's identity.
+        trial_id: of the trial; one that starts from another's checkpoint takes its weights, not its position.
+
+    Raises:
+        InvalidInput: with a line for each key that differs.
+    """
+    saved = read(path, name)
+    same_trial = read_trial_state(path).get("trial_id") == trial_id
+    obstacle = why_not_convertible(path, saved, mine)
+    errors = []
+    for group in GROUPS if same_trial else GROUPS[:2]:
+        for key, value in mine[group].items():
+            was = saved[group].get(key)
+            converts = obstacle is None and key in (STAGE, PROCESSES)
+            if value != was and not converts:
+                made_with = f"checkpoint {name} was made with {was!r}"
+                errors.append(f"{key}: {value!r}: {made_with}; use that, or start anew")
+    for key, needed in mine["states"].items():
+        if needed and saved["states"].get(key) is False:
+            errors.append(
+                f"{key}: True: checkpoint {name} holds no state for it; set it to false, or start anew"
+            )
+    if errors:
+        raise InvalidInput(errors if not obstacle else [*errors, f"--resume: {name}: {obstacle}"])
+
+
+def why_not_convertible(path: pathlib.Path, saved: Identity, mine: Identity) -> str | None:
+    """Why DeepSpeed cannot convert a checkpoint to other processes or another ZeRO stage; None if it can.
+
+    Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
+    """
+    was, now = saved["mode"][STAGE], mine["mode"][STAGE]
+    if was == now and saved["mode"][PROCESSES] == mine["mode"][PROCESSES]:
+        return None
+    if any(path.glob("model*/layer_*")):  # so DeepSpeed calls the files of experts and of a pipeline's layers
+        return "DeepSpeed cannot spread the experts or stages of a checkpoint differently"
+    if was == now or {was, now} == {1, 2}:
+        return None
+    return f"DeepSpeed cannot turn a checkpoint of ZeRO stage {was} into one of stage {now}"

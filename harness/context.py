@@ -1,0 +1,150 @@
+"""Determined's trial context, on a cluster, on GPUs, and on CPU cores, which its own refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from determined import core
+from determined.pytorch import deepspeed as det_ds
+from typing_extensions import override
+
+from harness import cluster, processes
+from harness.checkpoints.store import LocalCheckpoints
+from harness.experiment import Experiment
+from harness.local.folder import default_output, own_folder
+from harness.local.progress import LocalMetrics
+from harness.local.signals import LocalPreempt
+
+
+class TrialContext(det_ds.DeepSpeedTrialContext):
+    """Determined's context, on the CPU where there is no GPU.
+
+    Attributes:
+        output: off a cluster, the run's folder.
+        experiment: what the experiment configuration says.
+        resumed_from: optimizer steps of the run that this one goes on with.
+    """
+
+    output: pathlib.Path | None = None
+    experiment: Experiment
+    resumed_from = 0
+    _tbd_writer: Any
+
+    @override
+    def _init_device(self) -> None:
+        if self._num_gpus:
+            super()._init_device()
+        else:
+            self.device = torch.device("cpu")
+
+    @override
+    def get_tensorboard_writer(self) -> Any:
+        """The writer of TensorBoard's files.
+
+        What a killed run had written beyond the checkpoint that this one goes on from is not shown again.
+        """
+        if self._tbd_writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tbd_writer = SummaryWriter(str(self.get_tensorboard_path()), purge_step=self.resumed_from)
+        return self._tbd_writer
+
+
+def make_context(
+    core_context: core.Context, experiment: Experiment, seed: int, num_gpus: int, steps_completed: int = 0
+) -> TrialContext:
+    """Makes the context of a trial, one slot a process."""
+    context = TrialContext(
+        core_context=core_context,
+        trial_seed=seed,
+        hparams=dict(experiment.hyperparameters),
+        slots_per_trial=core_context.distributed.get_size(),
+        num_gpus=num_gpus,
+        exp_conf=dict(experiment.config),
+        steps_completed=steps_completed,
+        enable_tensorboard_logging=False,  # Determined's own writes in every step
+    )
+    context.experiment = experiment
+    return context
+
+
+@contextlib.contextmanager
+def init(
+    hparams: Mapping[str, Any] | None = None,
+    exp_conf: Mapping[str, Any] | None = None,
+    *,
+    output: pathlib.Path | None = None,
+    resumes: bool = False,
+    writes: Sequence[str] = (),
+) -> Iterator[TrialContext]:
+    """Sets up processes, seeds and Determined's services, and gives the context for a trial.
+
+    As ``determined.pytorch.deepspeed.init``, on a CPU as well, and with checkpoints, metrics and progress
+    in a folder where there is no cluster. On a cluster, bad configuration ends the trial as an invalid
+    hyperparameter set, and is not tried again.
+
+    Args:
+        hparams: the hyperparameters; on a cluster the master's, whatever is given.
+        exp_conf: the experiment configuration; on a cluster the master's.
+        output: off a cluster, the run's folder, by default ``runs/trial-<time>``; all ranks take the chief's.
+        resumes: whether the run that is in the folder is to go on; another one may not be there.
+        writes: further files that the program writes into the folder.
+
+    Raises:
+        InvalidInput: if the folder cannot be used, or there are more processes than GPUs.
+    """
+    processes.share_cores()
+    if experiment := cluster.cluster_experiment():
+        with _on_cluster(experiment) as context:
+            yield context
+    else:
+        output = output or default_output("trial")
+        with _locally(Experiment(exp_conf or {}, hparams or {}), output, resumes, writes) as context:
+            yield context
+
+
+@contextlib.contextmanager
+def _on_cluster(experiment: Experiment) -> Iterator[TrialContext]:
+    info = cluster.cluster_info()
+    distributed = processes.join_cluster_processes()
+    seed = info.trial.trial_seed
+    processes.seed_everything(seed)
+    with core.init(distributed=distributed, tensorboard_mode=core.TensorboardMode.MANUAL) as core_context:
+        steps, gpus = info.trial._steps_completed, len(info.gpu_uuids)
+        context = make_context(core_context, experiment, seed, gpus, steps)
+        with cluster.errors_end_the_trial():
+            cluster.log_from_chief(core_context.distributed.rank == 0)
+            cluster.check_slots(core_context.distributed.size)
+            yield context
+
+
+@contextlib.contextmanager
+def _locally(
+    experiment: Experiment, output: pathlib.Path, resumes: bool, writes: Sequence[str]
+) -> Iterator[TrialContext]:
+    distributed = processes.join_local_processes()
+    output = distributed.broadcast(output.resolve())
+    processes.seed_everything(experiment.seed)
+    storage, tensorboard = output / "checkpoints", core.TensorboardMode.MANUAL
+    with (
+        own_folder(output, distributed, resumes, writes),
+        core.init(
+            distributed=distributed, checkpoint_storage=str(storage), tensorboard_mode=tensorboard
+        ) as core_context,
+    ):
+        core_context.train = train = LocalMetrics(output, experiment)
+        core_context.preempt = LocalPreempt(core_context.distributed, output).start()
+        core_context.checkpoint = LocalCheckpoints(
+            storage,
+            core_context.distributed,
+            experiment.checkpoints_to_keep("save_trial_best"),
+            experiment.checkpoints_to_keep("save_trial_latest"),
+            train.score,
+        )
+        context = make_context(core_context, experiment, experiment.seed, torch.cuda.device_count())
+        context.output = output
+        yield context

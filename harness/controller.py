@@ -1,0 +1,172 @@
+"""The loop with what a run needs around it: progress, signals, checked checkpoints, explained ends."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from determined import pytorch
+from typing_extensions import override
+
+from harness import deepspeed_patches
+from harness.callbacks import NonFiniteLossMonitor
+from harness.checkpoints import identity, safe_load
+from harness.checkpoints.conversion import as_loadable
+from harness.checkpoints.identity import Identity
+from harness.errors import InvalidInput
+from harness.hooks import Code, TrialHooks
+from harness.local.progress import LocalMetrics
+from harness.local.signals import LocalPreempt
+from harness.loop import Loop
+from harness.out_of_memory import explain_out_of_memory
+
+PROFILED_AFTER, PROFILED_STEPS = 10, 5  # steps that torch's profiler leaves out, and records
+
+FP16_TOLERANCE = 64  # steps in a row that fp16 may skip while its loss scale comes down
+
+
+class Controller(Loop):
+    """Trains, validates and checkpoints any ``DeepSpeedTrial``; ``Trainer.fit`` makes and runs it.
+
+    Args:
+        records_steps: whether to record a few steps with torch's profiler.
+        kwargs: as Determined's controller takes them.
+    """
+
+    def __init__(self, records_steps: bool, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.records_steps = records_steps
+        self.engines: list[Any] = self.context.models
+        tolerance = FP16_TOLERANCE if any(engine.fp16_enabled() for engine in self.engines) else 0
+        self.monitor = NonFiniteLossMonitor(self.engines[0], self.calls_per_step, tolerance)
+        self.callbacks: dict[str, pytorch.PyTorchCallback] = {**self.callbacks, "monitor": self.monitor}
+        self.hooks = [each for each in self.callbacks.values() if isinstance(each, TrialHooks)]
+
+    @property
+    def local(self) -> LocalMetrics | None:
+        """On the chief off a cluster, what keeps the metrics."""
+        train = self.core_context.train
+        return train if isinstance(train, LocalMetrics) and self.is_chief else None
+
+    # ------------------------------------------------------------------------------------------ training
+
+    @override
+    def _run(self) -> None:
+        preempt = self.core_context.preempt
+        with contextlib.ExitStack() as around:
+            if self.local:
+                around.callback(self.local.close)
+                self.local.begin(self._total_steps(), self.epoch_length, self.start_from_batch)
+            if self.context.get_stop_requested():
+                return  # early stopping had ended the run that this one resumes
+            around.enter_context(self._profiled())
+            around.enter_context(explain_out_of_memory(self._step_in_words, self._memory_advice))
+            if isinstance(preempt, LocalPreempt):
+                around.enter_context(preempt.gracefully())
+            super()._run()
+
+    def _total_steps(self) -> int:
+        length = self.max_length.value
+        assert isinstance(length, int)
+        if self.test_mode:
+            return 1
+        return length * self.epoch_length if isinstance(self.max_length, pytorch.Epoch) else length
+
+    def _step_in_words(self) -> str:
+        return f"in step {self.steps_done + 1}"
+
+    def _memory_advice(self) -> str:
+        return "; ".join(each.advise_on_memory() for each in self.hooks or [TrialHooks(self.context)])
+
+    @override
+    def after_step(self, boundaries: list[pytorch._TrainBoundary]) -> None:
+        """Shows the progress, and has a signal end the training after this step, not at the next report."""
+        if self.local:
+            self.local.step()
+        preempt = self.core_context.preempt
+        if isinstance(preempt, LocalPreempt) and preempt.is_due(self.steps_done):
+            for boundary in boundaries:
+                if boundary.step_type == pytorch._TrainBoundaryType.REPORT:
+                    boundary.limit_reached = True
+
+    @override
+    def _train_batch(self, epoch_idx: int, batch_idx: int) -> list[dict[str, Any]]:
+        try:
+            return super()._train_batch(epoch_idx, batch_idx)
+        except Exception as error:  # DeepSpeed's for this is a bare Exception
+            if "loss scale already at minimum" not in str(error):
+                raise
+            rate = self.engines[0].get_lr()[0]
+            where = f"in step {batch_idx + 1} (learning rate {rate:g})"
+            raise self.monitor.stopped(f"the gradients overflow at the least loss scale {where}") from error
+
+    @override
+    def _validate(self) -> dict[str, Any]:
+        for engine in self.engines:
+            deepspeed_patches.broadcast_buffers(engine)
+        return super()._validate()
+
+    @contextlib.contextmanager
+    def _profiled(self) -> Iterator[None]:
+        """Where it is asked for, records a few steps of the chief with torch's profiler."""
+        if not (self.records_steps and self.is_chief):
+            yield
+            return
+        schedule = torch.profiler.schedule(wait=PROFILED_AFTER, warmup=2, active=PROFILED_STEPS, repeat=1)
+        self.context.set_profiler(schedule=schedule)
+        with self.context.profiler as profiler:
+            yield
+        needed = PROFILED_AFTER + 2 + PROFILED_STEPS
+        if self.local and profiler.step_num < needed:
+            ends = f"its steps end with the {needed}th, and there were {profiler.step_num}"
+            print(f"no profile: {ends}", file=sys.stderr)
+        elif self.local:
+            table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
+            (self.local.output / "profile.txt").write_text(table)
+
+    # --------------------------------------------------------------------------------------- checkpoints
+
+    def identity(self) -> Identity:
+        """What a run must have in common with this one to go on from its checkpoints, or the other way."""
+        more = [each.identity() for each in self.hooks]
+        return identity.identity_of(self.engines[0], self.context.experiment.seed, more)
+
+    @override
+    def code(self) -> Code:
+        return next((each.code() for each in self.hooks), super().code())
+
+    @override
+    def _save(self, path: pathlib.Path) -> None:
+        super()._save(path)
+        if self.is_chief:
+            identity.write(path, self.identity())
+
+    @override
+    def _load(self, load_path: pathlib.Path) -> None:
+        name, mine = str(self.latest_checkpoint), self.identity()
+        self._check_on_one_rank(load_path, name, mine)
+        with contextlib.ExitStack() as around:
+            for engine in self.engines:
+                around.enter_context(deepspeed_patches.keep_configured_hyperparameters(engine))
+            loadable = around.enter_context(
+                as_loadable(load_path, name, mine, self.engines, self.context.distributed)
+            )
+            around.enter_context(safe_load.allowed_globals())
+            super()._load(loadable)
+
+    def _check_on_one_rank(self, path: pathlib.Path, name: str, mine: Identity) -> None:
+        """Looks into a checkpoint on one rank of each host, and raises on all what any has found."""
+        errors: list[str] = []
+        if self.context.distributed.local_rank == 0:
+            try:
+                safe_load.check(path, identity.read(path, name))
+                identity.check(path, name, mine, self.trial_id)
+            except InvalidInput as error:
+                errors = error.errors
+        for each in self.context.distributed.allgather(errors):
+            if each:
+                raise InvalidInput(each)

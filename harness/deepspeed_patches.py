@@ -1,0 +1,265 @@
+"""Every patch of DeepSpeed's objects, each a function named after what it cures, and where it is applied.
+
+- ``prepare_accelerator``, once a process: ``silence_misleading_warnings``, ``allow_fp16_on_cpu``,
+  ``reduce_over_gloo``;
+- ``patch_engine``, to a new engine: ``scale_fp16_loss_without_zero``, ``keep_gradient_norm``,
+  ``skip_reductions_over_one_rank``;
+- before an engine is made: ``clip_stages_together`` to a pipeline, ``partition_for_zero3`` to a network;
+- before each validation: ``broadcast_buffers``;
+- while a checkpoint is loaded: ``keep_configured_hyperparameters``, ``load_as_universal``,
+  ``convert_to_universal``.
+
+At the end are getters that work in every mode. Checked with DeepSpeed 0.19.8. Older ones need a part of it
+(0.13 is in Determined's image), so some patches ask first for what they replace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import pathlib
+import types
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.utils import clip_grad_norm_
+
+from harness.errors import one_line
+
+# ----------------------------------------------------------------------------------------------- the process
+
+
+@functools.cache  # once a process
+def prepare_accelerator() -> None:
+    """Makes DeepSpeed's accelerator and its messages fit for a CPU."""
+    silence_misleading_warnings()
+    if get_accelerator().device_name() == "cpu":
+        allow_fp16_on_cpu()
+        reduce_over_gloo()
+
+
+def allow_fp16_on_cpu() -> None:
+    """Lets fp16 train on any CPU.
+
+    DeepSpeed refuses it on a CPU without instructions for fp16, on which torch computes it all the same,
+    slowly.
+    """
+    get_accelerator().is_fp16_supported = lambda: True
+
+
+def reduce_over_gloo() -> None:
+    """Has a CPU's gradients reduced by gloo, which gives the same bits everywhere.
+
+    DeepSpeed would compile an all-reduce over shared memory of its own, for most of a minute.
+    """
+    builder = get_accelerator().create_op_builder
+    get_accelerator().create_op_builder = lambda op: None if op == "ShareMemCommBuilder" else builder(op)
+
+
+def silence_misleading_warnings() -> None:
+    """Keeps back three warnings that come at every start and ask for nothing.
+
+    Determined's that APEX is missing, not needed since DeepSpeed 0.3; DeepSpeed's that a rate was asked for
+    before the first step, which its own engine does; torch's that DeepSpeed uses names it will rename.
+    """
+    misleading = ("Missing package APEX", "learning rate from scheduler before it has started")
+    for name in ("determined.pytorch", "DeepSpeed"):
+        logging.getLogger(name).addFilter(
+            lambda record: not any(text in record.getMessage() for text in misleading)
+        )
+    deprecated = ".*torch.distributed.* is deprecated"
+    warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
+
+
+# ------------------------------------------------------------------------------------------------ the engine
+
+
+def patch_engine(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Applies what every new engine needs."""
+    scale_fp16_loss_without_zero(engine)
+    keep_gradient_norm(engine)
+    skip_reductions_over_one_rank(engine)
+
+
+def scale_fp16_loss_without_zero(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Has ``engine.backward`` multiply the loss by fp16's loss scale without ZeRO, too.
+
+    Since DeepSpeed 0.18 it scales for ZeRO's optimizers only, but ``step`` divides the gradients by the
+    scale in either case: they would be too small by that factor, and overflow would never be noticed.
+    """
+    if not (engine.fp16_enabled() and not engine.zero_optimization() and hasattr(engine, "scale")):
+        return
+    backward = engine.backward
+
+    def scaled_backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return backward(loss * engine.optimizer.loss_scale_config.cur_scale, *args, **kwargs)
+
+    engine.backward = scaled_backward
+
+
+def keep_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Keeps the norm by which fp32 gradients are clipped without ZeRO, for ``get_global_grad_norm()``.
+
+    Where all ranks hold the same gradients torch's own clipping serves: the same but for rounding, in half
+    the time, and without DeepSpeed's sum over the ranks, which is for experts and parallel models.
+    """
+    replicated = engine.mpu is None and not engine.has_moe_layers
+
+    def clip_fp32_gradients() -> None:
+        parameters, max_norm = engine.module.parameters(), engine.gradient_clipping()
+        if replicated:
+            engine._global_grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        else:
+            norm = clip_grad_norm_(parameters=parameters, max_norm=max_norm, mpu=engine.mpu)
+            engine._global_grad_norm = norm
+
+    engine.clip_fp32_gradients = clip_fp32_gradients
+
+
+def skip_reductions_over_one_rank(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Spares a single process without ZeRO the all-reduce over itself: 4 % of a small step on a CPU."""
+    if engine.dp_world_size == 1 and engine.zero_optimization_stage() == 0:
+        engine.enable_backward_allreduce = False
+
+
+# ---------------------------------------------------------------------------- the network, before its engine
+
+
+def clip_stages_together(stage: torch.nn.Module) -> None:
+    """Has a pipeline's gradients clipped by their norm over all stages.
+
+    DeepSpeed treats parameters without this mark as replicated, and clips by the first stage's norm alone.
+    """
+    for parameter in stage.parameters():
+        parameter.model_parallel = True  # type: ignore[attr-defined]
+
+
+def partition_for_zero3(net: torch.nn.Module, dtype: torch.dtype, config: Mapping[str, Any]) -> None:
+    """Casts a network that lies whole in the host's memory and partitions it over the ranks, for ZeRO 3.
+
+    As a context, ``zero.Init`` skips what a network itself initialises; left to the engine, all of the
+    network goes to the device first; and neither casts weights that it finds partitioned.
+    """
+    for parameter in net.parameters():
+        parameter.data = parameter.data.to(dtype)
+    deepspeed.zero.Init(module=net, config_dict_or_path=config)
+
+
+# ------------------------------------------------------------------------------------------------ validation
+
+
+def broadcast_buffers(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Gives every rank the first one's running statistics, as ``DistributedDataParallel`` does.
+
+    DeepSpeed never does, so in validation every rank would judge by the statistics of its own share of the
+    data.
+    """
+    grid = getattr(engine, "grid", None)  # of a pipeline
+    group: Any = grid.get_data_parallel_group() if grid else torch.distributed.group.WORLD
+    if torch.distributed.get_world_size(group) == 1:
+        return
+    first = torch.distributed.get_global_rank(group, 0)
+    for buffer in engine.module.buffers():
+        torch.distributed.broadcast(buffer, first, group=group)
+
+
+# ----------------------------------------------------------------------------------------------- checkpoints
+
+
+@contextlib.contextmanager
+def keep_configured_hyperparameters(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
+    """Keeps the optimizer's and the schedule's configured values while a checkpoint is loaded inside.
+
+    DeepSpeed replaces them, and the gradient clipping, by the checkpoint's, so that a learning rate could
+    never be changed, and fails where the checkpoint has no schedule. A schedule's rate and momentum are set
+    to what the configured schedule has after as many steps.
+    """
+    optimizer, schedule = engine.basic_optimizer, engine.lr_scheduler
+    clipping = getattr(engine.optimizer, "clip_grad", None)
+    groups = [{key: group[key] for key in optimizer.defaults} for group in optimizer.param_groups]
+    if schedule:
+        load, schedule.last_batch_iteration = schedule.load_state_dict, None
+        schedule.load_state_dict = lambda state: load(state) if state else None
+    try:
+        yield
+    finally:
+        if schedule:
+            del schedule.load_state_dict  # the class's again
+    for group, configured in zip(optimizer.param_groups, groups, strict=True):
+        group.update(configured)
+    if clipping is not None:
+        engine.optimizer.clip_grad = clipping
+    if schedule:
+        done = schedule.last_batch_iteration
+        done = engine.global_steps - engine.skipped_steps - 1 if done is None else done
+        if done >= 0:
+            schedule.step(done)
+
+
+@contextlib.contextmanager
+def load_as_universal(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
+    """Has the engine take checkpoints that are loaded inside for universal ones.
+
+    DeepSpeed reads that from the configuration, which is fixed before the checkpoint is known.
+    """
+    engine._config.load_universal_checkpoint = True
+    try:
+        yield
+    finally:
+        engine._config.load_universal_checkpoint = False
+
+
+def convert_to_universal(source: pathlib.Path, target: pathlib.Path) -> str | None:
+    """Makes a universal checkpoint of an engine's folder; gives the reason where DeepSpeed cannot.
+
+    DeepSpeed's converter is a script that prints, and lacks errors of its own. ``inject_missing_state``
+    makes up for what checkpoints of ZeRO 1 and 2 lack. Source:
+    https://www.deepspeed.ai/tutorials/universal-checkpointing/
+    """
+    from deepspeed.checkpoint import ds_to_universal
+
+    arguments = types.SimpleNamespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            ds_to_universal.main(arguments)
+    except Exception as error:
+        return one_line(error)
+    return None
+
+
+# ------------------------------------------------------------------------------------------ asking an engine
+
+
+def engine_dtype(engine: deepspeed.DeepSpeedEngine) -> torch.dtype:
+    """The floating-point type in which an engine wants its inputs."""
+    if engine.bfloat16_enabled():
+        return torch.bfloat16
+    return torch.float16 if engine.fp16_enabled() else torch.float32
+
+
+def loss_scale(engine: deepspeed.DeepSpeedEngine) -> float:
+    """The factor by which fp16's losses are multiplied; 1 in other precisions."""
+    if not engine.fp16_enabled():
+        return 1.0
+    config = getattr(engine.optimizer, "loss_scale_config", None)
+    return float(config.cur_scale if config else engine.optimizer.loss_scale)
+
+
+def data_parallel_rank(engine: deepspeed.DeepSpeedEngine) -> int:
+    """Which share of the data this rank gets; all stages of a pipeline get the same."""
+    grid = getattr(engine, "grid", None)
+    return grid.get_data_parallel_rank() if grid else torch.distributed.get_rank()

@@ -1,0 +1,89 @@
+"""Errors that are reported in one line each, without a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator
+
+
+class InvalidInput(ValueError):
+    """Bad configuration or data, which the user can mend.
+
+    Every error is one line that names the key or file, its value and what to do. Programs print the lines on
+    stderr and exit with code 2; on a cluster they end the trial as an invalid hyperparameter set.
+
+    Args:
+        errors: one line, or several when more than one thing is wrong.
+    """
+
+    def __init__(self, errors: str | Iterable[str]) -> None:
+        self.errors = [errors] if isinstance(errors, str) else list(errors)
+        super().__init__("\n".join(self.errors))
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot go on, e.g. because the disk is full or the loss is NaN.
+
+    The message is one line that says why and what was saved. Programs print it and exit with code 1.
+    """
+
+
+class ErrorList:
+    """Collects the errors of several checks, so that all are reported at once.
+
+    Attributes:
+        lines: the errors so far.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Keeps the lines of an ``InvalidInput`` that is raised inside, and goes on after the block."""
+        try:
+            yield
+        except InvalidInput as error:
+            self.lines += error.errors
+
+    def raise_any(self) -> None:
+        """Raises all errors, each once, as one ``InvalidInput``."""
+        if self.lines:
+            raise InvalidInput(dict.fromkeys(self.lines))
+
+
+def print_errors(program: str, error: InvalidInput) -> int:
+    """Prints every error as a line on stderr, on rank 0 alone, and gives the exit code 2."""
+    if int(os.environ.get("RANK", 0)) == 0:  # every rank finds the same errors
+        for line in error.errors:
+            print(f"{program}: {line}", file=sys.stderr)
+    return 2
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error without line breaks; with its type if it has none, or is a key alone."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__} {text}".strip() if not text or isinstance(error, KeyError) else text
+
+
+def why_unloadable(error: BaseException) -> str:
+    """Why ``torch.load`` refuses a file, without its advice to load it all the same."""
+    text = one_line(error)
+    before, after = r"(?:WeightsUnpickler error: |trusted source\. )", r"(?= Check the doc| Please use|$)"
+    found = re.search(rf"{before}(?!Please|\(2\))(.*?)\.?{after}", text)
+    if found:
+        return found[1]
+    return text if isinstance(error, (OSError, RuntimeError, ValueError)) else "no file of torch.save"
+
+
+def nearest(key: object, known: Iterable[object]) -> str:
+    """Says which of the known keys a mistyped one may be, for an error line."""
+    names = sorted(str(k) for k in known)
+    close = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"use one of {', '.join(names)}" if len(names) <= 16 else "remove it"

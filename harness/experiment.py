@@ -1,0 +1,140 @@
+"""What a Determined experiment configuration says of a training: its seed, length, periods and metric.
+
+Source: https://docs.determined.ai/latest/reference/training/experiment-config-reference.html
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from determined import pytorch
+
+from harness.errors import InvalidInput
+
+PERIOD_UNITS = ("batches", "records", "epochs")
+LENGTH_UNITS = ("batches", "epochs")
+DEFAULT_METRIC = "accuracy"
+LENGTH = "hyperparameters.max_length"
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """An experiment configuration with one value for every hyperparameter.
+
+    Attributes:
+        config: the whole configuration, as Determined has it.
+        hyperparameters: what the trial gets.
+    """
+
+    config: Mapping[str, Any]
+    hyperparameters: Mapping[str, Any]
+
+    @property
+    def seed(self) -> int:
+        """The seed of everything random: weights, order of the data, augmentation."""
+        return int(self._section("reproducibility").get("experiment_seed") or 0)
+
+    @property
+    def max_length(self) -> tuple[str, int]:
+        """The training length: ``("batches" | "epochs", N)``.
+
+        Raises:
+            InvalidInput: if ``hyperparameters.max_length``, which the master does not check, is none.
+        """
+        length = self.hyperparameters.get("max_length")
+        errors = unit_errors(LENGTH, length, LENGTH_UNITS, least=1)
+        if errors or length is None:
+            raise InvalidInput(errors)
+        return next(iter(length.items()))
+
+    @property
+    def slots(self) -> int:
+        """Processes of a trial, one a slot; off a cluster the launcher says how many there are."""
+        return int(self._section("resources").get("slots_per_trial") or 1)
+
+    def period(self, field: str) -> tuple[str, int] | None:
+        """A period such as ``min_validation_period``: (unit, N), or None if there is none."""
+        return next(((unit, n) for unit, n in self._section(field).items() if n), None)
+
+    @property
+    def scheduling_unit(self) -> int:
+        """Optimizer steps between two reports of training metrics."""
+        return int(self.config.get("scheduling_unit") or 100)
+
+    def checkpoints_to_keep(self, field: str) -> int:
+        """How many checkpoints ``save_trial_best`` or ``save_trial_latest`` say to keep."""
+        value = self._section("checkpoint_storage").get(field)
+        return 1 if value is None else int(value)  # Determined's defaults
+
+    @property
+    def profiling(self) -> bool:
+        """Whether to profile."""
+        return bool(self._section("profiling").get("enabled"))
+
+    @property
+    def metric(self) -> str:
+        """The validation metric by which checkpoints and trials are compared."""
+        return str(self._section("searcher").get("metric") or DEFAULT_METRIC)
+
+    @property
+    def smaller_is_better(self) -> bool:
+        """Whether smaller values of ``metric`` are better; Determined's default where a metric is named."""
+        section = self._section("searcher")
+        chosen = section.get("smaller_is_better")
+        return section.get("metric") is not None if chosen is None else bool(chosen)
+
+    def notes(self) -> list[str]:
+        """What the file leaves to a default that may surprise."""
+        silent = self._section("searcher").get("smaller_is_better") is None
+        if not (silent and self.smaller_is_better) or self.metric == "loss":
+            return []
+        what = f"so less {self.metric} is better, as in Determined"
+        return [f"searcher.smaller_is_better: None: {what}; false turns it"]
+
+    def fit_arguments(self, batch_size: int) -> dict[str, Any]:
+        """What ``Trainer.fit`` takes of the configuration.
+
+        Args:
+            batch_size: images, or other records, an optimizer step: periods may count them.
+        """
+        return {
+            "max_length": train_unit(self.max_length, batch_size),
+            "validation_period": train_unit(self.period("min_validation_period"), batch_size),
+            "checkpoint_period": train_unit(self.period("min_checkpoint_period"), batch_size),
+            "reporting_period": pytorch.Batch(self.scheduling_unit),
+            "checkpoint_policy": self.config.get("checkpoint_policy") or "best",
+            "step_zero_validation": bool(self.config.get("perform_initial_validation")),
+            "profiling_enabled": self.profiling,
+        }
+
+    def _section(self, field: str) -> Mapping[str, Any]:
+        return self.config.get(field) or {}
+
+
+def unit_errors(field: str, value: Any, units: tuple[str, ...], least: int) -> list[str]:
+    """Checks that a value is ``{UNIT: N}`` with one of the units and a whole N of at least ``least``."""
+    form = " or ".join(f"{{{unit}: N}}" for unit in units)
+    if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in units:
+        return [f"{field}: {value!r}: must be {form}"]
+    unit, number = next(iter(value.items()))
+    if type(number) is not int or not least <= number < 2**53:
+        return [f"{field}.{unit}: {number!r}: must be a whole number of at least {least}"]
+    return []
+
+
+def train_unit(period: tuple[str, int] | None, batch_size: int) -> pytorch.TrainUnit:
+    """Puts (unit, N) into Determined's terms; None is a period that never ends.
+
+    Args:
+        period: ``batches``, ``records`` or ``epochs``, and how many.
+        batch_size: records an optimizer step.
+    """
+    if period is None:
+        return pytorch.Batch(sys.maxsize)
+    unit, number = period
+    if unit == "epochs":
+        return pytorch.Epoch(number)
+    return pytorch.Batch(number if unit == "batches" else max(number // batch_size, 1))

@@ -1,0 +1,108 @@
+"""A run's own folder: its name, and who may write there."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+
+import filelock
+from determined import core
+
+from harness.errors import InvalidInput, one_line
+from harness.local import metrics_log
+
+FILES = ("run.json", metrics_log.FILE, "profile.txt", "summary.json")
+FOLDERS = ("checkpoints", "tensorboard")
+
+
+def default_output(name: str) -> pathlib.Path:
+    """A new folder for a run: ``runs/<name>-<time>``; of a file's path, the name without its ending."""
+    return pathlib.Path(f"runs/{pathlib.Path(name).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+
+
+def why_unusable(output: pathlib.Path, resumes: bool, writes: Sequence[str] = ()) -> str | None:
+    """Why a run cannot use a folder; None if it can.
+
+    Args:
+        output: the folder.
+        resumes: whether the run goes on with the one that is there, which it would replace otherwise.
+        writes: further files that the run writes.
+    """
+    for name in (*FILES, *writes, *FOLDERS):
+        path, is_file = output / name, name not in FOLDERS
+        if path.exists() and path.is_dir() == is_file:
+            what = "a folder" if is_file else "no folder"
+            return f"--output: {path}: is {what}; move it, or give another folder"
+    if not resumes and ((output / "summary.json").exists() or any(output.glob("checkpoints/[!.]*/"))):
+        mend = "give another folder, or go on with it: train.py --resume latest"
+        return f"--output: {output}: holds a run; {mend}"
+    return None
+
+
+@contextlib.contextmanager
+def locked_folder(output: pathlib.Path, writer: str) -> Iterator[None]:
+    """Makes a folder and keeps others out of it until the block ends, however it ends.
+
+    Args:
+        output: the folder.
+        writer: what writes there, for an error line.
+
+    Raises:
+        InvalidInput: if it cannot be made, or another writes there.
+    """
+    lock = filelock.FileLock(output / ".lock")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        mend = "wait for its end or give another folder"
+        raise InvalidInput(f"--output: {output}: another {writer} is writing there; {mend}") from None
+    except OSError as error:
+        raise InvalidInput(
+            f"--output: {output}: cannot be made ({one_line(error)}); give another folder"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def own_folder(
+    output: pathlib.Path, distributed: core.DistributedContext, resumes: bool, writes: Sequence[str] = ()
+) -> Iterator[None]:
+    """Makes a run's folder on the chief and keeps other runs out of it.
+
+    Args:
+        output: the folder.
+        distributed: the ranks.
+        resumes: as ``why_unusable`` has it.
+        writes: the same.
+
+    Raises:
+        InvalidInput: on every rank, if the folder cannot be used.
+    """
+    with contextlib.ExitStack() as lock:
+
+        def take() -> None:
+            lock.enter_context(locked_folder(output, "run"))
+            if reason := why_unusable(output, resumes, writes):
+                raise InvalidInput(reason)
+
+        on_chief(take, distributed)
+        yield
+
+
+def on_chief(work: Callable[[], None], distributed: core.DistributedContext) -> None:
+    """Does something on rank 0 and raises its ``InvalidInput`` on every rank."""
+    errors: list[str] = []
+    if distributed.rank == 0:
+        try:
+            work()
+        except InvalidInput as error:
+            errors = error.errors
+    errors = distributed.broadcast(errors)
+    if errors:
+        raise InvalidInput(errors)

@@ -1,0 +1,38 @@
+"""What a run has reported: the lines of its ``metrics.jsonl``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+from typing import Any
+
+FILE = "metrics.jsonl"
+
+
+def read(run: pathlib.Path) -> list[dict[str, Any]]:
+    """Gives a run's reports of training and validation, in order.
+
+    Lines that are no report, such as a last one that was cut off when the run was killed, are left out.
+
+    Args:
+        run: its folder; one without the file has no reports.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    file = run / FILE
+    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            entry = json.loads(line)
+            if _is_report(entry):
+                found.append(entry)
+    return found
+
+
+def _is_report(entry: Any) -> bool:
+    if not isinstance(entry, dict) or type(entry.get("steps_completed")) is not int:
+        return False
+    return "group" in entry and all(isinstance(v, (int, float)) for k, v in entry.items() if k != "group")

@@ -1,0 +1,150 @@
+"""What a cluster's master does with a trial's metrics, done on this machine: kept, and shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+import time
+from typing import Any, TextIO
+
+from determined import core
+from tqdm import tqdm
+from typing_extensions import override
+
+from harness import machine
+from harness.experiment import Experiment
+from harness.local import metrics_log
+
+
+class LocalMetrics(core.DummyTrainContext):
+    """Takes the metrics that a trial reports, on the chief.
+
+    They are shown as a progress bar on a terminal and as plain lines elsewhere, and kept in
+    ``OUTPUT/metrics.jsonl``.
+
+    Args:
+        output: the run's folder.
+        experiment: which says by which validation metric the best checkpoint is told.
+
+    Attributes:
+        validation: the metrics of the last validation.
+    """
+
+    def __init__(self, output: pathlib.Path, experiment: Experiment) -> None:
+        super().__init__(output / "tensorboard")
+        self.output, self.experiment = output, experiment
+        self.validation: dict[str, Any] = {}
+        self._scores: dict[int, float] = {}  # the metric by step
+        self.steps, self.steps_per_epoch = 0, 1
+        self._bar = tqdm(disable=True)  # until the length is known
+
+    def begin(self, steps: int, steps_per_epoch: int, done: int) -> None:
+        """Starts to show the training, whose length is known once the data is there.
+
+        Args:
+            steps: optimizer steps in all.
+            steps_per_epoch: optimizer steps in an epoch.
+            done: steps done already, in the run that this one resumes.
+        """
+        self.steps, self.steps_per_epoch = steps, steps_per_epoch
+        self._forget_after(done)
+        config = self.experiment.config
+        run = {"config": config, "command": sys.argv, "machine": machine.describe(), "started": time.time()}
+        (self.output / "run.json").write_text(json.dumps(run, indent=2, default=str) + "\n")
+        hidden = not sys.stderr.isatty()
+        self._bar = tqdm(
+            total=steps, initial=done, unit=" steps", disable=hidden, dynamic_ncols=True, smoothing=0.1
+        )
+
+    def step(self) -> None:
+        """Counts one optimizer step."""
+        self._bar.update()
+
+    def close(self) -> None:
+        """Leaves the terminal to others."""
+        self._bar.close()
+
+    @override
+    def report_training_metrics(
+        self,
+        steps_completed: int,
+        metrics: dict[str, Any],
+        batch_metrics: list[dict[str, Any]] | None = None,
+    ) -> None:
+        self._keep("training", steps_completed, metrics)
+        shown = {"loss": f"{metrics['loss']:.4f}"} if "loss" in metrics else {}
+        if "learning_rate" in metrics:
+            shown["lr"] = f"{metrics['learning_rate']:.2g}"
+        if "accuracy" in self.validation:
+            shown["accuracy"] = f"{self.validation['accuracy']:.4f}"
+        if "images_per_second" in metrics:
+            shown["images/s"] = f"{metrics['images_per_second']:,.0f}"
+        self._bar.set_description(self._epoch(steps_completed), refresh=False)
+        self._bar.set_postfix(shown)
+        self._line(steps_completed, "  ".join(f"{name} {value}" for name, value in shown.items()))
+
+    @override
+    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        self._remember(steps_completed, metrics)
+        self._keep("validation", steps_completed, metrics)
+        shown = [f"{name} {metrics[name]:.4f}" for name in ("accuracy", "loss") if name in metrics]
+        if "images" in metrics:
+            shown.append(f"images {metrics['images']:,}")
+        self._line(steps_completed, "  ".join(["validation", *shown]), always=True)
+
+    @override
+    def get_experiment_best_validation(self) -> float | None:
+        best = min if self.experiment.smaller_is_better else max
+        return best(self._scores.values(), default=None)
+
+    def score(self, step: int) -> float | None:
+        """How good the validation after a step was, the higher the better; None if there was none."""
+        value = self._scores.get(step)
+        return -value if value is not None and self.experiment.smaller_is_better else value
+
+    @override
+    def set_status(self, status: str) -> None:
+        pass
+
+    @override
+    def report_progress(self, progress: float) -> None:
+        pass
+
+    @override
+    def upload_tensorboard_files(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _forget_after(self, done: int) -> None:
+        """Leaves of an earlier run in the same folder only what this one goes on from."""
+        (self.output / "summary.json").unlink(missing_ok=True)
+        rest = self.output / f".{metrics_log.FILE}"
+        with open(rest, "w") as file:
+            for entry in metrics_log.read(self.output) if done else ():
+                if entry["steps_completed"] <= done:
+                    file.write(json.dumps(entry) + "\n")
+                    if entry["group"] == "validation":
+                        self._remember(entry["steps_completed"], entry)
+        os.replace(rest, self.output / metrics_log.FILE)
+
+    def _remember(self, step: int, validation: dict[str, Any]) -> None:
+        self.validation = validation
+        if self.experiment.metric in validation:
+            self._scores[step] = validation[self.experiment.metric]
+
+    def _keep(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
+        entry = {"group": group, "steps_completed": steps_completed, "time": time.time(), **metrics}
+        with open(self.output / metrics_log.FILE, "a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def _epoch(self, steps_completed: int) -> str:
+        epochs = -(-self.steps // self.steps_per_epoch)
+        return f"epoch {-(-steps_completed // self.steps_per_epoch)}/{epochs}"
+
+    def _line(self, steps_completed: int, text: str, always: bool = False) -> None:
+        out: TextIO = sys.stdout
+        if always or self._bar.disable:
+            where = f"{self._epoch(steps_completed)}  step {steps_completed}/{self.steps}"
+            self._bar.write(f"{where}  {text}", file=out)
+            out.flush()

@@ -1,0 +1,140 @@
+"""What a signal does to a run off a cluster: it ends with a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pathlib
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from determined import core
+from typing_extensions import override
+
+from harness.local.watch import at_the_end_of, peers_on_this_host
+
+STOP_WITH_PID = "STOP_WITH_PID"  # environment variable: the process at whose end the training stops, too
+
+
+class LocalPreempt(core.DummyPreemptContext):
+    """Stops the training as a cluster would: SIGINT or SIGTERM lets it finish a step and save a checkpoint.
+
+    A second signal, a second or more after the first, ends the process at once; launchers pass one on several
+    times. The end of the process that ``STOP_WITH_PID`` names works as a SIGTERM.
+
+    Determined's loop asks ``should_preempt`` after every report, saves the checkpoint and ends;
+    ``train.py`` gives exit code 130. Before and after training a signal ends the process without a
+    checkpoint.
+
+    All ranks have to stop after the same step. They agree at every report, by a collective. Reports may be a
+    minute apart, more than a launcher waits before it kills; so where ranks cannot be more than a step apart,
+    the one that got the signal writes the last step into a file that all look for after each.
+
+    Args:
+        distributed: the ranks.
+        output: the run's folder.
+
+    Attributes:
+        requested: whether a signal to any rank stops the training, once all know.
+    """
+
+    def __init__(self, distributed: core.DistributedContext, output: pathlib.Path) -> None:
+        super().__init__(distributed)
+        self.requested = False
+        self._stop_file = output / ".stop"
+        self._signalled_at: float | None = None  # of this rank
+        self._has_told = False
+        self._last_step: int | None = None
+        # On several hosts they may not share a disk; on a GPU, a step's collectives do not wait for the host.
+        one_host = distributed.local_size == distributed.size
+        self._agrees_by_file = one_host and not torch.cuda.is_available()
+        if distributed.rank == 0:
+            self._stop_file.unlink(missing_ok=True)
+
+    @override
+    def start(self) -> LocalPreempt:
+        super().start()
+        self._handle(self._raise_interrupt)
+        return self
+
+    @contextlib.contextmanager
+    def gracefully(self) -> Iterator[None]:
+        """Lets a signal end the training with a checkpoint; before and after, it ends the process."""
+        self._handle(self._request_stop)
+        try:
+            with at_the_end_of(self._watched()):
+                yield
+        finally:
+            self._handle(self._raise_interrupt)
+
+    @override
+    def close(self) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if self._dist.rank == 0:
+            self._stop_file.unlink(missing_ok=True)
+
+    def is_due(self, step: int) -> bool:
+        """Whether all ranks are to stop after this step."""
+        if self._dist.size == 1:
+            return self._signalled_at is not None
+        if not self._agrees_by_file:
+            return False  # but at the next report
+        if self._signalled_at is not None and not self._has_told:
+            self._tell(step + 1)  # which no other rank can have finished
+        if self._last_step is None and self._stop_file.exists():
+            self._last_step = int(self._stop_file.read_text())
+        return self._last_step is not None and step >= self._last_step
+
+    @override
+    def should_preempt(self, auto_ack: bool = True) -> bool:
+        self.requested = any(self._dist.allgather(self._signalled_at is not None))
+        return self.requested
+
+    def _tell(self, step: int) -> None:
+        """Writes the last step, whole at once; the first rank to do so decides."""
+        self._has_told = True
+        mine = self._stop_file.with_name(f".stop-{self._dist.rank}")
+        mine.write_text(str(step))
+        with contextlib.suppress(FileExistsError):
+            os.link(mine, self._stop_file)
+        mine.unlink()
+
+    def _watched(self) -> dict[int, Callable[[], None]]:
+        """What to do at the end of other processes: of the launching program, and of the other ranks."""
+        watched: dict[int, Callable[[], None]] = {}
+        for pid, rank in peers_on_this_host(self._dist).items():
+            watched[pid] = functools.partial(_end_without, rank)
+        if launcher := int(os.environ.get(STOP_WITH_PID, 0)):
+            watched[launcher] = lambda: os.kill(os.getpid(), signal.SIGTERM)
+        return watched
+
+    def _handle(self, handler: Callable[[int, Any], None]) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, handler)
+
+    def _raise_interrupt(self, number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    def _request_stop(self, number: int, frame: object) -> None:
+        now = time.monotonic()
+        if self._signalled_at is None:
+            self._signalled_at = now
+        elif now - self._signalled_at > 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def _end_without(rank: int) -> None:
+    """Ends this process where another rank is gone, for a collective would wait for it.
+
+    Determined's own has no time limit, and torchrun's SIGTERM is taken here as a request to stop after the
+    step: without this, torchrun kills the rank after 30 s.
+    """
+    print(f"rank {rank} is gone; --resume latest goes on from the last checkpoint", file=sys.stderr)
+    os._exit(1)

@@ -1,0 +1,57 @@
+"""What a run runs on: processor, memory, versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pathlib
+import platform
+import resource
+import sys
+from typing import Any
+
+import joblib
+import psutil
+import torch
+
+PACKAGES = ("torch", "torchvision", "deepspeed", "determined")
+
+
+def versions() -> dict[str, str]:
+    """The versions of what computes."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # vendored by an image
+            found[package] = "unknown"
+    return found
+
+
+def describe() -> dict[str, Any]:
+    """Processor, memory in GiB, accelerators and versions."""
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": _processor(),
+        "cores": joblib.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        **versions(),
+    }
+
+
+def _processor() -> str:
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def peak_memory() -> float:
+    """The most memory that this process has used, in MiB: of its GPU, or of the host if there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20

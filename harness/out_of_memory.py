@@ -1,0 +1,43 @@
+"""What is said where a training runs out of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Callable, Iterator
+
+import torch
+
+from harness.errors import TrainingStopped, one_line
+from harness.machine import peak_memory
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(when: Callable[[], str], advice: Callable[[], str]) -> Iterator[None]:
+    """Ends what runs inside, where there is no memory left, with what to change.
+
+    Args:
+        when: says in which step, or before which.
+        advice: says what would need less.
+
+    Raises:
+        TrainingStopped: if memory runs out.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, TrainingStopped) or not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # what they hold may be all that the explanation needs
+        reason = re.sub(r"^\[enforce fail[^]]*\] [^.]*\. ", "", one_line(error)).split(". ")[0]
+        what = f"no memory left {when()} ({reason}), after {peak_memory():,.0f} MiB"
+        raise TrainingStopped(f"{what}; {advice()}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left, on a GPU or the host."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    messages = ("not enough memory", "can't allocate memory", "out of memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in messages)

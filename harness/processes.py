@@ -1,0 +1,138 @@
+"""The processes of a run: their cores, seeds and process group."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import random
+import socket
+
+import deepspeed
+import determined as det
+import joblib
+import numpy as np
+import psutil
+import torch
+from deepspeed.accelerator import get_accelerator
+from determined import core
+
+from harness import deepspeed_patches
+from harness.errors import InvalidInput
+
+
+def device_type() -> str:
+    """``cuda`` where there is a GPU, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def share_cores() -> None:
+    """Gives each local process its part of the cores; with all of them each is several times slower."""
+    if _local_size() > 1 and not _user_chose_threads():
+        torch.set_num_threads(threads_per_process(_local_size()))
+
+
+def threads_per_process(processes: int) -> int:
+    """How many threads one of a host's processes should use.
+
+    A process that is bound to fewer cores than its launcher may have those all to itself.
+    """
+    cores = joblib.cpu_count()
+    shared = cores
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        launchers = len(os.sched_getaffinity(os.getppid()))
+        if len(os.sched_getaffinity(0)) < launchers:
+            shared = launchers
+    return max(1, min(cores, shared // processes))
+
+
+def _local_size() -> int:
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def _user_chose_threads() -> bool:
+    """Whether ``OMP_NUM_THREADS`` is the user's; torchrun sets it to 1 where it is missing."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with contextlib.suppress(psutil.Error):
+            return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
+    return "OMP_NUM_THREADS" in os.environ
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python, numpy and torch alike on every rank."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def start_process_group() -> None:
+    """Starts torch's process group and DeepSpeed's; one process alone needs no launcher and no port.
+
+    Raises:
+        InvalidInput: if there are more processes than GPUs.
+    """
+    deepspeed_patches.prepare_accelerator()
+    if torch.distributed.is_initialized():
+        return  # by an earlier run in this process
+    atexit.register(torch.distributed.destroy_process_group)
+    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if torch.cuda.is_available():
+            _take_gpu()
+    else:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")  # which DeepSpeed asks for
+        backend = get_accelerator().communication_backend_name()
+        torch.distributed.init_process_group(
+            backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+    deepspeed.init_distributed(auto_mpi_discovery=False)
+
+
+def _take_gpu() -> None:
+    gpus, processes = torch.cuda.device_count(), _local_size()
+    if processes > gpus:
+        raise InvalidInput(
+            f"--nproc-per-node or --num_gpus: {processes}: more than this host's GPUs; use at most {gpus}"
+        )
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def join_local_processes() -> core.DistributedContext:
+    """Joins the processes that ``deepspeed`` or ``torchrun`` started, or is the only one."""
+    start_process_group()
+    env = os.environ
+    size = int(env["WORLD_SIZE"])
+    # Determined's own ports are fixed, which would keep a host to one run at a time.
+    pub_port, pull_port = _free_ports(2) if size > 1 else (0, 0)
+    return core.DistributedContext(
+        rank=int(env["RANK"]),
+        size=size,
+        local_rank=int(env["LOCAL_RANK"]),
+        local_size=_local_size(),
+        cross_rank=int(env.get("CROSS_RANK") or env.get("GROUP_RANK") or 0),
+        cross_size=int(env.get("CROSS_SIZE") or env.get("GROUP_WORLD_SIZE") or 1),
+        chief_ip=env.get("DET_CHIEF_IP") or env.get("MASTER_ADDR"),
+        pub_port=pub_port,
+        pull_port=pull_port,
+    )
+
+
+def join_cluster_processes() -> core.DistributedContext | None:
+    """Joins the processes that Determined's launch layer started; None for one that it did not start."""
+    if not det._DistributedBackend().use_deepspeed():
+        start_process_group()
+        return None
+    deepspeed_patches.prepare_accelerator()
+    deepspeed.init_distributed(auto_mpi_discovery=False)
+    return core.DistributedContext.from_deepspeed()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that are free on rank 0's host, the same on every rank."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("", 0))
+        ports = [each.getsockname()[1] for each in sockets]
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    torch.distributed.broadcast_object_list(ports, src=0, device=device)
+    return ports

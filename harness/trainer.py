@@ -1,0 +1,142 @@
+"""The public face, named as in Determined: ``init`` gives the context, ``Trainer.fit`` trains."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from determined import pytorch
+
+from harness.checkpoints.store import LocalCheckpoints
+from harness.cluster import cluster_info, on_cluster
+from harness.context import TrialContext, init
+from harness.controller import Controller
+from harness.errors import InvalidInput
+from harness.local.signals import LocalPreempt
+
+__all__ = ["FitResult", "Trainer", "find_checkpoint", "init"]
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a training has done.
+
+    Attributes:
+        steps: optimizer steps since the start of training, those before a resume included.
+        epochs: whole epochs in them.
+        checkpoint: the UUID of the last checkpoint.
+        validation: the metrics of the last validation, on rank 0 without a cluster; else empty.
+        interrupted: whether a signal stopped it, off a cluster.
+    """
+
+    steps: int
+    epochs: int
+    checkpoint: str | None
+    validation: dict[str, Any]
+    interrupted: bool
+
+
+class Trainer:
+    """Trains a ``DeepSpeedTrial``, as ``determined.pytorch.deepspeed.Trainer`` does on a cluster.
+
+    Args:
+        trial: made with ``context``.
+        context: from ``init``.
+    """
+
+    def __init__(self, trial: Any, context: TrialContext) -> None:
+        self.trial, self.context = trial, context
+
+    def fit(
+        self,
+        max_length: pytorch.TrainUnit,
+        validation_period: pytorch.TrainUnit | None = None,
+        checkpoint_period: pytorch.TrainUnit | None = None,
+        reporting_period: pytorch.TrainUnit | None = None,
+        checkpoint_policy: str = "best",
+        latest_checkpoint: str | None = None,
+        step_zero_validation: bool = False,
+        test_mode: bool = False,
+        profiling_enabled: bool = False,
+    ) -> FitResult:
+        """Trains, validates and checkpoints.
+
+        Args:
+            max_length: ``pytorch.Batch(N)`` optimizer steps or ``pytorch.Epoch(N)``.
+            validation_period: how often to validate; at the end alone if None.
+            checkpoint_period: how often to save; at the end and by ``checkpoint_policy`` alone if None.
+            reporting_period: how often to report training metrics; every 100 steps if None.
+            checkpoint_policy: whether to save after a validation: ``best``, ``all`` or ``none``.
+            latest_checkpoint: the UUID of the checkpoint to go on from.
+            step_zero_validation: whether to validate before the first step.
+            test_mode: one batch of everything.
+            profiling_enabled: records a few steps with torch's profiler; on a cluster also the system's
+                metrics.
+
+        Raises:
+            InvalidInput: if the checkpoint cannot be used.
+            TrainingStopped: if the training cannot go on.
+        """
+        context, never = self.context, pytorch.Batch(sys.maxsize)
+        steps = context.get_initial_batch()
+        if latest_checkpoint and not on_cluster():
+            steps = context._core.checkpoint.get_metadata(latest_checkpoint)["steps_completed"]
+        context.resumed_from = steps
+        controller = Controller(
+            records_steps=profiling_enabled,
+            trial_inst=self.trial,
+            context=context,
+            max_length=max_length,
+            validation_period=validation_period or never,
+            checkpoint_period=checkpoint_period or never,
+            reporting_period=reporting_period or pytorch.Batch(100),
+            checkpoint_policy=checkpoint_policy,
+            step_zero_validation=step_zero_validation,
+            searcher_metric_name=context.experiment.metric,
+            smaller_is_better=context.experiment.smaller_is_better,
+            steps_completed=steps,
+            latest_checkpoint=latest_checkpoint,
+            local_training=not on_cluster(),
+            test_mode=test_mode,
+            global_batch_size=context.models[0].train_batch_size(),
+            profiling_enabled=on_cluster() and profiling_enabled,
+        )
+        controller.run()
+        state, preempt = controller.state, context._core.preempt
+        assert state
+        return FitResult(
+            steps=state.batches_trained,
+            epochs=state.epochs_trained,
+            checkpoint=controller.monitor.checkpoint,
+            validation=controller.local.validation if controller.local else {},
+            interrupted=isinstance(preempt, LocalPreempt) and preempt.requested,
+        )
+
+
+def find_checkpoint(context: TrialContext, which: str | None) -> str | None:
+    """Gives the UUID of the checkpoint to go on from, or None.
+
+    Args:
+        context: from ``init``.
+        which: ``latest`` or a UUID; not used on a cluster, where the master chooses.
+
+    Raises:
+        InvalidInput: if there is no such checkpoint, or it is damaged.
+    """
+    if on_cluster():
+        return cluster_info().latest_checkpoint
+    if which is None:
+        return None
+    found: tuple[str, list[str]] | None = None
+    if context.distributed.rank == 0:
+        checkpoints = context._core.checkpoint
+        assert isinstance(checkpoints, LocalCheckpoints)
+        try:
+            found = checkpoints.find(which), []
+        except InvalidInput as error:
+            found = "", error.errors
+    name, errors = context.distributed.broadcast(found)
+    if errors:
+        raise InvalidInput(errors)
+    return name

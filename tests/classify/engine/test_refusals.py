@@ -1,0 +1,191 @@
+"""Configurations that cannot work: each is refused before anything is built, in one line an error."""
+
+import pytest
+from support import DIGITS, train_many
+
+D = "hyperparameters.overwrite_deepspeed_args"
+
+
+Z = f"{D}.zero_optimization"
+
+
+# --set arguments (D and Z stand for the DeepSpeed overrides), processes, and what the line has to name.
+BAD = {
+    "unknown key": (["D.train_batchsize=8"], 1, ["train_batchsize", "8", "'train_batch_size'"]),
+    "dotted key": (['D={"zero_optimization.stage": 2}'], 1, ["zero_optimization.stage", '{"zero_optimization": {"stage": 2}}']),
+    "unknown nested key": (["Z.stag=2"], 1, ["zero_optimization.stag", "2", "'stage'"]),
+    "unknown key two levels down": (["Z.stage=2", "Z.offload_optimizer={device: cpu, pin: 1}"], 1, ["offload_optimizer.pin", "1"]),
+    "unknown key of fp16": (["D.fp16.enable=true"], 1, ["fp16.enable", "'enabled'"]),
+    "unknown key of a plain section": (["D.activation_checkpointing.profil=true"], 1, ["activation_checkpointing.profil", "'profile'"]),
+    "unknown hyperparameter": (["hyperparameters.netw=1"], 1, ["hyperparameters.netw", "'net'"]),
+    "inline beside a file": (["hyperparameters.gradient_clipping=1"], 1, ["hyperparameters.gradient_clipping", "overwrite_deepspeed_args"]),
+    "overrides of nothing": (["hyperparameters.deepspeed_config=null"], 1, ["overwrite_deepspeed_args", "ds_config.json"]),
+    "no such file": (["hyperparameters.deepspeed_config=no.json"], 1, ["deepspeed_config", "'no.json'"]),
+    "file is a number": (["hyperparameters.deepspeed_config=3"], 1, ["deepspeed_config", "3"]),
+    "file is not JSON": (["hyperparameters.deepspeed_config=README.md"], 1, ["deepspeed_config", "README.md", "JSON"]),
+    "stage 4": (["Z.stage=4"], 1, ["zero_optimization.stage", "4"]),
+    "stage is a word": (["Z.stage=two"], 1, ["zero_optimization.stage", "'two'"]),
+    "ZeRO is a number": (["D.zero_optimization=2"], 1, ["zero_optimization", "2"]),
+    "batch of 0": (["D.train_batch_size=0"], 1, ["train_batch_size", "0", "at least 1"]),
+    "batch is a fraction": (["D.train_batch_size=1.5"], 1, ["train_batch_size", "1.5"]),
+    "batch is a word": (["D.train_batch_size=big"], 1, ["train_batch_size", "'big'"]),
+    "batch does not divide": (["D.train_batch_size=15"], 2, ["train_batch_size", "15", "14 or 16"]),
+    "batch smaller than the processes": (["D.train_batch_size=2"], 3, ["train_batch_size", "2", "use 3"]),
+    "batch does not divide by accumulation": (["D.gradient_accumulation_steps=3"], 1, ["train_batch_size", "gradient_accumulation_steps 3", "30 or 33"]),
+    "three that disagree": (["D.train_micro_batch_size_per_gpu=4", "D.gradient_accumulation_steps=2"], 1, ["train_batch_size", "32", "use 8"]),
+    "negative accumulation": (["D.gradient_accumulation_steps=-1"], 1, ["gradient_accumulation_steps", "-1"]),
+    "no batch size": (["D.train_batch_size=null"], 1, ["train_batch_size", "missing"]),
+    "pipeline with ZeRO 2": (["hyperparameters.pipe_parallel_size=2", "Z.stage=2"], 2, ["zero_optimization.stage", "2", "pipeline"]),
+    "fp16 pipeline without ZeRO": (
+        ["hyperparameters.pipe_parallel_size=2", "D.fp16.enabled=true", "D.gradient_accumulation_steps=2"],
+        2,
+        ["zero_optimization.stage: 0", "fp16 pipeline"],
+    ),
+    "pipeline over too few processes": (["hyperparameters.pipe_parallel_size=2"], 1, ["pipe_parallel_size", "2", "1 processes"]),
+    "pipeline that does not divide": (["hyperparameters.pipe_parallel_size=2"], 3, ["pipe_parallel_size", "2", "3 processes"]),
+    "pipeline longer than the net": (["hyperparameters.pipe_parallel_size=16", "D.train_batch_size=32"], 16, ["pipe_parallel_size", "16", "12"]),
+    "partition without a pipeline": (["hyperparameters.partition_method=uniform"], 1, ["partition_method", "pipe_parallel_size"]),
+    "unknown partition": (["hyperparameters.pipe_parallel_size=2", "hyperparameters.partition_method=best"], 2, ["partition_method", "'best'", "uniform"]),
+    "parameter offload with ZeRO 2": (["Z.stage=2", "Z.offload_param={device: cpu}"], 1, ["offload_param", "stage 3"]),
+    "optimizer offload with ZeRO 1": (["Z.stage=1", "Z.offload_optimizer={device: cpu}"], 1, ["offload_optimizer", "stage 2"]),
+    "optimizer offload with ZeRO 0": (["Z.offload_optimizer={device: cpu}"], 1, ["offload_optimizer", "zero_optimization.stage"]),
+    "old offload with ZeRO 0": (["Z.cpu_offload=true"], 1, ["offload_optimizer", "zero_optimization.stage"]),
+    "offload to nowhere": (["Z.stage=3", "Z.offload_param={device: disk}"], 1, ["offload_param.device", "'disk'"]),
+    "offload to no path": (["Z.stage=3", "Z.offload_param={device: nvme}"], 1, ["offload_param.nvme_path"]),
+    "experts with ZeRO 3": (["hyperparameters.moe=true", "Z.stage=3"], 1, ["zero_optimization.stage", "3", "experts"]),
+    "experts with a pipeline": (["hyperparameters.moe=true", "hyperparameters.pipe_parallel_size=2"], 2, ["moe", "pipeline"]),
+    "experts in no groups": (["hyperparameters.moe=true", "hyperparameters.moe_param_group=false", "Z.stage=1"], 1, ["moe_param_group"]),
+    "experts over too many ranks": (["hyperparameters.moe=true", "hyperparameters.ep_world_size=2"], 1, ["ep_world_size", "2"]),
+    "experts that do not divide": (["hyperparameters.moe=true", "hyperparameters.num_experts=[3]", "hyperparameters.ep_world_size=2"], 2, ["num_experts", "3", "multiple of 2"]),
+    "no experts": (["hyperparameters.moe=true", "hyperparameters.num_experts=[]"], 1, ["num_experts", "[]"]),
+    "top 3": (["hyperparameters.moe=true", "hyperparameters.top_k=3"], 1, ["top_k", "3", "1, 2"]),
+    "unknown gate noise": (["hyperparameters.moe=true", "hyperparameters.noisy_gate_policy=loud"], 1, ["noisy_gate_policy", "'loud'"]),
+    "unknown MoE type": (["hyperparameters.moe=true", "hyperparameters.mlp_type=wide"], 1, ["mlp_type", "'wide'", "residual"]),
+    "experts without moe": (["hyperparameters.num_experts=[2]"], 1, ["num_experts", "moe: true"]),
+    "fp16 and bf16": (["D.fp16.enabled=true", "D.bf16.enabled=true"], 1, ["bf16.enabled", "fp16"]),
+    "fp16 is a word": (["D.fp16.enabled=maybe"], 1, ["fp16.enabled", "'maybe'"]),
+    "unknown optimizer": (["D.optimizer.type=Adm"], 1, ["optimizer.type", "'Adm'", "'Adam'"]),
+    "optimizer for GPUs": (["D.optimizer={type: Lamb, params: {lr: 0.1, betas: [0.9, 0.9]}}"], 1, ["optimizer.type", "'Lamb'", "GPU"]),
+    "no optimizer": (["D.optimizer=null"], 1, ["optimizer", "missing"]),
+    "negative rate": (["D.optimizer.params.lr=-1"], 1, ["optimizer.params.lr", "-1"]),
+    "rate is a word": (["D.optimizer.params.lr=fast"], 1, ["optimizer.params.lr", "'fast'"]),
+    "unknown parameter": (["D.optimizer.params.learning_rate=0.1"], 1, ["optimizer.params.learning_rate", "0.1"]),
+    "three betas": (["D.optimizer.params.betas=[0.1, 0.2, 0.3]"], 1, ["optimizer.params.betas", "two numbers"]),
+    "unknown schedule": (["D.scheduler.type=Cosine"], 1, ["scheduler.type", "'Cosine'"]),
+    "unknown schedule parameter": (["D.scheduler.params.warmup_steps=3"], 1, ["scheduler.params.warmup_steps", "'warmup_num_steps'"]),
+    "warm-up longer than training": (["D.scheduler.type=WarmupDecayLR", "D.scheduler.params.warmup_num_steps=1000"], 1, ["warmup_num_steps", "1000", "900"]),
+    "lowest rate above the highest": (["D.scheduler={type: OneCycle, params: {cycle_min_lr: 1}}"], 1, ["scheduler.params.cycle_min_lr", "1", "0.0002"]),
+    "mapping over a value": (["D.gradient_clipping={max: 1}"], 1, ["gradient_clipping", "{'max': 1}"]),
+    "clipping is a word": (["D.gradient_clipping=hard"], 1, ["gradient_clipping", "'hard'"]),
+    "clipping is negative": (["D.gradient_clipping=-1"], 1, ["gradient_clipping", "-1"]),
+    "switch is a word": (["D.wall_clock_breakdown=often"], 1, ["wall_clock_breakdown", "'often'"]),
+    "printing every 0 steps": (["D.steps_per_print=0"], 1, ["steps_per_print", "0"]),
+    "removed feature": (["D.elasticity={enabled: true}"], 1, ["elasticity", "removed"]),
+    "sums in another type": (["D.data_types={grad_accum_dtype: bf16}"], 1, ["data_types.grad_accum_dtype", "'bf16'", "fp32"]),
+    "sums in no type": (["Z.stage=1", "D.data_types={grad_accum_dtype: int8}"], 1, ["data_types.grad_accum_dtype", "'int8'"]),
+    "section inside itself": (["D.tensorboard={enabled: x}"], 1, ["tensorboard.enabled: 'x'"]),
+    "slots are a word": (["resources.slots_per_trial=x"], 1, ["resources.slots_per_trial", "'x'"]),
+    "metric that nothing reports": (["searcher.metric=f1"], 1, ["searcher.metric", "'f1'", "accuracy"]),
+    "best is a word": (["searcher.smaller_is_better=maybe"], 1, ["searcher.smaller_is_better", "'maybe'"]),
+    "stage in quotes": (["Z.stage='2'"], 1, ["zero_optimization.stage", "'2'"]),
+    "value of a wrong tag": (["D.gradient_clipping=!!int x"], 1, ["--set hyperparameters.overwrite_deepspeed_args.gradient_clipping", "!!int x"]),
+    "partition by a broken pattern": (["hyperparameters.pipe_parallel_size=2", "hyperparameters.partition_method='type:['"], 2, ["partition_method", "type:["]),
+    "capacity above the micro-batch": (["hyperparameters.moe=true", "hyperparameters.min_capacity=64"], 1, ["min_capacity", "64", "32"]),
+    "rate beyond measure": (["D.optimizer.params.lr=1.0e+308"], 1, ["optimizer.params.lr", "1e+308"]),
+    "optimizer's flag is a word": (["D.optimizer.params.amsgrad=often"], 1, ["optimizer.params.amsgrad", "'often'"]),
+    "optimizer's number is a word": (["D.optimizer={type: SGD, params: {lr: 0.1, dampening: x}}"], 1, ["optimizer.params.dampening", "'x'"]),
+    "optimizer's pair is a word": (["D.optimizer={type: Rprop, params: {lr: 0.1, step_sizes: x}}"], 1, ["optimizer.params.step_sizes", "2 numbers"]),
+    "graph of an optimizer": (["D.optimizer.params.differentiable=true"], 1, ["optimizer.params.differentiable", "remove it"]),
+    "optimizer in 16 bits without ZeRO": (["D.optimizer={type: Adagrad, params: {lr: 0.1}}", "D.bf16.enabled=true"], 1, ["zero_optimization.stage", "Adagrad", "stage 2"]),
+    "decay to a word": (["D.scheduler={type: WarmupCosineLR, params: {cos_min_ratio: x}}"], 1, ["scheduler.params.cos_min_ratio", "'x'"]),
+    "range from a negative rate": (["D.scheduler={type: LRRangeTest, params: {lr_range_test_min_lr: -1}}"], 1, ["lr_range_test_min_lr", "-1"]),
+    "scale beyond measure": (["D.fp16={enabled: true, initial_scale_power: 200}"], 1, ["fp16.initial_scale_power", "200", "62"]),
+    "profile in step x": (["D.flops_profiler={enabled: true, profile_step: x}"], 1, ["flops_profiler.profile_step", "'x'"]),
+    "old ZeRO 1": (["Z.stage=1", "Z.legacy_stage1=true"], 1, ["zero_optimization.legacy_stage1", "remove"]),
+    "ZenFlow without a GPU": (["Z.stage=3", "Z.zenflow={topk_ratio: 0.1}"], 1, ["zero_optimization.zenflow", "GPU"]),
+    "16-bit masters without ZeRO": (["D.bf16={enabled: true, bf16_master_weights_and_grads: true}"], 1, ["deepspeed_config", "Stage 1, 2, or 3"]),
+    "mixed by nothing": (["hyperparameters.mixup=1e-300"], 1, ["hyperparameters.mixup", "1e-300", "0.001"]),
+    "length beyond measure": (["hyperparameters.max_length={epochs: 100000000000000000000}"], 1, ["max_length.epochs", "100000000000000000000"]),
+    "images beyond measure": (["data.image_size=20000"], 1, ["data.image_size", "20000", "512"]),
+    "metric of no class": (["searcher.metric=accuracy/ten"], 1, ["searcher.metric", "'accuracy/ten'"]),
+    "patience with no class": (["hyperparameters.early_stopping={metric: accuracy/ten, patience: 2}"], 1, ["early_stopping.metric", "'accuracy/ten'"]),
+    "unknown searcher": (["searcher.name=sngle"], 1, ["searcher.name", "'sngle'", "'single'"]),
+    "unknown key of the searcher": (["searcher.metrik=loss"], 1, ["searcher.metrik", "'loss'", "'metric'"]),
+    "unknown key of the resources": (["resources.slot_per_trial=1"], 1, ["resources.slot_per_trial", "'slots_per_trial'"]),
+    "unknown key of the storage": (["checkpoint_storage.save_best=1"], 1, ["checkpoint_storage.save_best", "'save_trial_best'"]),
+    "unknown key of the profiling": (["profiling.enable=true"], 1, ["profiling.enable", "'enabled'"]),
+    "weights that are not there": (["hyperparameters.weights=none.pt"], 1, ["hyperparameters.weights: none.pt", "No such file"]),
+    "weights that are none": (["hyperparameters.weights=README.md"], 1, ["hyperparameters.weights: README.md", "not a readable state_dict"]),
+    "blocks of a net without": (["hyperparameters.checkpoint_activations=true"], 1, ["checkpoint_activations", "no blocks"]),
+    "no length": (["hyperparameters.max_length=null"], 1, ["hyperparameters.max_length", "epochs"]),
+    "two lengths": (["hyperparameters.max_length={epochs: 1, batches: 2}"], 1, ["hyperparameters.max_length"]),
+    "search of another length": (["searcher={name: adaptive_asha, metric: accuracy, time_metric: epochs, max_time: 3, max_trials: 2}"], 1, ["searcher.max_time", "3", "20"]),
+    "search in another unit": (["searcher={name: adaptive_asha, metric: accuracy, time_metric: batches, max_time: 20, max_trials: 2}"], 1, ["searcher.time_metric", "'batches'", "epochs"]),
+    "a range": (["D.optimizer.params.lr={type: log, minval: -3, maxval: -1, base: 10}"], 1, ["optimizer.params.lr", "range", "--set"]),
+    "more processes than images": (["D.train_batch_size=3000"], 3000, ["train_batch_size", "1437"]),
+}  # fmt: skip
+
+
+# What is unusual, and as good as anything.
+TAKEN = {
+    "an optimizer with a parameter of another form": ["D.optimizer.type=Adafactor", "D.scheduler=null"],
+    "a cosine that does not decay": ["D.scheduler={type: WarmupCosineLR, params: {cos_min_ratio: 1, warmup_num_steps: 5}}"],
+    "16-bit states of an optimizer": ["D.bf16={enabled: true, bf16_master_weights_and_grads: true, bf16_optimizer_states: true}", "Z.stage=2"],
+    "a date for a name": ["name=2024-06-01"],
+    "the metric of a class": ["searcher.metric=accuracy/3"],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    checked = {case: (changes, slots) for case, (changes, slots, _) in BAD.items()}
+    rows = {}
+    for case, (changes, slots) in {
+        **checked,
+        **{case: (changes, 1) for case, changes in TAKEN.items()},
+    }.items():
+        pairs = [
+            change.replace("D.", f"{D}.", 1) if change.startswith("D.") else change for change in changes
+        ]
+        pairs = [
+            f"{D}={p[2:]}" if p.startswith("D=") else p.replace("Z.", f"{Z}.", 1) if p.startswith("Z.") else p
+            for p in pairs
+        ]
+        sets = [part for pair in pairs for part in ("--set", pair)]
+        rows[case] = [*DIGITS, *sets, "--check", "--slots", str(slots)]
+    return train_many(tmp_path_factory.mktemp("refusals"), rows)
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_what_is_unusual_is_taken(refusals, case):
+    run = refusals[case]
+    assert (run.code, run.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_one_line_names_the_key_the_value_and_the_mend(refusals, case):
+    run = refusals[case]
+    assert run.code == 2, run.stdout + run.stderr
+    assert len(run.stderr.splitlines()) == 1, run.stderr
+    assert run.stdout == ""
+    for name in BAD[case][2]:
+        assert name in run.stderr
+    assert not run.output.exists()
+
+
+def test_all_errors_are_said_at_once(tmp_path):
+    changes = [
+        f"{D}.stage=1",
+        f"{D}.gradient_clipping=x",
+        f"{D}.train_batch_size=0",
+        f"{D}.optimizer.params.lr=-1",
+    ]
+    row = [*DIGITS, *(part for change in changes for part in ("--set", change)), "--check"]
+    run = train_many(tmp_path, {"many": row})["many"]
+    assert run.code == 2
+    assert {line.split(": ")[1] for line in run.stderr.splitlines()} == {
+        "stage",
+        "gradient_clipping",
+        "optimizer.params.lr",
+        "train_batch_size",
+    }

@@ -1,0 +1,112 @@
+"""Which files of an image folder count, and how they are decoded."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from folders import LEFT, RIGHT, TRAIN, greys, read, save
+from PIL import Image
+
+
+@pytest.mark.parametrize(
+    ("file", "mode", "size"),
+    [
+        ("0.JPG", "RGB", (64, 64)),
+        ("0.jpg", "CMYK", (64, 64)),
+        ("0.jpeg", "L", (20, 50)),
+        ("0.png", "RGB", (50, 20)),
+        ("0.png", "P transparent", (32, 32)),
+        ("0.PNG", "RGBA", (20, 50)),
+        ("0.webp", "RGB", (64, 64)),
+        ("0.bmp", "RGB", (20, 50)),
+        ("0.gif", "P", (64, 64)),
+        ("0.tif", "1", (32, 32)),
+        ("0.tiff", "CMYK", (64, 64)),
+        ("0.ppm", "RGB", (20, 50)),
+        ("0.pgm", "L", (64, 64)),
+    ],
+)
+def test_formats_modes_and_sizes(folder, file, mode, size):
+    options: dict = {"quality": 95} if file.endswith(("jpg", "JPG", "jpeg", "webp")) else {}
+    image = Image.new("RGB", size, LEFT)
+    image.paste(RIGHT, (size[0] // 2, 0, *size))
+    if mode == "1":
+        image = image.convert("1", dither=Image.Dither.NONE)
+    elif mode.startswith("P"):
+        image = image.convert("P", palette=Image.Palette.ADAPTIVE, colors=8)
+        options |= {"transparency": 0} if mode == "P transparent" else {}
+    else:
+        image = image.convert(mode)
+    save(folder / "train/a" / file, image, **options)
+    kept = read(folder)
+    assert (kept.images.shape, kept.images.dtype) == ((5, 3, 32, 32), torch.uint8)
+    assert kept.labels.tolist() == [0, 0, 0, 1, 1]
+    colours = {"L": [(87,) * 3, (217,) * 3], "1": [(0,) * 3, (255,) * 3]}.get(mode, [LEFT, RIGHT])
+    for colour, columns in zip(colours, (slice(0, 14), slice(18, 32)), strict=True):
+        wanted = torch.tensor(colour)[:, None, None]
+        assert (kept.images[0, :, :, columns].int() - wanted).abs().max() <= 10
+
+
+def test_32_by_32_pixels_are_kept(folder):
+    pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    save(folder / "train/a/0.png", Image.fromarray(pixels))
+    assert np.array_equal(read(folder).images[0].permute(1, 2, 0), pixels)
+
+
+@pytest.mark.parametrize("extension", ["png", "tiff"])
+def test_16_bits_a_pixel(folder, extension):
+    values = np.repeat(np.array([0, 0x0100, 0x8000, 0xFFFF], np.uint16), 256).reshape(32, 32)
+    save(folder / f"train/a/0.{extension}", Image.fromarray(values))
+    assert read(folder).images[0, :, ::8, 5].tolist() == [[0, 1, 128, 255]] * 3
+
+
+@pytest.mark.parametrize(
+    ("file", "orientation", "stored"),
+    [
+        ("0.jpg", 2, Image.Transpose.FLIP_LEFT_RIGHT),
+        ("0.jpg", 3, Image.Transpose.ROTATE_180),
+        ("0.jpg", 6, Image.Transpose.ROTATE_90),
+        ("0.webp", 8, Image.Transpose.ROTATE_270),
+    ],
+)
+def test_upright(folder, file, orientation, stored):
+    upright = Image.new("RGB", (64, 96), LEFT)
+    upright.paste(RIGHT, (0, 0, 32, 48))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    save(folder / "train/a" / file, upright.transpose(stored), exif=exif, quality=95)
+    image = read(folder).images[0].int()
+    for row, column, colour in [(4, 4, RIGHT), (4, 27, LEFT), (27, 4, LEFT), (27, 27, LEFT)]:
+        assert (image[:, row, column] - torch.tensor(colour)).abs().max() <= 10
+
+
+def test_damaged_exif_is_no_damaged_image(folder):
+    save(folder / "train/a/0.png", Image.new("L", (32, 32), 77), exif=b"no EXIF at all")
+    assert greys(read(folder)) == [(77, 0), *TRAIN]
+
+
+def test_ignored(folder):
+    for path in ["train/.hidden/1.bmp", "train/a/.ipynb_checkpoints/1.bmp", "train/a/._1.bmp"]:
+        save(folder / path, 99)
+    for path in ["train/a/notes.txt", "train/a/.DS_Store", "train/notes.bmp"]:
+        (folder / path).write_bytes(b"no image")
+    kept = read(folder)
+    assert kept.classes == ("a", "b")
+    assert greys(kept) == TRAIN
+
+
+def test_classes_and_files_in_sorted_order_whichever_worker_decodes_them(tmp_path):
+    classes = ["zebra", "Cat 2", "ant"]
+    for split, count in [("test", 1), ("train", 53)]:
+        for number, name in itertools.product(reversed(range(count)), classes):
+            side = 1500 if name == "Cat 2" and number < 8 else 8  # the first chunk is the last to be done
+            image = Image.new("RGB", (side, side), (sorted(classes).index(name), number, 200))
+            save(tmp_path / split / name / f"{number:03}.png", image)
+    kept = read(tmp_path)
+    assert kept.classes == ("Cat 2", "ant", "zebra")
+    wanted = [[label, number, 200] for label in range(3) for number in range(53)]
+    assert kept.images[:, :, 0, 0].tolist() == wanted
+    assert (kept.images == kept.images[:, :, :1, :1]).all()
+    assert (kept.labels.dtype, kept.labels.tolist()) == (torch.int64, [label for label, _, _ in wanted])
+    assert read(tmp_path, "test").labels.tolist() == [0, 1, 2]

@@ -1,0 +1,175 @@
+"""The cache of an image folder, and folders that cannot be used."""
+
+import os
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from folders import TRAIN, caches, greys, read, save, table
+from PIL import Image
+from support import all_at_once, error_line
+
+from classify.images import cache, decode
+from classify.images.image_folder import SPLITS
+from classify.images.settings import DataSettings
+from harness import host_lock
+from harness.errors import InvalidInput
+
+
+def test_counted_without_decoding(folder):
+    config = DataSettings("imagefolder", str(folder))
+    assert [config.open_source().count(split) for split in SPLITS] == [4, 2]
+    assert caches(folder) == {}
+
+
+def test_decoded_once(folder):
+    for split, wanted in [("train", TRAIN), ("test", [(50, 0), (60, 1)])]:
+        assert greys(read(folder, split)) == wanted
+    before = caches(folder)
+    assert len(before) == 2
+    assert greys(read(folder, "test")) == [(50, 0), (60, 1)]
+    assert greys(read(folder)) == TRAIN
+    assert caches(folder) == before
+
+
+def test_decoded_by_one_of_many_processes(folder):
+    def work():
+        assert greys(read(folder)) == TRAIN
+
+    all_at_once(work, work, work)
+    assert len(caches(folder)) == 1
+
+
+@table(
+    "change, wanted",
+    rewritten=(lambda root: save(root / "train/a/1.bmp", 99), [(99, 0), *TRAIN[1:]]),
+    added=(lambda root: save(root / "train/a/3.bmp", 99), [*TRAIN[:2], (99, 0), *TRAIN[2:]]),
+    removed=(lambda root: (root / "train/a/1.bmp").unlink(), TRAIN[1:]),
+    moved=(
+        lambda root: (root / "train/a/2.bmp").rename(root / "train/b/0.bmp"),
+        [(10, 0), (20, 1), *TRAIN[2:]],
+    ),
+    new_class=(
+        lambda root: [save(root / split / "Z/1.bmp", 99) for split in SPLITS],
+        [(99, 0), *((grey, label + 1) for grey, label in TRAIN)],
+    ),
+)
+def test_change_is_noticed(folder, change, wanted):
+    assert greys(read(folder)) == TRAIN
+    change(folder)
+    assert greys(read(folder)) == wanted
+    assert len(caches(folder)) == 1
+
+
+@table(
+    "damage",
+    half=(lambda cache: os.truncate(cache, cache.stat().st_size // 2),),
+    empty=(lambda cache: cache.write_bytes(b""),),
+    garbage=(lambda cache: cache.write_bytes(b"garbage" * 1000),),
+    no_fingerprint=(
+        lambda cache: torch.save({"images": torch.zeros(4, 3, 32, 32), "labels": torch.zeros(4)}, cache),
+    ),
+    no_cache=(lambda cache: torch.save([1, 2], cache),),
+    half_of_the_pixels=(lambda cache: os.truncate(cache.with_suffix(".raw"), 100),),
+    no_pixels=(lambda cache: cache.with_suffix(".raw").unlink(),),
+)
+def test_damaged_cache_is_mended(folder, damage):
+    read(folder)
+    (cache,) = folder.glob(".*.pt")
+    damage(cache)
+    assert greys(read(folder)) == TRAIN
+    mended = caches(folder)
+    assert greys(read(folder)) == TRAIN
+    assert caches(folder) == mended
+
+
+def test_read_only_root(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(host_lock.os, "access", lambda *_: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    save(other / "train/a/1.bmp", 99)
+    before, kept = sorted(folder.rglob("*")), []
+    for _ in range(2):
+        assert greys(read(folder)) == TRAIN
+        assert greys(read(other)) == [(99, 0), *TRAIN[1:]]
+        kept.append(caches(tmp_path / "cache"))
+    assert sorted(folder.rglob("*")) == before
+    assert len(kept[0]) == 2
+    assert kept[1] == kept[0]
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(folder, monkeypatch):
+    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10_000))
+    line = error_line(read, folder)
+    assert "4 images of 32x32 need" in line and "only 0.0 MiB are free" in line and "make room" in line
+    assert caches(folder) == {} and list(folder.rglob("*.raw")) == []
+
+
+def gone(*paths: str):
+    def damage(root):
+        for path in paths:
+            shutil.rmtree(root / path)
+
+    return damage
+
+
+def cut(path: pathlib.Path) -> None:
+    save(path, Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)))
+    path.write_bytes(path.read_bytes()[:-1500])
+
+
+def test_every_file_that_cannot_be_read_is_named_at_once(folder):
+    for index in range(decode.SHOWN + 3):
+        (folder / f"train/b/bad{index:02}.png").write_text("no image")
+    with pytest.raises(InvalidInput) as caught:
+        read(folder)
+    *named, more = caught.value.errors
+    assert [line.split(": ")[0][-9:] for line in named] == [
+        f"bad{index:02}.png" for index in range(len(named))
+    ]
+    assert len(named) == decode.SHOWN and "3 more files are not readable" in more
+    assert caches(folder) == {}
+
+
+def test_a_folder_in_the_caches_place_is_named(folder):
+    (folder / ".images-train-32x32.raw").mkdir()
+    assert error_line(read, folder).startswith(f"{folder}/.images-train-32x32.raw: is a folder")
+
+
+@table(
+    "damage, parts",
+    no_root=(gone(""), ["data.root: {}:", "'train'"]),
+    no_test=(gone("test"), ["data.root: {}:", "'test'"]),
+    no_class=(gone("train/a", "train/b"), ["{}/train:", "no class"]),
+    one_class=(gone("train/b"), ["{}/train:", "only the class 'a'"]),
+    empty_class=(
+        lambda root: [path.unlink() for path in root.glob("train/b/*")],
+        ["{}/train/b:", "no image"],
+    ),
+    class_not_in_test=(gone("test/b"), ["data.root: {}:", "only in train: b;", "only in test: none"]),
+    class_not_in_train=(
+        lambda root: save(root / "test/c/1.png", 1),
+        ["only in train: none;", "only in test: c"],
+    ),
+    truncated=(
+        lambda root: cut(root / "train/b/0.jpg"),
+        ["{}/train/b/0.jpg:", "not a readable image", "truncated"],
+    ),
+    link=(lambda root: (root / "train/b/0.png").symlink_to("nowhere"), ["{}/train/b/0.png:", "No such file"]),
+    pipe=(lambda root: os.mkfifo(root / "train/b/0.png"), ["{}/train/b/0.png:", "is no file"]),
+    name=(lambda root: os.mkdir(os.fsencode(root / "train") + b"/\xff"), ["{}/train:", "no UTF-8 name"]),
+    text=(
+        lambda root: (root / "train/b/0.png").write_text("a\nb"),
+        ["{}/train/b/0.png:", "not a readable image"],
+    ),
+)
+def test_bad_folder(folder, damage, parts):
+    damage(folder)
+    there = folder.exists()
+    line = error_line(read, folder)
+    assert [part for part in parts if part.format(folder) not in line] == []
+    assert folder.exists() == there
+    assert caches(folder) == {}

@@ -1,0 +1,216 @@
+"""The sampler that cuts epochs into micro-batches, and the loaders."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+from support import error_line
+
+import data
+from classify.images.augment import Augmentation, Augmenter
+from classify.images.image_set import ImageSet
+from classify.images.loader import MicroBatchDataset, MicroBatchLoader, Prefetcher
+from classify.images.sampler import MicroBatchSampler
+from harness.errors import InvalidInput
+
+
+@pytest.fixture(scope="module")
+def all_values():
+    """Images in which every channel takes all 256 values."""
+    values = np.random.default_rng(0).permuted(np.tile(np.arange(256, dtype=np.uint8), (7, 3, 4)), axis=2)
+    return ImageSet(torch.from_numpy(values.reshape(7, 3, 32, 32)), torch.arange(7) * 11, ("a",))
+
+
+def test_batches_are_torchvisions_bit_for_bit(all_values):
+    to_tensor, normalize = (
+        torchvision.transforms.ToTensor(),
+        torchvision.transforms.Normalize((0.5,) * 3, (0.5,) * 3),
+    )
+    pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in all_values.images]
+    wanted = torch.stack([normalize(to_tensor(picture)) for picture in pictures])
+    batches, before = MicroBatchDataset(all_values), all_values.images.clone()
+    chosen = torch.tensor([4, 0, 6])
+    images, labels = batches.__getitems__(chosen)
+    inputs = data.as_inputs(images)
+    assert inputs.dtype == torch.float32
+    assert torch.equal(inputs, wanted[chosen])
+    assert torch.equal(labels, torch.tensor([44, 0, 66]))
+    assert torch.equal(data.as_inputs(batches[5][0]), wanted[5])
+    assert batches[5][1] == 55
+    assert torch.equal(all_values.images, before)
+
+
+def test_a_whole_micro_batch_a_fetch(all_values, monkeypatch):
+    monkeypatch.delattr(MicroBatchDataset, "__getitem__")
+    fetching = MicroBatchLoader(all_values, MicroBatchSampler(7, 4, 1)).get_data_loader()
+    fetched = [(images.shape, images.dtype, labels.shape, labels.dtype) for images, labels in fetching]
+    assert fetched == [((n, 3, 32, 32), torch.uint8, (n,), torch.int64) for n in (4, 3)]
+
+
+def micro_batches(sampler) -> list[list[int]]:
+    return [micro_batch.tolist() for micro_batch in sampler]
+
+
+def steps(sampler) -> list[list[list[int]]]:
+    dealt = micro_batches(sampler)
+    return [
+        dealt[i : i + sampler.micro_batches_per_step]
+        for i in range(0, len(dealt), sampler.micro_batches_per_step)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "batch_size", "parts"),
+    [
+        (1437, 16, 1),
+        (1437, 32, 4),
+        (100, 16, 4),  # the rest gives every micro-batch just one image
+        (17, 8, 4),  # the rest is too little for a step of its own
+        (360, 4, 4),  # no rest
+        (7, 16, 4),  # a rest alone
+        (4, 16, 4),
+    ],
+)
+def test_cut(size, batch_size, parts):
+    sampler = MicroBatchSampler(size, batch_size, parts, seed=3)
+    for _ in range(3):
+        epoch = steps(sampler)
+        assert len(sampler) == len(epoch) * parts
+        assert sorted(image for step in epoch for part in step for image in part) == list(range(size))
+        for step in epoch:
+            lengths = [len(part) for part in step]
+            assert len(lengths) == parts
+            assert min(lengths) >= 1
+            assert max(lengths) - min(lengths) <= 1
+            assert max(lengths) <= batch_size // parts
+        left = size % batch_size
+        shared = 0 < left < parts  # too few for a step of their own
+        full = [sum(len(part) for part in step) for step in epoch[: size // batch_size - shared]]
+        assert full == [batch_size] * len(full)
+        assert len(epoch) == -(-size // batch_size)
+
+
+@pytest.mark.parametrize(("size", "batch_size", "parts"), [(5, 2, 2), (11, 4, 4)])
+def test_images_too_few_for_micro_batches_of_one_rest(size, batch_size, parts):
+    sampler = MicroBatchSampler(size, batch_size, parts, seed=0)
+    seen: set[int] = set()
+    for _ in range(20):
+        epoch = [image for part in micro_batches(sampler) for image in part]
+        assert len(set(epoch)) == len(epoch)
+        assert 0 < size - len(epoch) < parts
+        seen.update(epoch)
+    assert seen == set(range(size))
+
+
+@pytest.mark.parametrize(("size", "parts"), [(3, 4), (0, 1)])
+def test_fewer_images_than_micro_batches(size, parts):
+    line = error_line(MicroBatchSampler, size, 8, parts)
+    assert "train_batch_size: 8" in line
+    assert f"{parts} micro-batches" in line
+    assert f"only {size} images" in line
+
+
+def test_order_is_a_function_of_seed_and_epoch():
+    def epochs(seed, count=4):
+        sampler = MicroBatchSampler(100, 16, 2, seed)
+        torch.manual_seed(count)
+        np.random.seed(count)
+        return [micro_batches(sampler) for _ in range(count)]
+
+    first = epochs(7)
+    assert epochs(7, 5)[:4] == first
+    assert all(a != b for a, b in itertools.combinations([*first, *epochs(8)], 2))
+    later = MicroBatchSampler(100, 16, 2, 7)
+    later.set_epoch(3)
+    assert micro_batches(later) == first[3]
+    in_order = list(range(100))
+    assert [[image for part in epoch for image in part] for epoch in epochs(None, 2)] == [in_order, in_order]
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(100, 16), (64, 8)])
+def test_steps_are_the_same_for_any_parts(size, batch_size):
+    def images(parts):
+        sampler = MicroBatchSampler(size, batch_size, parts, seed=1)
+        return [
+            [sorted(image for part in step for image in part) for step in steps(sampler)] for _ in range(2)
+        ]
+
+    assert images(1) == images(2) == images(4)
+
+
+def dealt(micro_batches=None, size=91, batch_size=24, parts=6, **how) -> list[list[int]]:
+    """The images that Determined's loader deals out; each one's pixels and label are its number."""
+    numbers = torch.arange(size)
+    source = ImageSet(numbers.to(torch.uint8)[:, None, None, None].expand(-1, 3, 32, 32), numbers, ("a",))
+    fetching = MicroBatchLoader(source, MicroBatchSampler(size, batch_size, parts, seed=2)).get_data_loader(
+        **how
+    )
+    given = []
+    for images, labels in itertools.islice(fetching, micro_batches):
+        assert torch.equal(images.long(), labels[:, None, None, None].expand(-1, 3, 32, 32))
+        given.append(labels.tolist())
+    return given
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_ranks_share_an_epoch(replicas):
+    shards = [dealt(num_replicas=replicas, rank=rank) for rank in range(replicas)]
+    assert {len(shard) for shard in shards} == {4 * 6 // replicas}
+    assert sorted(image for shard in shards for part in shard for image in part) == list(range(91))
+    accumulated = 6 // replicas
+    for step, wanted in enumerate(steps(MicroBatchSampler(91, 24, 6, seed=2))):
+        mine = [part for shard in shards for part in shard[step * accumulated : (step + 1) * accumulated]]
+        assert sorted(mine) == sorted(wanted)
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_skip_resumes_at_that_micro_batch(replicas):
+    epoch = 4 * 6 // replicas
+    for rank in range(replicas):
+        how = {"repeat": True, "num_replicas": replicas, "rank": rank}
+        whole = dealt(3 * epoch, **how)
+        assert len(whole) == 3 * epoch
+        assert whole[:epoch] != whole[epoch : 2 * epoch] != whole[2 * epoch :]
+        for skip in (1, epoch - 1, epoch, epoch + 2):
+            assert dealt(len(whole) - skip, skip=skip, **how) == whole[skip:]
+
+
+def test_a_thread_fetches_ahead_what_the_loader_gives():
+    """The same images with the same augmentation, epoch by epoch, and no more than it may."""
+    torch.manual_seed(0)
+    source = ImageSet(torch.randint(0, 256, (50, 3, 8, 8), dtype=torch.uint8), torch.arange(50), ("one",))
+
+    def epochs():
+        sampler = MicroBatchSampler(50, 16, 1, seed=3)
+        fetched = MicroBatchLoader(
+            source, sampler, Augmenter(Augmentation(flip=True, crop=2), 50, (8, 8), (8, 8), 3)
+        )
+        return sampler, fetched.get_data_loader(repeat=True, skip=2, num_replicas=1, rank=0)
+
+    _, plain = epochs()
+    sampler, ahead = epochs()
+    ahead = Prefetcher(ahead)
+    assert len(ahead) == len(plain)
+    for (images, labels), (expected, order), _ in zip(ahead, plain, range(12), strict=False):
+        torch.testing.assert_close(images, expected, rtol=0, atol=0)
+        assert labels.tolist() == order.tolist()
+    assert (
+        sampler.next_epoch == 5
+    )  # of 4 micro-batches each; the twelfth is number 14, and two more are fetched
+
+
+def test_what_goes_wrong_in_the_thread_is_raised():
+    def micro_batches():
+        yield 1
+        yield 2
+        raise InvalidInput("damaged")
+
+    got = []
+    with pytest.raises(InvalidInput, match="damaged"):
+        for each in Prefetcher(micro_batches()):
+            got.append(each)
+    assert got == [1, 2]
+    assert list(Prefetcher(range(3))) == [0, 1, 2]

@@ -1,0 +1,200 @@
+"""Networks by name, as layers, with other weights, and whether they go with the data."""
+
+import pathlib
+import re
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from support import error_line
+from torch import nn
+
+import net as own
+from classify.models import dry_run, pretrained, recompute, registry, stages, state_dicts
+from classify.models.registry import NetSpec
+from harness.errors import InvalidInput
+
+
+def test_every_name_of_torchvision_is_there():
+    assert {"net", "net-moe", "resnet50", "vit_b_16", "convnext_tiny"} <= set(registry.names())
+
+
+def test_ones_own_network_is_one_function(monkeypatch):
+    monkeypatch.setattr(own, "NETS", dict(own.NETS))
+
+    @own.register("mine")
+    def mine(num_classes: int, width: int = 4) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, width, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes)
+        )
+
+    spec = NetSpec("mine", 5, (20, 24), {"width": 3})
+    dry_run.check(spec, 2)
+    made = registry.build(spec)
+    assert made(torch.zeros(2, 3, 20, 24)).shape == (2, 5)
+    layers = stages.layers_of(made)
+    assert layers and [name for name, _ in layers] == ["0", "1", "2", "3"]
+
+
+class NeedsValues(nn.Sequential):
+    """Cannot run on torch's meta device, where a tensor has no value."""
+
+    def __init__(self, classes):
+        rates = [each.item() for each in torch.linspace(0, 0.1, 3)]
+        super().__init__(nn.Flatten(), *(nn.Dropout(rate) for rate in rates), nn.Linear(192, classes))
+
+    def forward(self, images):
+        assert len(images) == 64 and images.std() > 0  # as in training
+        return super().forward(images / images.std() if images.abs().max() > 9 else images)
+
+
+def test_a_network_that_needs_values_is_checked_by_computing(monkeypatch):
+    monkeypatch.setattr(own, "NETS", {**own.NETS, "values": NeedsValues})
+    state = torch.get_rng_state()
+    dry_run.check(NetSpec("values", 5, (8, 8)), 64)
+    assert torch.equal(torch.get_rng_state(), state)
+    line = error_line(dry_run.check, NetSpec("values", 5, (9, 8)), 64)
+    assert line.startswith("hyperparameters.net: 'values': fails on images of 9x8 (") and "216" in line
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda classes: [nn.Linear(3, classes)], "its function in net.py gives a list, no nn.Module"),
+        (lambda classes: nn.Flatten(), "has no parameter to train"),
+        (lambda classes: nn.Sequential(nn.Flatten(), nn.LazyLinear(classes)), "has layers without a size"),
+        (
+            lambda classes: nn.Linear(3, classes // 0),
+            "cannot be made with image_size 8x8 (integer division or modulo by zero)",
+        ),
+        (
+            lambda classes: nn.Sequential(nn.Flatten(), nn.Linear(192, 3)),
+            "gives (2, 3) for 2 images and 5 classes",
+        ),
+    ],
+)
+def test_a_function_that_gives_no_network_is_named(monkeypatch, made, words):
+    monkeypatch.setattr(own, "NETS", {**own.NETS, "mine": made})
+    line = error_line(dry_run.check, NetSpec("mine", 5, (8, 8)), 2)
+    assert line.startswith("hyperparameters.net: 'mine':") and words in line
+
+
+@pytest.mark.parametrize(
+    "name", ["regnet_y_400mf", "densenet121", "inception_v3", "swin_t", "maxvit_t", "convnext_tiny"]
+)
+def test_networks_of_every_kind_are_checked_without_computing(name):
+    state = torch.get_rng_state()
+    dry_run.check(NetSpec(name, 3, (224, 224)), 2)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_sequence_with_a_layer_twice_is_whole_or_none():
+    linear, act = nn.Linear(4, 4), nn.ReLU()
+    layers = stages.layers_of(nn.Sequential(linear, act, nn.Linear(4, 4), act, nn.Linear(4, 4)))
+    assert layers and [layer for _, layer in layers][1::2] == [act, act]
+    assert stages.layers_of(nn.Sequential(linear, act, linear)) is None
+    assert stages.layers_of(type("Other", (nn.Sequential,), {})(linear)) is None
+
+
+@pytest.mark.parametrize("name", ["alexnet", "vgg11_bn"])
+def test_a_sequence_computes_what_the_network_does(name):
+    torch.manual_seed(0)
+    made = registry.build(NetSpec(name, 3, (64, 64))).eval()
+    outputs = inputs = torch.rand(2, 3, 64, 64)
+    layers = stages.layers_of(made)
+    assert layers
+    for _, layer in layers:
+        outputs = layer(outputs)
+    assert torch.equal(outputs, made(inputs))
+    named = {
+        f"{name}.{key}"
+        for name, layer in layers
+        if isinstance(layer, nn.Module)
+        for key in layer.state_dict()
+    }
+    assert named == made.state_dict().keys()
+
+
+def test_checkpointed_activations_change_nothing_but_memory():
+    inputs = torch.rand(4, 3, 32, 32)
+    results = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        made = registry.build(NetSpec("resnet18", 3, (32, 32)))
+        if enabled:
+            assert len(list(recompute.blocks(made))) == 8
+            recompute.enable(made)
+        made(inputs).square().sum().backward()
+        results.append(
+            ({name: each.grad for name, each in made.named_parameters()}, dict(made.named_buffers()))
+        )
+    for before, after in zip(*results, strict=True):
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_pretrained_weights_start_a_network_for_other_classes(tmp_path):
+    torch.manual_seed(0)
+    source: Any = torchvision.models.resnet18(num_classes=11)
+    torch.save({"state_dict": {f"module.{k}": v for k, v in source.state_dict().items()}}, tmp_path / "r.pth")
+    made: Any = registry.build(NetSpec("resnet18", 3, (32, 32)))
+    replaced = state_dicts.load_pretrained(made, state_dicts.read(str(tmp_path / "r.pth")), "r.pth")
+    assert replaced == ["fc.weight", "fc.bias"]
+    assert torch.equal(made.layer1[0].conv1.weight, source.layer1[0].conv1.weight)
+    assert torch.equal(made.bn1.running_mean, source.bn1.running_mean)
+    same = registry.build(NetSpec("resnet18", 11, (32, 32)))
+    assert state_dicts.load_pretrained(same, source.state_dict(), "r.pth") == []
+    line = error_line(
+        state_dicts.load_pretrained,
+        registry.build(NetSpec("resnet34", 3, (32, 32))),
+        source.state_dict(),
+        "r.pth",
+    )
+    assert "r.pth:" in line and "give its own weights" in line
+
+
+def test_older_files_of_weights_are_taken(tmp_path, monkeypatch):
+    """DenseNet's names of before torchvision 0.2; no counts of batches, of before torch 0.4.1."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    source: Any = torchvision.models.densenet121()
+    file = pathlib.PurePosixPath(torchvision.models.DenseNet121_Weights.DEFAULT.url).name
+    state = {
+        re.sub(r"(denselayer\d+\.(?:norm|conv))(\d)", r"\1.\2", key): value
+        for key, value in source.state_dict().items()
+        if not key.endswith("num_batches_tracked")
+    }
+    assert "features.denseblock1.denselayer1.norm.1.weight" in state
+    (tmp_path / "hub/checkpoints").mkdir(parents=True)
+    torch.save(state, tmp_path / "hub/checkpoints" / file)
+    made: Any = registry.build(NetSpec("densenet121", 1000, (32, 32)))
+    assert state_dicts.load_pretrained(made, pretrained.fetch("densenet121", "DEFAULT"), "DEFAULT") == []
+    assert torch.equal(
+        made.features.denseblock1.denselayer1.conv1.weight,
+        state["features.denseblock1.denselayer1.conv.1.weight"],
+    )
+    (tmp_path / "hub/checkpoints" / file).write_text("<html>")
+    assert "hyperparameters.weights: DEFAULT" in error_line(pretrained.fetch, "densenet121", "DEFAULT")
+    (tmp_path / "w.safetensors").write_text("damaged")
+    assert "not a readable state_dict" in error_line(state_dicts.read, str(tmp_path / "w.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ((NetSpec("resnet18", 3, (32, 32), {"depth": 3}), 2), ["hyperparameters.net_args", "depth"]),
+        ((NetSpec("alexnet", 3, (32, 32)), 2), ["data.image_size: 32x32", "alexnet does not take it"]),
+        ((NetSpec("vit_b_16", 3, (40, 40)), 2), ["image_size 40x40", "vit_b_16"]),
+        ((NetSpec("net", 3, (64, 64)), 2), ["data.image_size: 64x64", "net does not take it"]),
+        ((NetSpec("resnet18", 3, (32, 32)), 1), ["train_micro_batch_size_per_gpu: 1", "batch normalization"]),
+    ],
+    ids=lambda value: value[0].name if isinstance(value, tuple) else "",
+)
+def test_a_network_that_cannot_be_is_refused(arguments, parts):
+    line = error_line(dry_run.check, *arguments)
+    assert [part for part in parts if part not in line] == []
+
+
+def test_unreadable_weights_name_their_network():
+    with pytest.raises(InvalidInput, match="not a readable"):
+        state_dicts.read("/nowhere/net.pt")

@@ -1,0 +1,43 @@
+"""What a run shows: TensorBoard's event files, and the profile."""
+
+import numpy as np
+import pytest
+from support import PROJECT, overrides
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+DIGITS = ["--config", str(PROJECT / "experiments/digits.yaml")]
+
+
+SCALARS = {
+    "loss/train", "loss/validation", "accuracy/validation", "accuracy_of_class/3", "learning_rate", "gradient_norm",
+    "loss_scale", "images_per_second",
+}  # fmt: skip
+
+
+def test_event_files_hold_every_series(mode_runs):
+    _, _, runs = mode_runs
+    for mode, run in runs.items():
+        events = EventAccumulator(str(run.output / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+        tags = events.Tags()
+        assert set(tags["scalars"]) >= SCALARS, mode
+        assert set(tags["images"]) == {"confusion_matrix", "hardest_mistakes"}, mode
+        assert tags["graph"] or mode.startswith(("moe", "experts")), mode
+        last = events.Scalars("accuracy/validation")[-1]
+        assert last.step == run.summary["steps"], mode
+        assert last.value == pytest.approx(run.summary["validation"]["accuracy"]), mode
+        norms = [event.value for event in events.Scalars("gradient_norm")]
+        assert len(norms) == 40 and len(set(norms)) > 10 and max(norms) < np.inf, mode
+        losses = [entry["loss"] for entry in run.metrics if entry["group"] == "training"]
+        assert [event.value for event in events.Scalars("loss/train")] == pytest.approx(losses), mode
+        if mode != "fp16":
+            assert {event.value for event in events.Scalars("loss_scale")} == {1.0}, mode
+
+
+def test_a_profile_is_recorded(train):
+    run = train(*DIGITS, "--profile", *overrides(hyperparameters__max_length="{batches: 30}"))
+    assert run.code == 0, run.stderr
+    assert "aten::convolution_backward" in (run.output / "profile.txt").read_text()
+    (trace,) = (run.output / "tensorboard").glob("*.pt.trace.json")
+    assert "ProfilerStep#" in trace.read_text()
+    short = train(*DIGITS, "--profile", *overrides(hyperparameters__max_length="{batches: 9}"))
+    assert short.code == 0 and "no profile: its steps end with the 17th, and there were 9" in short.stderr

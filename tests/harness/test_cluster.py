@@ -1,0 +1,231 @@
+"""A trial on a Determined cluster: real launch layer, real core context, and a stand-in for the master over HTTP."""
+
+import base64
+import json
+import os
+import pathlib
+import sys
+import tarfile
+from typing import Any, cast
+
+import determined as det
+import pytest
+from determined import _info
+from determined.common import context, util
+from master import Master
+from support import PROJECT, Run, execute, free_port
+
+import checkpoint
+from classify.engine.trial_config import TrialConfig
+from harness.cluster import cluster_experiment, errors_end_the_trial
+from harness.errors import InvalidInput
+from harness.trainer import find_checkpoint
+
+HPARAMS = {"max_length": {"epochs": 3}, "deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {}}
+CONFIG = {
+    "searcher": {"name": "adaptive_asha", "metric": "loss", "smaller_is_better": True},
+    "reproducibility": {"experiment_seed": 5},
+    "min_validation_period": {"epochs": 1},
+    "scheduling_unit": 50,
+    "registry_auth": None,  # as the master fills fields in
+}
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A real ClusterInfo, as Determined reads it from its files in a trial's container."""
+
+    def enter(hparams):
+        trial = _info.TrialInfo(1, 2, 7, hparams, CONFIG, 0, 1, False, None)
+        ids = {"cluster_id": "c", "agent_id": "a", "slot_ids": [0], "task_id": "t", "allocation_id": "t.0"}
+        info = det.ClusterInfo(
+            "http://localhost:8080",
+            session_token="",
+            task_type="TRIAL",
+            trial_info=trial,
+            latest_checkpoint="uuid",
+            **ids,
+        )
+        monkeypatch.setattr(_info, "_info", info)
+
+    return enter
+
+
+def test_everything_comes_from_the_cluster(cluster):
+    assert cluster_experiment() is None
+    cluster(HPARAMS)
+    loaded = cluster_experiment()
+    assert loaded is not None
+    assert loaded.hyperparameters == HPARAMS
+    assert (loaded.max_length, loaded.metric, loaded.smaller_is_better) == (("epochs", 3), "loss", True)
+    assert (loaded.seed, loaded.scheduling_unit) == (5, 50)
+    assert loaded.period("min_validation_period") == ("epochs", 1)
+    assert find_checkpoint(cast(Any, None), None) == "uuid"
+
+
+@pytest.mark.parametrize("on_cluster", [False, True])
+def test_a_combination_that_cannot_run_is_an_invalid_hyperparameter_set(cluster, capsys, on_cluster):
+    """So the search goes on; off a cluster the same rule is an error with exit code 2."""
+    if on_cluster:
+        cluster(HPARAMS)
+    hparams = {
+        **HPARAMS,
+        "pipe_parallel_size": 2,
+        "overwrite_deepspeed_args": {"zero_optimization": {"stage": 2}},
+    }
+    with (
+        pytest.raises(det.InvalidHP if on_cluster else InvalidInput) as caught,
+        errors_end_the_trial(),
+    ):
+        TrialConfig.resolve(hparams, {"data": {"dataset": "digits"}}, 2, "cpu")
+    assert "zero_optimization.stage: 2: a pipeline" in str(getattr(caught.value, "msg", caught.value))
+    assert ("zero_optimization.stage" in capsys.readouterr().err) == on_cluster
+
+
+TRAIN = "exec python3 -m determined.launch.deepspeed python3 train.py"
+
+
+# A container has every port to itself, this host has not; the first is for the launcher beside sitecustomize.py.
+PORTS = ("FREE_PORT", "INTER_TRAIN_PROCESS_COMM_PORT_1", "INTER_TRAIN_PROCESS_COMM_PORT_2")
+
+
+def container(
+    folder: pathlib.Path, master: Master, slots: int, hparams: dict, **trial: Any
+) -> dict[str, str]:
+    """Writes a container's files by Determined's own writers, and gives its environment."""
+    with open(PROJECT / "experiments/digits.yaml") as file:
+        config = util.safe_load_yaml_with_exceptions(file)
+    config["hyperparameters"] = hparams
+    config["checkpoint_storage"] = {
+        "type": "shared_fs",
+        "host_path": "/shared",
+        "storage_path": "checkpoints",
+    }
+    config.update(
+        debug=False, scheduling_unit=10, min_validation_period={"batches": 40}, **trial.pop("config", {})
+    )
+    storage = folder / "shared"
+    storage.mkdir(parents=True, exist_ok=True)
+    for item in context.read_v1_context(PROJECT):  # what `det experiment create` uploads
+        path = folder / "model" / item.path
+        if item.type == ord(tarfile.REGTYPE):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(base64.b64decode(item.content or ""))
+    latest = trial.pop("latest_checkpoint", None)
+    info = {"steps_completed": 0, "trial_run_id": 1, **trial}
+    _info.TrialInfo(
+        1, 1, 7, hparams, config, debug=False, inter_node_network_interface=None, **info
+    )._to_file(str(folder / "trial.json"))
+    _info.RendezvousInfo(["127.0.0.1"], 0, [slots])._to_file(str(folder / "rendezvous.json"))
+    _info.ResourcesInfo([])._to_file(str(folder / "resources.json"))
+    ids = {
+        "cluster_id": "c",
+        "agent_id": "a",
+        "task_id": "1.task",
+        "allocation_id": f"1.{os.getpid()}.{folder.name}",
+    }
+    det.ClusterInfo(
+        master.url,
+        slot_ids=list(range(slots)),
+        session_token="token",
+        task_type="TRIAL",
+        latest_checkpoint=latest,
+        **ids,
+    )._to_file(str(folder / "cluster.json"))
+    return {
+        "CONTAINER_FILES": str(folder),
+        "PYTHONPATH": str(PROJECT / "tests/container"),
+        "PATH": f"{PROJECT / 'tests/container'}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+        **{name: str(free_port()) for name in PORTS},
+        "DET_RESOURCES_ID": "r",
+        "DET_SLOT_IDS": json.dumps(list(range(slots))),
+        "DET_MASTER": master.url,
+        "DET_SESSION_TOKEN": "token",
+        "DET_USER": "determined",
+    }
+
+
+def run_container(folder: pathlib.Path, master: Master, slots: int, hparams: dict, **trial: Any) -> Run:
+    """What a container does: the startup hook, then the entrypoint."""
+    environment = container(folder, master, slots, hparams, **trial)
+    command = ["bash", "-c", f"set -e; source startup-hook.sh; {TRAIN}"]
+    return execute(command, folder, cwd=folder / "model", **environment)
+
+
+SMALL = {
+    "max_length": {"batches": 90},
+    "deepspeed_config": "ds_config.json",
+    "overwrite_deepspeed_args": {"train_batch_size": 32, "zero_optimization": {"stage": 1}},
+}
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_trial_on_a_cluster(tmp_path, slots):
+    """Runs and reports; in two slots also is paused, goes on from its checkpoint, and ends as if never paused."""
+    with Master() as master:
+        straight = run_container(tmp_path / "straight", master, slots, SMALL)
+    assert straight.code == 0, straight.stderr
+    validations = master.metrics("validation")
+    assert list(validations) == [40, 80, 90]
+    assert validations[90]["images"] == 360 and validations[90]["accuracy"] > 0.5
+    assert all(isinstance(value, (int, float)) for each in validations.values() for value in each.values())
+    assert list(master.metrics("training")) == list(range(10, 100, 10))
+    progress = [body["progress"] if isinstance(body, dict) else body for body in master.bodies("/progress")]
+    assert progress[-1] == 1 and progress == sorted(progress)
+    saved = master.bodies("/checkpoints")[-1]
+    assert saved["metadata"]["steps_completed"] == 90
+    files = {f"det_state_dict_rank{rank}.pth" for rank in range(slots)} | {
+        "trial_state.pkl",
+        "net.pt",
+        "net.json",
+        "code/",
+    }
+    assert files <= set(saved["resources"])
+    stored = tmp_path / "straight/shared/checkpoints" / saved["uuid"]  # as `det checkpoint download` gives it
+    assert checkpoint.main(["export", str(stored), str(tmp_path / "net.pt")]) == 0
+    assert json.loads((tmp_path / "net.json").read_text())["provenance"]["steps"] == 90
+    assert any("tfevents" in str(path) for path in (tmp_path / "straight/shared").rglob("*"))
+    assert "Reported checkpoint" in straight.stderr + straight.stdout
+    assert "[rank=1] INFO" not in straight.stderr + straight.stdout
+    if slots == 1:
+        return
+
+    with Master() as master:
+        master.preempt_after_steps = 20
+        paused = run_container(tmp_path / "paused", master, slots, SMALL)
+    assert paused.code == 0, paused.stderr
+    assert master.bodies("/signals/ack_preemption")
+    saved = master.bodies("/checkpoints")[-1]
+    steps = saved["metadata"]["steps_completed"]
+    assert 20 <= steps < 90
+    with Master() as master:
+        again = {"latest_checkpoint": saved["uuid"], "steps_completed": steps, "trial_run_id": 2}
+        rest = run_container(tmp_path / "paused", master, slots, SMALL, **again)
+    assert rest.code == 0, rest.stderr
+    assert min(master.metrics("training")) > steps
+    for each in (validations, again := master.metrics("validation")):
+        assert each[90].pop("images_per_second") > 0
+    assert again[90] == validations[90]
+
+
+# What the master lets pass, and the one line in the trial's log.
+WRONG: dict[str, Any] = {
+    "no length": ({**SMALL, "max_length": None}, 1, "hyperparameters.max_length: None: must be"),
+    "batch": (
+        {**SMALL, "overwrite_deepspeed_args": {"train_batch_size": 15}},
+        2,
+        "train_batch_size: 15: does not divide among 2 processes; use 14 or 16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_trial_ends_at_once_as_invalid(tmp_path, case):
+    """The master is told, so that it neither restarts the trial nor ends the search."""
+    hparams, slots, line = WRONG[case]
+    with Master() as master:
+        run = run_container(tmp_path / "trial", master, slots, hparams)
+    assert line in run.stderr + run.stdout
+    reasons = [body for path, body in master.posted if "early_exit" in path]
+    assert reasons and "INVALID_HP" in json.dumps(reasons[0])
+    assert not master.bodies("/checkpoints")

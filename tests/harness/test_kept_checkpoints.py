@@ -1,0 +1,129 @@
+"""Which checkpoints are kept and offered, and when training ends early."""
+
+import shutil
+import sys
+
+from modes import DEEPSPEED
+from support import (
+    DIGITS,
+    LATEST,
+    TWO,
+    Run,
+    checkpoints,
+    contents,
+    execute,
+    overrides,
+    train_many,
+    truncate_model,
+)
+
+METADATA = "metadata.json"
+
+
+def test_a_run_is_not_replaced(two_checkpoints, tmp_path):
+    """Nor is a folder used whose parts are not what a run would write."""
+    shutil.copytree(two_checkpoints.output, tmp_path / "again")
+    (tmp_path / "odd/metrics.jsonl").mkdir(parents=True)
+    before = contents(tmp_path / "again")
+    runs = train_many(tmp_path, {"again": TWO, "odd": TWO})
+    assert [run.code for run in runs.values()] == [2, 2]
+    assert (
+        "holds a run; give another folder, or go on with it: train.py --resume latest" in runs["again"].stderr
+    )
+    assert "metrics.jsonl: is a folder" in runs["odd"].stderr
+    assert contents(tmp_path / "again") == before
+
+
+def test_the_whole_checkpoint_offered_goes_on(two_checkpoints, tmp_path):
+    """After damage to the last one; and where all are damaged, that is said."""
+    for name in ("one", "all"):
+        shutil.copytree(two_checkpoints.output, tmp_path / name)
+        for step, folder in checkpoints(Run(0, "", "", tmp_path / name)).items():
+            if step == 4 or name == "all":
+                truncate_model(folder)
+    uuid = checkpoints(two_checkpoints)[2].name
+    rows = {"one": [*TWO, "--resume", uuid], "all": [*TWO, *LATEST]}
+    runs = train_many(tmp_path, rows)
+    assert runs["one"].code == 0, runs["one"].stderr
+    assert runs["one"].summary["weights_sha256"] == two_checkpoints.summary["weights_sha256"]
+    assert runs["all"].code == 2
+    assert "there is no other whole one" in runs["all"].stderr
+
+
+# The accuracies of a run's validations in order, from a learning rate that rises until it destroys.
+KEPT = overrides(
+    hyperparameters__max_length="{epochs: 6}",
+    min_validation_period="{epochs: 1}",
+    checkpoint_policy="all",
+    **{f"{DEEPSPEED}optimizer__params__lr": 0.5, f"{DEEPSPEED}scheduler__params__warmup_num_steps": 4000},
+)
+
+
+def test_the_best_and_the_latest_checkpoints_are_kept(tmp_path):
+    rows = {
+        "default": [*DIGITS, *KEPT],
+        "loss": [*DIGITS, *KEPT, *overrides(searcher__metric="loss", searcher__smaller_is_better="true")],
+        "more": [
+            *DIGITS,
+            *KEPT,
+            *overrides(checkpoint_storage="{save_trial_best: 2, save_trial_latest: 2}"),
+        ],
+    }
+    for name, run in train_many(tmp_path, rows).items():
+        assert run.code == 0, run.stderr
+        of = {e["steps_completed"]: e for e in run.metrics if e["group"] == "validation"}
+        assert len(of) == 6
+        order = sorted(of, key=lambda step: of[step]["loss"] if name == "loss" else -of[step]["accuracy"])
+        best, latest = (order[:2], sorted(of)[-2:]) if name == "more" else (order[:1], [max(of)])
+        assert best != latest, "the test needs a run whose best validation is not its last"
+        assert set(checkpoints(run)) == {*best, *latest}, name
+        assert run.summary["checkpoint"] == checkpoints(run)[270].name
+
+
+STOPPING = overrides(
+    hyperparameters__max_length="{epochs: 30}",
+    min_validation_period="{epochs: 1}",
+    hyperparameters__early_stopping="{metric: accuracy, patience: 3, min_improvement: 0.02}",
+)
+
+
+def test_early_stopping_with_and_without_a_resume(tmp_path):
+    """It stops where its formula says, also when a stop comes while it waits; a stopped run stays stopped."""
+    (straight,) = train_many(tmp_path, {"straight": [*DIGITS, *STOPPING]}).values()
+    assert straight.code == 0, straight.stderr
+    accuracies = [entry["accuracy"] for entry in straight.metrics if entry["group"] == "validation"]
+    best, waited, expected = 0.0, 0, 0
+    while waited < 3:
+        best, waited = (accuracies[expected], 0) if accuracies[expected] > best + 0.02 else (best, waited + 1)
+        expected += 1
+    assert straight.summary["epochs"] == expected == len(accuracies) < 30
+    row = [*DIGITS, *STOPPING]
+    (stopped,) = train_many(tmp_path, {"run": row}, sigterm_at=straight.summary["steps"] - 60).values()
+    assert stopped.code == 130
+    (rest,) = train_many(tmp_path, {"run": [*row, *LATEST]}).values()
+    assert rest.summary["steps"] == straight.summary["steps"]
+    assert rest.summary["weights_sha256"] == straight.summary["weights_sha256"]
+    (again,) = train_many(tmp_path, {"run": [*row, *LATEST]}).values()
+    assert again.code == 0, again.stderr
+    measured = {name: again.summary[name] for name in ("seconds", "peak_memory_mib")}
+    assert again.summary == {**rest.summary, **measured, "images_per_second": 0}
+
+
+def test_a_full_disk_leaves_the_last_checkpoint(two_checkpoints, tmp_path):
+    """Files may grow to a limit that holds the metrics but no checkpoint, as on a full disk."""
+    shutil.copytree(two_checkpoints.output, tmp_path / "run")
+    before = checkpoints(Run(0, "", "", tmp_path / "run"))
+    script = (
+        f"import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({200_000}, {200_000}));"
+        "sys.argv.pop(0); runpy.run_path('train.py', run_name='__main__')"
+    )
+    longer = overrides(hyperparameters__max_length="{batches: 9}", checkpoint_storage__save_trial_latest=1)
+    arguments = ["train.py", *TWO, *longer, *LATEST, "--output", str(tmp_path / "run")]
+    run = execute([sys.executable, "-c", script, *arguments], tmp_path / "run")
+    assert run.code == 1
+    (line,) = [line for line in run.stderr.splitlines() if line.startswith("train.py:")]
+    assert "the checkpoint of step 6 cannot be written" in line and "MiB are free" in line
+    assert f"the last whole one is {before[4].name} (step 4)" in line
+    assert "Traceback" not in run.stderr
+    assert checkpoints(run) == before
+    assert not list(run.output.glob("checkpoints/.partial*"))

@@ -1,0 +1,167 @@
+"""Whole runs of train.py: real processes, the real trainer and engine, real images."""
+
+import json
+
+import pytest
+from support import DIGITS, PROJECT, Run, overrides, train_many
+
+SHORT = overrides(hyperparameters__max_length="{epochs: 2}", min_validation_period="{epochs: 1}")
+
+
+BATCH = "hyperparameters__overwrite_deepspeed_args__train_batch_size"
+
+
+KEYS = {
+    "steps", "epochs", "world_size", "zero_stage", "dtype", "seconds", "images_per_second", "validation",
+    "weights_sha256", "checkpoint", "peak_memory_mib",
+}  # fmt: skip
+
+
+def test_summary_lines_and_seeds(train):
+    first, again = train(*DIGITS, *SHORT), train(*DIGITS, *SHORT)
+    other = train(*DIGITS, *SHORT, *overrides(reproducibility__experiment_seed=1))
+    for run in (first, again, other):
+        assert run.code == 0, run.stderr
+    summary = first.summary
+    assert set(summary) == KEYS
+    assert (summary["steps"], summary["epochs"], summary["world_size"]) == (90, 2, 1)
+    assert (summary["zero_stage"], summary["dtype"]) == (0, "float32")
+    validation = summary["validation"]
+    assert validation["images"] == 360
+    assert validation["accuracy"] > 0.5
+    # The classes are of about equal size, so the mean over them is near the accuracy over the images.
+    assert list(validation["per_class_accuracy"]) == [str(digit) for digit in range(10)]
+    assert sum(validation["per_class_accuracy"].values()) / 10 == pytest.approx(
+        validation["accuracy"], abs=0.01
+    )
+    assert first.stdout.splitlines()[-1] == f"accuracy {validation['accuracy']:.4f}"
+    checkpoint = first.output / "checkpoints" / summary["checkpoint"]
+    assert json.loads((checkpoint / "metadata.json").read_text())["steps_completed"] == 90
+    assert again.summary["weights_sha256"] == summary["weights_sha256"] != other.summary["weights_sha256"]
+    assert "deprecated" not in first.stdout + first.stderr
+    assert "WARNING" not in first.stdout + first.stderr
+
+
+# A period and the steps at which it validates; there are 45 steps an epoch.
+PERIODS = {
+    "one and a half epochs": ("{batches: 67}", 2, [67, 90]),
+    "two epochs": ("{epochs: 2}", 3, [90, 135]),
+    "images": ("{records: 1440}", 3, [45, 90, 135]),
+    "never": ("{epochs: 0}", 2, [90]),
+}
+
+
+def test_validation_periods(tmp_path):
+    rows = {
+        name: [
+            *DIGITS,
+            *overrides(hyperparameters__max_length=f"{{epochs: {epochs}}}", min_validation_period=period),
+        ]
+        for name, (period, epochs, _) in PERIODS.items()
+    }
+    for name, run in train_many(tmp_path, rows).items():
+        assert run.code == 0, run.stderr
+        assert run.validated_at == PERIODS[name][2], name
+
+
+def test_one_set_of_weights_has_one_accuracy(tmp_path, image_folder):
+    """52 images, judged by the initial weights in 1, 2 and 3 processes and micro-batches of 2 to 30."""
+    runs: list[Run] = []
+    for processes in (1, 2, 3):
+        rows = {}
+        for batch in (6, 30):
+            settings = overrides(
+                data__dataset="imagefolder",
+                data__root=image_folder,
+                hyperparameters__max_length="{batches: 1}",
+                hyperparameters__overwrite_deepspeed_args__optimizer__params__lr=0,
+                **{BATCH: batch},
+            )
+            rows[f"{processes}-{batch}"] = [*DIGITS, *settings]
+        runs += train_many(tmp_path, rows, processes).values()
+    for run in runs:
+        assert run.code == 0, run.stderr
+        validation, expected = run.summary["validation"], runs[0].summary["validation"]
+        assert validation["images"] == 52
+        assert list(validation["per_class_accuracy"]) == [f"digit {label}" for label in range(4)]
+        assert validation["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+        assert validation["accuracy"] == expected["accuracy"]
+        assert validation["per_class_accuracy"] == expected["per_class_accuracy"]
+
+
+def test_test_mode_is_one_batch_of_everything(train):
+    run = train(*DIGITS, "--test")
+    assert run.code == 0, run.stderr
+    assert (run.summary["steps"], run.summary["validation"]["images"]) == (
+        1,
+        360,
+    )  # one batch of the validation's
+    assert (run.output / "checkpoints" / run.summary["checkpoint"] / "metadata.json").exists()
+
+
+def test_check_prints_the_configuration(tmp_path):
+    files = [*PROJECT.glob("*.yaml"), *PROJECT.glob("experiments/*.yaml")]
+    single = [file for file in files if not file.stem.startswith(("search-", "photos"))]  # photos needs some
+    rows = {file.stem: ["--config", str(file), "--check", "--slots", "2"] for file in single}
+    assert {"const", "distributed", "digits"} <= set(rows)
+    for name, run in train_many(tmp_path, rows).items():
+        assert run.code == 0, run.stderr
+        resolved = json.loads(run.stdout)
+        replicas = 1 if name == "pipeline" else 2
+        micro = resolved["train_micro_batch_size_per_gpu"]
+        assert resolved["train_batch_size"] == replicas * micro * resolved["gradient_accumulation_steps"]
+        assert not run.output.exists()
+
+
+# What is wrong on the command line, and what the one line on stderr must name.
+BAD = {
+    "no network": (
+        ["--set", "data.dataset=cifar10", "--set", "data.root={tmp}/none"],
+        ["data.root", "{tmp}/none", "missing"],
+    ),
+    "no folder": (
+        ["--set", "data.dataset=imagefolder", "--set", "data.root={tmp}/none"],
+        ["data.root", "{tmp}/none"],
+    ),
+    "unknown dataset": (["--set", "data.dataset=mnist"], ["data.dataset", "'mnist'", "digits"]),
+    "unknown data key": (["--set", "data.rot=x"], ["data.rot", "'root'"]),
+    "unknown path": (["--set", "dta.root=x"], ["dta", "'data'"]),
+    "path through a value": (["--set", "name.x=1"], ["name.x", "digits-deepspeed"]),
+    "no value": (["--set", "data.dataset"], ["--set", "PATH=VALUE"]),
+    "not YAML": (["--set", "name=[1"], ["--set name", "[1"]),
+    "no such file": (["--config", "nothing.yaml"], ["--config", "nothing.yaml"]),
+    "batch size": (
+        ["--set", "hyperparameters.overwrite_deepspeed_args.train_batch_size=0"],
+        ["train_batch_size", "0"],
+    ),
+    "length": (
+        ["--set", "hyperparameters.max_length={epochs: -1}"],
+        ["hyperparameters.max_length.epochs", "-1"],
+    ),
+    "period": (["--set", "min_validation_period={hours: 1}"], ["min_validation_period", "batches"]),
+    "seed": (["--set", "reproducibility.experiment_seed=x"], ["reproducibility.experiment_seed", "'x'"]),
+    "slots to train on": (["--slots", "4"], ["--slots", "4", "--check"]),
+    "no checkpoint": (["--resume", "latest"], ["--resume", "latest", "no checkpoint"]),
+}
+
+
+def fill(texts, folder):
+    return [text.replace("{tmp}", str(folder)) for text in texts]
+
+
+@pytest.fixture(scope="module")
+def bad_runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bad")
+    rows = {case: fill([*DIGITS, *arguments], folder) for case, (arguments, _) in BAD.items()}
+    return folder, train_many(folder, rows)
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(bad_runs, case):
+    folder, runs = bad_runs
+    run = runs[case]
+    assert run.code == 2, run.stderr
+    assert len(run.stderr.splitlines()) == 1, run.stderr
+    for name in fill(BAD[case][1], folder):
+        assert name in run.stderr
+    assert not list(run.output.glob("checkpoints/*"))

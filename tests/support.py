@@ -1,0 +1,183 @@
+"""Real runs in processes of their own, and what several tests ask of them."""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import psutil
+import pytest
+import torch
+
+from harness.errors import InvalidInput
+
+PROJECT = pathlib.Path(__file__).resolve().parent.parent
+
+
+TIME_LIMIT = 500  # seconds a run may take
+
+
+# One thread a process, of the tests' own and of those they start: those of several would wait for each other's cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+
+torch.set_num_threads(1)
+
+
+@dataclass
+class Run:
+    """A finished run: its exit code, what it printed and its folder."""
+
+    code: int
+    stdout: str
+    stderr: str
+    output: pathlib.Path
+
+    @property
+    def summary(self) -> dict:
+        return json.loads((self.output / "summary.json").read_text())
+
+    @property
+    def metrics(self) -> list[dict]:
+        return [json.loads(line) for line in (self.output / "metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def validated_at(self) -> list[int]:
+        return [entry["steps_completed"] for entry in self.metrics if entry["group"] == "validation"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def launcher(name: str, processes: int) -> list[str]:
+    """The command before the script: python, torchrun or deepspeed of this environment."""
+    if name == "python":
+        return [sys.executable]
+    module = {"torchrun": "torch.distributed.run", "deepspeed": "deepspeed.launcher.runner"}[name]
+    count = {"torchrun": "--nproc-per-node", "deepspeed": "--num_gpus"}[name]
+    return [sys.executable, "-m", module, f"{count}={processes}", f"--master_port={free_port()}"]
+
+
+def execute(command: list[str], output: pathlib.Path, *, cwd: pathlib.Path = PROJECT, **env: str) -> Run:
+    """Runs a command to its end; kills it and all its children when the time is up."""
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=TIME_LIMIT)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return Run(process.returncode, stdout, stderr, output)
+
+
+def train_many(
+    folder: pathlib.Path, rows: dict[str, list[str]], processes: int = 1, sigterm_at: int = 0
+) -> dict[str, Run]:
+    """Runs train.py's ``main`` with each row's arguments, all in one launch: starting DeepSpeed takes seconds.
+
+    With ``sigterm_at`` the last rank gets a SIGTERM in that step of every run.
+    """
+    table = folder / "rows.json"
+    table.write_text(json.dumps({name: [*row, "--output", str(folder / name)] for name, row in rows.items()}))
+    command = [*launcher("python" if processes == 1 else "torchrun", processes), "tests/many.py", str(table)]
+    launch = execute(command, folder, PYTHONPATH=str(PROJECT), SIGTERM_AT=str(sigterm_at))
+    done = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.done.json")}
+    runs = {}
+    for name in rows:
+        result = done.get(f"{name}.done", {"code": None, "stdout": launch.stdout, "stderr": launch.stderr})
+        runs[name] = Run(result["code"], result["stdout"], result["stderr"], folder / name)
+    return runs
+
+
+def overrides(**values: object) -> list[str]:
+    """``--set`` arguments; two underscores stand for a dot."""
+    return [part for key, value in values.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
+
+
+DIGITS = ["--config", "experiments/digits.yaml"]
+
+
+def error_line(call, *arguments) -> str:
+    """The one line of the InvalidInput that a call must raise."""
+    with pytest.raises(InvalidInput) as caught:
+        call(*arguments)
+    (line,) = caught.value.errors
+    assert "\n" not in line
+    return line
+
+
+def fork(*works):
+    """Starts each in a forked process, all at the same moment; one that raises exits with 1."""
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(len(works))
+
+    def run(work):
+        barrier.wait(30)
+        work()
+
+    processes = [context.Process(target=run, args=(work,)) for work in works]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def all_at_once(*works) -> None:
+    """Runs each to its end in a process of its own."""
+    processes = fork(*works)
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * len(works)
+
+
+LATEST = ["--resume", "latest"]
+MODEL = "model0/mp_rank_00_model_states.pt"  # of a checkpoint
+
+
+def checkpoints(run) -> dict[int, pathlib.Path]:
+    """The folders of a run's checkpoints by their steps."""
+    files = (run.output / "checkpoints").glob("*/metadata.json")
+    return {json.loads(file.read_text())["steps_completed"]: file.parent for file in files}
+
+
+def wait_for_checkpoint(process, output):
+    """The two ranks, once they are training, i.e. when there is a checkpoint that was not there before."""
+    before = set(output.glob("checkpoints/*/metadata.json"))
+    deadline = time.monotonic() + TIME_LIMIT
+    while set(output.glob("checkpoints/*/metadata.json")) <= before:
+        assert process.poll() is None, process.stderr.read().decode()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return psutil.Process(process.pid).children()
+
+
+def truncate_model(folder):
+    os.truncate(folder / MODEL, 1000)
+
+
+TWO = [*DIGITS, *overrides(hyperparameters__max_length="{batches: 4}", min_checkpoint_period="{batches: 2}")]
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+    """Every byte of a folder, by file."""
+    return {
+        str(path): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != ".lock"
+    }
