@@ -12,7 +12,7 @@ from harness.checkpoints.store import LocalCheckpoints
 from harness.cluster import cluster_info, on_cluster
 from harness.context import TrialContext, init
 from harness.controller import Controller
-from harness.errors import InvalidInput
+from harness.local.folder import on_chief
 from harness.local.signals import LocalPreempt
 
 __all__ = ["FitResult", "Trainer", "find_checkpoint", "init"]
@@ -128,15 +128,6 @@ def find_checkpoint(context: TrialContext, which: str | None) -> str | None:
         return cluster_info().latest_checkpoint
     if which is None:
         return None
-    found: tuple[str, list[str]] | None = None
-    if context.distributed.rank == 0:
-        checkpoints = context._core.checkpoint
-        assert isinstance(checkpoints, LocalCheckpoints)
-        try:
-            found = checkpoints.find(which), []
-        except InvalidInput as error:
-            found = "", error.errors
-    name, errors = context.distributed.broadcast(found)
-    if errors:
-        raise InvalidInput(errors)
-    return name
+    checkpoints = context._core.checkpoint
+    assert isinstance(checkpoints, LocalCheckpoints)
+    return on_chief(lambda: checkpoints.find(which), context.distributed)

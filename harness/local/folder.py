@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import filelock
 from determined import core
@@ -15,6 +16,7 @@ from harness.local import metrics_log
 
 FILES = ("run.json", metrics_log.FILE, "profile.txt", "summary.json")
 FOLDERS = ("checkpoints", "tensorboard")
+T = TypeVar("T")
 
 
 def default_output(name: str) -> pathlib.Path:
@@ -95,14 +97,15 @@ def own_folder(
         yield
 
 
-def on_chief(work: Callable[[], None], distributed: core.DistributedContext) -> None:
-    """Does something on rank 0 and raises its ``InvalidInput`` on every rank."""
-    errors: list[str] = []
+def on_chief(work: Callable[[], T], distributed: core.DistributedContext) -> T:
+    """Does something on rank 0 and gives its result, or raises its ``InvalidInput``, on every rank."""
+    done: tuple[T | None, list[str]] = None, []
     if distributed.rank == 0:
         try:
-            work()
+            done = work(), []
         except InvalidInput as error:
-            errors = error.errors
-    errors = distributed.broadcast(errors)
+            done = None, error.errors
+    result, errors = distributed.broadcast(done)
     if errors:
         raise InvalidInput(errors)
+    return result
