@@ -30,7 +30,7 @@ from classify.images.sampler import MicroBatchSampler
 from classify.models.registry import logits
 from classify.reports.callbacks import make_callbacks
 from classify.reports.metrics import ClassificationMetrics, Throughput
-from harness.deepspeed_patches import data_parallel_rank, patch_engine
+from harness.deepspeed_patches import data_parallel_rank
 from harness.local.local_mode import LocalTestMode
 
 Batches = Iterator[pytorch.TorchData] | None  # none on the middle stages of a pipeline
@@ -74,7 +74,6 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
             net = build_network(config, self._pipeline_loss)
             parameters = trainable_parameters(net, config)
             engine, *_ = deepspeed.initialize(model=net, model_parameters=parameters, config=config.deepspeed)
-        patch_engine(engine)
         self.model_engine = context.wrap_model_engine(engine)
         self.accumulation = engine.gradient_accumulation_steps()
         parts = config.replicas * self.accumulation

@@ -107,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
         output=args.output or default_output(args.config),
         resumes=bool(args.resume),
         writes=summary.RUN_FILES,
+        enable_tensorboard_logging=False,  # the trial has reports of its own
     ) as context:
         checkpoint = find_checkpoint(context, args.resume)
         trial = CIFARTrial(context)

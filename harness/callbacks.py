@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from determined import pytorch
@@ -79,7 +79,7 @@ class NonFiniteLossMonitor(pytorch.PyTorchCallback):
     """Stops the training when the loss, or every gradient, is not finite.
 
     Args:
-        engine: whose count of skipped steps is watched, too.
+        engines: whose counts of skipped steps are watched, too.
         micro_batches: training metrics a step.
         tolerance: bad steps in a row that are let pass; fp16 skips some while its loss scale comes down.
 
@@ -87,8 +87,8 @@ class NonFiniteLossMonitor(pytorch.PyTorchCallback):
         TrainingStopped: naming the step, the learning rate and the last checkpoint, which is from before.
     """
 
-    def __init__(self, engine: Any, micro_batches: int, tolerance: int) -> None:
-        self.engine, self.micro_batches, self.tolerance = engine, micro_batches, tolerance
+    def __init__(self, engines: Sequence[Any], micro_batches: int, tolerance: int) -> None:
+        self.engines, self.micro_batches, self.tolerance = engines, micro_batches, tolerance
         self.steps = self.bad_steps = self.skips = self.skipped_in_a_row = 0
         self.first_bad = ""
         self.checkpoint: str | None = None
@@ -99,7 +99,7 @@ class NonFiniteLossMonitor(pytorch.PyTorchCallback):
 
     @override
     def on_training_start(self) -> None:
-        self.skips = self.engine.skipped_steps  # of the run that this one resumes
+        self.skips = self._skips()  # of the run that this one resumes
 
     @override
     def on_checkpoint_upload_end(self, uuid: str) -> None:
@@ -114,12 +114,16 @@ class NonFiniteLossMonitor(pytorch.PyTorchCallback):
             self._check_losses(batch_metrics[index : index + self.micro_batches])
         if self.bad_steps > self.tolerance:
             raise self.stopped(self.first_bad)
-        skips, self.skips = self.engine.skipped_steps - self.skips, self.engine.skipped_steps
+        skips, self.skips = self._skips() - self.skips, self._skips()
         all_skipped = skips >= len(batch_metrics) // self.micro_batches
         self.skipped_in_a_row = self.skipped_in_a_row + skips if all_skipped else 0
         if self.skipped_in_a_row > self.tolerance:
             since = self.steps - self.skipped_in_a_row + 1
             raise self.stopped(f"no gradient is finite since step {since}{_rate(batch_metrics[-1])}")
+
+    def _skips(self) -> int:
+        """Steps that were skipped by every engine."""
+        return min(engine.skipped_steps for engine in self.engines)
 
     def _check_losses(self, step: list[dict[str, Any]]) -> None:
         losses = [float(each["loss"]) for each in step if "loss" in each]

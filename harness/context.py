@@ -7,17 +7,19 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import deepspeed
 import torch
 from determined import core
 from determined.pytorch import deepspeed as det_ds
 from typing_extensions import override
 
-from harness import cluster, processes
+from harness import cluster, deepspeed_patches, processes
 from harness.checkpoints.store import LocalCheckpoints
 from harness.experiment import Experiment
 from harness.local.folder import default_output, own_folder
 from harness.local.progress import LocalMetrics
 from harness.local.signals import LocalPreempt
+from harness.random_state import seed_everything
 
 
 class TrialContext(det_ds.DeepSpeedTrialContext):
@@ -42,6 +44,12 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
             self.device = torch.device("cpu")
 
     @override
+    def wrap_model_engine(self, model: deepspeed.DeepSpeedEngine) -> deepspeed.DeepSpeedEngine:
+        """Registers an engine of the trial, and applies what every engine needs of ``deepspeed_patches``."""
+        deepspeed_patches.patch_engine(model)
+        return super().wrap_model_engine(model)
+
+    @override
     def get_tensorboard_writer(self) -> Any:
         """The writer of TensorBoard's files.
 
@@ -50,12 +58,19 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
         if self._tbd_writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tbd_writer = SummaryWriter(str(self.get_tensorboard_path()), purge_step=self.resumed_from)
+            folder, done = str(self.get_tensorboard_path()), self.resumed_from
+            self._tbd_writer = SummaryWriter(folder, purge_step=done or None)
         return self._tbd_writer
 
 
 def make_context(
-    core_context: core.Context, experiment: Experiment, seed: int, num_gpus: int, steps_completed: int = 0
+    core_context: core.Context,
+    experiment: Experiment,
+    seed: int,
+    num_gpus: int,
+    *,
+    steps_completed: int = 0,
+    enable_tensorboard_logging: bool = True,
 ) -> TrialContext:
     """Makes the context of a trial, one slot a process."""
     context = TrialContext(
@@ -66,7 +81,7 @@ def make_context(
         num_gpus=num_gpus,
         exp_conf=dict(experiment.config),
         steps_completed=steps_completed,
-        enable_tensorboard_logging=False,  # Determined's own writes in every step
+        enable_tensorboard_logging=enable_tensorboard_logging,
     )
     context.experiment = experiment
     return context
@@ -77,6 +92,8 @@ def init(
     hparams: Mapping[str, Any] | None = None,
     exp_conf: Mapping[str, Any] | None = None,
     *,
+    distributed: core.DistributedContext | None = None,
+    enable_tensorboard_logging: bool = True,
     output: pathlib.Path | None = None,
     resumes: bool = False,
     writes: Sequence[str] = (),
@@ -90,6 +107,9 @@ def init(
     Args:
         hparams: the hyperparameters; on a cluster the master's, whatever is given.
         exp_conf: the experiment configuration; on a cluster the master's.
+        distributed: the ranks, where the program has joined them itself.
+        enable_tensorboard_logging: whether every reported metric is written for TensorBoard, as Determined
+            does; the trial's own writer works in either case.
         output: off a cluster, the run's folder, by default ``runs/trial-<time>``; all ranks take the chief's.
         resumes: whether the run that is in the folder is to go on; another one may not be there.
         writes: further files that the program writes into the folder.
@@ -99,23 +119,36 @@ def init(
     """
     processes.share_cores()
     if experiment := cluster.cluster_experiment():
-        with _on_cluster(experiment) as context:
+        joined = distributed or processes.join_cluster_processes()
+        with _on_cluster(experiment, joined, enable_tensorboard_logging) as context:
             yield context
-    else:
-        output = output or default_output("trial")
-        with _locally(Experiment(exp_conf or {}, hparams or {}), output, resumes, writes) as context:
-            yield context
+        return
+    experiment = Experiment(exp_conf or {}, hparams or {})
+    ranks = distributed or processes.join_local_processes()
+    output = ranks.broadcast((output or default_output("trial")).resolve())
+    with (
+        own_folder(output, ranks, resumes, writes),
+        _locally(experiment, ranks, output, enable_tensorboard_logging) as context,
+    ):
+        yield context
 
 
 @contextlib.contextmanager
-def _on_cluster(experiment: Experiment) -> Iterator[TrialContext]:
+def _on_cluster(
+    experiment: Experiment, distributed: core.DistributedContext | None, logs_tensorboard: bool
+) -> Iterator[TrialContext]:
     info = cluster.cluster_info()
-    distributed = processes.join_cluster_processes()
     seed = info.trial.trial_seed
-    processes.seed_everything(seed)
+    seed_everything(seed)
     with core.init(distributed=distributed, tensorboard_mode=core.TensorboardMode.MANUAL) as core_context:
-        steps, gpus = info.trial._steps_completed, len(info.gpu_uuids)
-        context = make_context(core_context, experiment, seed, gpus, steps)
+        context = make_context(
+            core_context,
+            experiment,
+            seed,
+            len(info.gpu_uuids),
+            steps_completed=info.trial._steps_completed,
+            enable_tensorboard_logging=logs_tensorboard,
+        )
         with cluster.errors_end_the_trial():
             cluster.log_from_chief(core_context.distributed.rank == 0)
             cluster.check_slots(core_context.distributed.size)
@@ -124,18 +157,13 @@ def _on_cluster(experiment: Experiment) -> Iterator[TrialContext]:
 
 @contextlib.contextmanager
 def _locally(
-    experiment: Experiment, output: pathlib.Path, resumes: bool, writes: Sequence[str]
+    experiment: Experiment, distributed: core.DistributedContext, output: pathlib.Path, logs_tensorboard: bool
 ) -> Iterator[TrialContext]:
-    distributed = processes.join_local_processes()
-    output = distributed.broadcast(output.resolve())
-    processes.seed_everything(experiment.seed)
+    seed_everything(experiment.seed)
     storage, tensorboard = output / "checkpoints", core.TensorboardMode.MANUAL
-    with (
-        own_folder(output, distributed, resumes, writes),
-        core.init(
-            distributed=distributed, checkpoint_storage=str(storage), tensorboard_mode=tensorboard
-        ) as core_context,
-    ):
+    with core.init(
+        distributed=distributed, checkpoint_storage=str(storage), tensorboard_mode=tensorboard
+    ) as core_context:
         core_context.train = train = LocalMetrics(output, experiment)
         core_context.preempt = LocalPreempt(core_context.distributed, output).start()
         core_context.checkpoint = LocalCheckpoints(
@@ -145,6 +173,12 @@ def _locally(
             experiment.checkpoints_to_keep("save_trial_latest"),
             train.score,
         )
-        context = make_context(core_context, experiment, experiment.seed, torch.cuda.device_count())
+        context = make_context(
+            core_context,
+            experiment,
+            experiment.seed,
+            torch.cuda.device_count(),
+            enable_tensorboard_logging=logs_tensorboard,
+        )
         context.output = output
         yield context

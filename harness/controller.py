@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from determined import pytorch
+from determined.pytorch.deepspeed import DeepSpeedTrial
 from typing_extensions import override
 
 from harness import deepspeed_patches
@@ -17,7 +18,7 @@ from harness.callbacks import NonFiniteLossMonitor
 from harness.checkpoints import identity, safe_load
 from harness.checkpoints.conversion import as_loadable
 from harness.checkpoints.identity import Identity
-from harness.errors import InvalidInput
+from harness.errors import InvalidInput, UnusableCheckpoint
 from harness.hooks import Code, TrialHooks
 from harness.local.progress import LocalMetrics
 from harness.local.signals import LocalPreempt
@@ -42,7 +43,7 @@ class Controller(Loop):
         self.records_steps = records_steps
         self.engines: list[Any] = self.context.models
         tolerance = FP16_TOLERANCE if any(engine.fp16_enabled() for engine in self.engines) else 0
-        self.monitor = NonFiniteLossMonitor(self.engines[0], self.calls_per_step, tolerance)
+        self.monitor = NonFiniteLossMonitor(self.engines, self.calls_per_step, tolerance)
         self.callbacks: dict[str, pytorch.PyTorchCallback] = {**self.callbacks, "monitor": self.monitor}
         self.hooks = [each for each in self.callbacks.values() if isinstance(each, TrialHooks)]
 
@@ -100,8 +101,7 @@ class Controller(Loop):
         except Exception as error:  # DeepSpeed's for this is a bare Exception
             if "loss scale already at minimum" not in str(error):
                 raise
-            rate = self.engines[0].get_lr()[0]
-            where = f"in step {batch_idx + 1} (learning rate {rate:g})"
+            where = f"in step {batch_idx + 1} (learning rate {self.engines[0].get_lr()[0]:g})"
             raise self.monitor.stopped(f"the gradients overflow at the least loss scale {where}") from error
 
     @override
@@ -112,9 +112,10 @@ class Controller(Loop):
 
     @contextlib.contextmanager
     def _profiled(self) -> Iterator[None]:
-        """Where it is asked for, records a few steps of the chief with torch's profiler."""
+        """Records a few steps of the chief with torch's profiler, or what the trial's own profiler does."""
         if not (self.records_steps and self.is_chief):
-            yield
+            with self.context.profiler or contextlib.nullcontext():
+                yield
             return
         schedule = torch.profiler.schedule(wait=PROFILED_AFTER, warmup=2, active=PROFILED_STEPS, repeat=1)
         self.context.set_profiler(schedule=schedule)
@@ -133,7 +134,7 @@ class Controller(Loop):
     def identity(self) -> Identity:
         """What a run must have in common with this one to go on from its checkpoints, or the other way."""
         more = [each.identity() for each in self.hooks]
-        return identity.identity_of(self.engines[0], self.context.experiment.seed, more)
+        return identity.identity_of(self.engines, self.context.experiment.seed, more)
 
     @override
     def code(self) -> Code:
@@ -164,9 +165,11 @@ class Controller(Loop):
         if self.context.distributed.local_rank == 0:
             try:
                 safe_load.check(path, identity.read(path, name))
+                if type(self.trial).save is DeepSpeedTrial.save:
+                    identity.check_engines(path, name, len(self.engines))
                 identity.check(path, name, mine, self.trial_id)
             except InvalidInput as error:
                 errors = error.errors
         for each in self.context.distributed.allgather(errors):
             if each:
-                raise InvalidInput(each)
+                raise UnusableCheckpoint(each)

@@ -3,7 +3,7 @@
 - ``prepare_accelerator``, once a process: ``silence_misleading_warnings``, ``allow_fp16_on_cpu``,
   ``reduce_over_gloo``;
 - ``patch_engine``, to a new engine: ``scale_fp16_loss_without_zero``, ``keep_gradient_norm``,
-  ``skip_reductions_over_one_rank``;
+  ``skip_reductions_over_one_rank``, ``save_plain_configuration``;
 - before an engine is made: ``clip_stages_together`` to a pipeline, ``partition_for_zero3`` to a network;
 - before each validation: ``broadcast_buffers``;
 - while a checkpoint is loaded: ``keep_configured_hyperparameters``, ``load_as_universal``,
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import json
 import logging
 import pathlib
 import types
@@ -85,6 +86,7 @@ def patch_engine(engine: deepspeed.DeepSpeedEngine) -> None:
     scale_fp16_loss_without_zero(engine)
     keep_gradient_norm(engine)
     skip_reductions_over_one_rank(engine)
+    save_plain_configuration(engine)
 
 
 def scale_fp16_loss_without_zero(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -128,6 +130,16 @@ def skip_reductions_over_one_rank(engine: deepspeed.DeepSpeedEngine) -> None:
         engine.enable_backward_allreduce = False
 
 
+def save_plain_configuration(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Has checkpoints hold the configuration as plain dictionaries.
+
+    DeepSpeed saves the very object that the trial gave it. As an ``AttrDict``, usual in Determined's trials,
+    it is more than a safe ``torch.load`` reads.
+    """
+    if isinstance(engine.config, Mapping):
+        engine.config = json.loads(json.dumps(engine.config, default=str))
+
+
 # ---------------------------------------------------------------------------- the network, before its engine
 
 
@@ -160,13 +172,15 @@ def broadcast_buffers(engine: deepspeed.DeepSpeedEngine) -> None:
     DeepSpeed never does, so in validation every rank would judge by the statistics of its own share of the
     data.
     """
-    grid = getattr(engine, "grid", None)  # of a pipeline
-    group: Any = grid.get_data_parallel_group() if grid else torch.distributed.group.WORLD
+    parallel = getattr(engine, "grid", None) or engine.mpu  # of a pipeline; of another parallel model
+    group: Any = parallel.get_data_parallel_group() if parallel else torch.distributed.group.WORLD
     if torch.distributed.get_world_size(group) == 1:
         return
     first = torch.distributed.get_global_rank(group, 0)
-    for buffer in engine.module.buffers():
-        torch.distributed.broadcast(buffer, first, group=group)
+    for layer in engine.module.modules():
+        if isinstance(layer, torch.nn.modules.batchnorm._NormBase):
+            for buffer in layer.buffers():
+                torch.distributed.broadcast(buffer, first, group=group)
 
 
 # ----------------------------------------------------------------------------------------------- checkpoints
@@ -181,6 +195,9 @@ def keep_configured_hyperparameters(engine: deepspeed.DeepSpeedEngine) -> Iterat
     to what the configured schedule has after as many steps.
     """
     optimizer, schedule = engine.basic_optimizer, engine.lr_scheduler
+    if optimizer is None or (schedule and not hasattr(schedule, "last_batch_iteration")):
+        yield  # a schedule of the trial's own keeps its place as it likes
+        return
     clipping = getattr(engine.optimizer, "clip_grad", None)
     groups = [{key: group[key] for key in optimizer.defaults} for group in optimizer.param_groups]
     if schedule:

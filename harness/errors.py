@@ -25,6 +25,13 @@ class InvalidInput(ValueError):
         super().__init__("\n".join(self.errors))
 
 
+class UnusableCheckpoint(InvalidInput, AssertionError):
+    """A checkpoint from which the trial cannot go on.
+
+    An ``AssertionError`` as well, which Determined raises where engines cannot load theirs.
+    """
+
+
 class TrainingStopped(RuntimeError):
     """Training cannot go on, e.g. because the disk is full or the loss is NaN.
 

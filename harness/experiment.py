@@ -16,7 +16,6 @@ from harness.errors import InvalidInput
 
 PERIOD_UNITS = ("batches", "records", "epochs")
 LENGTH_UNITS = ("batches", "epochs")
-DEFAULT_METRIC = "accuracy"
 LENGTH = "hyperparameters.max_length"
 
 
@@ -76,20 +75,19 @@ class Experiment:
 
     @property
     def metric(self) -> str:
-        """The validation metric by which checkpoints and trials are compared."""
-        return str(self._section("searcher").get("metric") or DEFAULT_METRIC)
+        """The validation metric by which checkpoints and trials are compared; empty where none is named."""
+        return str(self._section("searcher").get("metric") or "")
 
     @property
     def smaller_is_better(self) -> bool:
-        """Whether smaller values of ``metric`` are better; Determined's default where a metric is named."""
-        section = self._section("searcher")
-        chosen = section.get("smaller_is_better")
-        return section.get("metric") is not None if chosen is None else bool(chosen)
+        """Whether smaller values of ``metric`` are better, as they are in Determined by default."""
+        chosen = self._section("searcher").get("smaller_is_better")
+        return True if chosen is None else bool(chosen)
 
     def notes(self) -> list[str]:
         """What the file leaves to a default that may surprise."""
-        silent = self._section("searcher").get("smaller_is_better") is None
-        if not (silent and self.smaller_is_better) or self.metric == "loss":
+        chosen = self._section("searcher").get("smaller_is_better")
+        if chosen is not None or self.metric in ("", "loss"):
             return []
         what = f"so less {self.metric} is better, as in Determined"
         return [f"searcher.smaller_is_better: None: {what}; false turns it"]

@@ -5,10 +5,13 @@ What Determined 0.38 does, and the methods of ``Loop`` that cure it:
 - Periods longer than an epoch never come, and a trial always sees epoch 0: ``_train_with_boundaries``.
 - Every metric is copied to the host in every micro-batch, and gathered over the ranks in every step:
   ``_train_batch``, ``_aggregate_training_metrics``.
-- A resumed trial skips too few micro-batches under gradient accumulation: ``_set_data_loaders``.
+- A resumed trial skips too few micro-batches under gradient accumulation, and ``shuffle=True`` draws from
+  torch's global generator, so that ranks may shard different orders, and a resumed trial has another:
+  ``_set_data_loaders``.
+- A rank that reports no metrics, as of a parallel model, fails in validation, and a validation draws from
+  the generators of training: ``_validate``.
 - A local checkpoint copies all of the working directory as its code: ``_save``.
-- TensorBoard's files are uploaded only if Determined's own writer is on, which writes in every step:
-  ``_stop_requested``.
+- TensorBoard's files of a trial are uploaded only if Determined writes its own: ``_stop_requested``.
 - CUDA is synchronised on a machine without a GPU: ``_sync_device``.
 
 ``controller.py`` adds to some of these methods. A Determined that lacks one is refused.
@@ -18,22 +21,25 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
 import determined as det
 import torch
 from deepspeed.accelerator import get_accelerator
-from determined import pytorch
+from determined import core, pytorch
 from determined.pytorch import deepspeed as det_ds
 from typing_extensions import override
 
+from harness.checkpoints.code import copying
 from harness.cluster import on_cluster
+from harness.errors import InvalidInput
 from harness.hooks import Code
+from harness.random_state import State, random_state, set_random_state, shuffled_by_seed
 
 REQUIRED = """_train_with_boundaries _train_batch _aggregate_training_metrics _set_data_loaders _save
-    _stop_requested _sync_device _step_batch _on_epoch_start _validate _load _run _upload_tb_files""".split()
+    _stop_requested _sync_device _step_batch _on_epoch_start _validate _checkpoint _load _run
+    _upload_tb_files""".split()
 
 
 class Loop(det_ds.DeepSpeedTrialController):
@@ -45,6 +51,7 @@ class Loop(det_ds.DeepSpeedTrialController):
             raise RuntimeError(f"determined {det.__version__} lacks {', '.join(missing)}; install 0.38.1")
         super().__init__(**kwargs)
         self.start_from_batch: int = kwargs["steps_completed"]
+        self.training_randomness: State | None = None  # while a validation runs
         whole_steps = self.context.use_pipeline_parallel or self.context._manual_grad_accumulation
         self.calls_per_step = 1 if whole_steps else self.context.get_num_micro_batches_per_slot()
 
@@ -68,17 +75,28 @@ class Loop(det_ds.DeepSpeedTrialController):
 
     @override
     def _set_data_loaders(self) -> None:
-        """Converts the position of a resumed run from steps to micro-batches."""
+        """Converts the position of a resumed run from steps to micro-batches, and shuffles by the seed.
+
+        Raises:
+            InvalidInput: if the data is not enough for one optimizer step.
+        """
         steps = self.start_from_batch
         self.start_from_batch = steps * self.context.get_num_micro_batches_per_slot()
-        super()._set_data_loaders()
+        with shuffled_by_seed(self.trial, self.context.get_trial_seed()):
+            super()._set_data_loaders()
         self.start_from_batch = steps
+        if not self.context._epoch_len:
+            needed = self.context.get_num_micro_batches_per_slot()
+            mend = "use more data, fewer processes or a smaller batch"
+            raise InvalidInput(
+                f"training data: fewer than the {needed} micro-batches of one optimizer step a rank; {mend}"
+            )
 
     @override
     def _train_with_boundaries(
         self, train_boundaries: list[pytorch._TrainBoundary]
     ) -> tuple[list[pytorch._TrainBoundary], list[dict[str, Any]]]:
-        """Trains until a boundary, counting steps and epochs since the start of training."""
+        """Trains to a boundary or an epoch's end, counting steps and epochs since the start of training."""
         if self.is_chief:
             self.core_context.train.set_status("training")
         for model in self.context.models:
@@ -97,7 +115,8 @@ class Loop(det_ds.DeepSpeedTrialController):
             for boundary in train_boundaries:
                 boundary.limit_reached = self._is_reached(boundary, step + 1)
             self.after_step(train_boundaries)
-            if any(boundary.limit_reached for boundary in train_boundaries):
+            ends_epoch = (step + 1) % self.epoch_length == 0
+            if ends_epoch or any(boundary.limit_reached for boundary in train_boundaries):
                 return train_boundaries, metrics
 
     def _is_reached(self, boundary: pytorch._TrainBoundary, steps: int) -> bool:
@@ -110,13 +129,17 @@ class Loop(det_ds.DeepSpeedTrialController):
 
     @override
     def _train_batch(self, epoch_idx: int, batch_idx: int) -> list[dict[str, Any]]:
-        """One optimizer step. Its metrics stay on the device until they are reported."""
-        train_batch = self.trial.train_batch
-        metrics = [
-            train_batch(self.training_iterator, epoch_idx, batch_idx) for _ in range(self.calls_per_step)
-        ]
+        """One optimizer step. Its scalar metrics stay on the device until they are reported."""
+        metrics = []
+        for _ in range(self.calls_per_step):
+            result = self.trial.train_batch(self.training_iterator, epoch_idx, batch_idx)
+            if self.context._mpu.should_report_metrics:
+                metrics.append(_kept(result))
         if self.context.profiler:
             self.context.profiler.step()
+        engine, whole_step = self.context.models[0], self.context.get_num_micro_batches_per_slot()
+        if not self.context.use_pipeline_parallel:
+            assert engine.micro_steps % whole_step == 0, "did not train for gradient accumulation steps"
         return metrics
 
     @override
@@ -125,15 +148,39 @@ class Loop(det_ds.DeepSpeedTrialController):
         return super()._aggregate_training_metrics(_fetch(training_metrics))
 
     @override
+    def _validate(self) -> dict[str, Any]:
+        """Validates, and leaves the random numbers of training as if it had not.
+
+        So weights do not depend on how often a run validates, and one that is continued beyond its length is
+        as if never ended. The metrics are those of the ranks that report any, whichever they are.
+        """
+        self.training_randomness = random_state(self.context.device)
+        with _reducing_what_is_reported(self.context.distributed):
+            metrics = super()._validate()
+        self._end_validation()
+        return metrics
+
+    @override
+    def _checkpoint(self, already_exiting: bool) -> None:
+        """Saves; a validation saves what is best before it returns."""
+        self._end_validation()
+        super()._checkpoint(already_exiting)
+
+    def _end_validation(self) -> None:
+        if self.training_randomness:
+            set_random_state(self.training_randomness, self.context.device)
+            self.training_randomness = None
+
+    @override
     def _save(self, path: pathlib.Path) -> None:
         """Copies the trial's code alone into a local checkpoint; on a cluster there is a clean copy."""
-        with _copying(self.code()) if self.local_training else contextlib.nullcontext():
+        with copying(self.code()) if self.local_training else contextlib.nullcontext():
             super()._save(path)
 
     @override
     def _stop_requested(self) -> None:
         """Uploads TensorBoard's files first, after every report, validation and checkpoint."""
-        if on_cluster():
+        if on_cluster() and not self.context.get_enable_tensorboard_logging():
             self._upload_tb_files()
         super()._stop_requested()
 
@@ -144,40 +191,55 @@ class Loop(det_ds.DeepSpeedTrialController):
 
 
 @contextlib.contextmanager
-def _copying(code: Code) -> Iterator[None]:
-    """Has Determined copy this code into a checkpoint instead of the working directory.
+def _reducing_what_is_reported(distributed: core.DistributedContext) -> Iterator[None]:
+    """Tells ranks that report no validation metrics the names of the others'; or they fail, or lose them."""
+    prepare, reduce = pytorch._prepare_metrics_reducers, pytorch._reduce_metrics
+    names: dict[str, None] = {}
 
-    Left out are what ``.detignore`` names, runs, which hold the checkpoints, and ``code.excluded``.
-    """
-    excluded = {path.resolve() for path in code.excluded}
-    by_detignore = det.util.detignore.make_shutil_ignore(code.folder)
+    def prepare_for_all(reducer: Any, keys: Any) -> Any:
+        for reported in distributed.allgather(list(keys or ())):
+            names.update(dict.fromkeys(reported))
+        return prepare(reducer, names.keys())
 
-    def ignore(folder: str, names: list[str]) -> set[str]:
-        paths = {name: pathlib.Path(folder, name) for name in names}
-        more = {name for name, path in paths.items() if path.resolve() in excluded or _is_run(path)}
-        return more.union(by_detignore(folder, names))
+    def reduce_for_all(*args: Any, **kwargs: Any) -> Any:
+        return reduce(*args, **{**kwargs, "keys": names.keys()})
 
-    def write_user_code(path: pathlib.Path, is_managed: bool) -> None:
-        shutil.copytree(code.folder, path / "code", ignore=ignore)
-
-    upstream = det.util.write_user_code
-    det.util.write_user_code = write_user_code
+    pytorch._prepare_metrics_reducers = prepare_for_all
+    pytorch._reduce_metrics = reduce_for_all
     try:
         yield
     finally:
-        det.util.write_user_code = upstream
+        pytorch._prepare_metrics_reducers, pytorch._reduce_metrics = prepare, reduce
 
 
-def _is_run(path: pathlib.Path) -> bool:
-    return (path / "run.json").exists()
+def _kept(metrics: Any) -> dict[str, Any]:
+    """Metrics as they are kept until the next report.
+
+    Scalars stay on the device, without the graph that they came from; of other tensors the host gets a copy.
+
+    Raises:
+        InvalidExperimentException: as upstream, if they are neither a tensor, the loss, nor a dictionary.
+    """
+    if isinstance(metrics, torch.Tensor):
+        metrics = {"loss": metrics}
+    if not isinstance(metrics, dict):
+        wanted = "a dictionary mapping string names to Tensor metrics"
+        raise det.errors.InvalidExperimentException(f"train_batch must return {wanted}, got {type(metrics)}")
+    kept = dict(metrics)
+    for name, value in metrics.items():
+        if isinstance(value, torch.Tensor):
+            kept[name] = value.detach().cpu().numpy() if value.dim() else value.detach().clone()
+    return kept
 
 
 def _fetch(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copies the tensors among scalar metrics to the host, one transfer a metric."""
+    """Copies the scalar tensors among metrics to the host, one transfer a metric."""
     fetched = [dict(each) for each in metrics]
     for name in metrics[0] if metrics else ():
-        values = [each[name] for each in metrics]
-        if all(isinstance(value, torch.Tensor) for value in values):
-            for each, value in zip(fetched, torch.stack(values).float().cpu().tolist(), strict=True):
+        having = [each for each in fetched if isinstance(each.get(name), torch.Tensor)]
+        if having:
+            device = having[0][name].device
+            values = torch.stack([each[name].to(device) for each in having]).tolist()
+            for each, value in zip(having, values, strict=True):
                 each[name] = value
     return fetched

@@ -1,17 +1,15 @@
-"""The processes of a run: their cores, seeds and process group."""
+"""The processes of a run: their cores and process group."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import os
-import random
 import socket
 
 import deepspeed
 import determined as det
 import joblib
-import numpy as np
 import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -19,6 +17,8 @@ from determined import core
 
 from harness import deepspeed_patches
 from harness.errors import InvalidInput
+
+MANUAL = "DET_MANUAL_INIT_DISTRIBUTED"  # Determined's variable: the trial starts the process group itself
 
 
 def device_type() -> str:
@@ -58,13 +58,6 @@ def _user_chose_threads() -> bool:
     return "OMP_NUM_THREADS" in os.environ
 
 
-def seed_everything(seed: int) -> None:
-    """Seeds Python, numpy and torch alike on every rank."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def start_process_group() -> None:
     """Starts torch's process group and DeepSpeed's; one process alone needs no launcher and no port.
 
@@ -72,8 +65,8 @@ def start_process_group() -> None:
         InvalidInput: if there are more processes than GPUs.
     """
     deepspeed_patches.prepare_accelerator()
-    if torch.distributed.is_initialized():
-        return  # by an earlier run in this process
+    if torch.distributed.is_initialized() or os.environ.get(MANUAL):
+        return  # by an earlier run in this process; or by the trial itself
     atexit.register(torch.distributed.destroy_process_group)
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if torch.cuda.is_available():
@@ -100,19 +93,20 @@ def join_local_processes() -> core.DistributedContext:
     """Joins the processes that ``deepspeed`` or ``torchrun`` started, or is the only one."""
     start_process_group()
     env = os.environ
-    size = int(env["WORLD_SIZE"])
-    # Determined's own ports are fixed, which would keep a host to one run at a time.
-    pub_port, pull_port = _free_ports(2) if size > 1 else (0, 0)
+    size = int(env.get("WORLD_SIZE", 1))
+    ports = {}
+    if size > 1 and torch.distributed.is_initialized():
+        # Determined's own ports are fixed, which would keep a host to one run at a time.
+        ports = dict(zip(("pub_port", "pull_port"), _free_ports(2), strict=True))
     return core.DistributedContext(
-        rank=int(env["RANK"]),
+        rank=int(env.get("RANK", 0)),
         size=size,
-        local_rank=int(env["LOCAL_RANK"]),
+        local_rank=int(env.get("LOCAL_RANK", 0)),
         local_size=_local_size(),
         cross_rank=int(env.get("CROSS_RANK") or env.get("GROUP_RANK") or 0),
         cross_size=int(env.get("CROSS_SIZE") or env.get("GROUP_WORLD_SIZE") or 1),
         chief_ip=env.get("DET_CHIEF_IP") or env.get("MASTER_ADDR"),
-        pub_port=pub_port,
-        pull_port=pull_port,
+        **ports,
     )
 
 
@@ -122,7 +116,8 @@ def join_cluster_processes() -> core.DistributedContext | None:
         start_process_group()
         return None
     deepspeed_patches.prepare_accelerator()
-    deepspeed.init_distributed(auto_mpi_discovery=False)
+    if not os.environ.get(MANUAL):
+        deepspeed.init_distributed(auto_mpi_discovery=False)
     return core.DistributedContext.from_deepspeed()
 
 

@@ -67,7 +67,8 @@ class Trainer:
             validation_period: how often to validate; at the end alone if None.
             checkpoint_period: how often to save; at the end and by ``checkpoint_policy`` alone if None.
             reporting_period: how often to report training metrics; every 100 steps if None.
-            checkpoint_policy: whether to save after a validation: ``best``, ``all`` or ``none``.
+            checkpoint_policy: whether to save after a validation: ``best``, ``all`` or ``none``. Which is
+                the best is told by ``searcher.metric``; without one, ``best`` saves after all.
             latest_checkpoint: the UUID of the checkpoint to go on from.
             step_zero_validation: whether to validate before the first step.
             test_mode: one batch of everything.
@@ -79,6 +80,7 @@ class Trainer:
             TrainingStopped: if the training cannot go on.
         """
         context, never = self.context, pytorch.Batch(sys.maxsize)
+        metric, policy = context.experiment.metric, checkpoint_policy
         steps = context.get_initial_batch()
         if latest_checkpoint and not on_cluster():
             steps = context._core.checkpoint.get_metadata(latest_checkpoint)["steps_completed"]
@@ -91,9 +93,9 @@ class Trainer:
             validation_period=validation_period or never,
             checkpoint_period=checkpoint_period or never,
             reporting_period=reporting_period or pytorch.Batch(100),
-            checkpoint_policy=checkpoint_policy,
+            checkpoint_policy="all" if policy == "best" and not metric else policy,
             step_zero_validation=step_zero_validation,
-            searcher_metric_name=context.experiment.metric,
+            searcher_metric_name=metric or None,
             smaller_is_better=context.experiment.smaller_is_better,
             steps_completed=steps,
             latest_checkpoint=latest_checkpoint,

@@ -24,9 +24,8 @@ PARSERS = {
 def commands(page) -> list[list[str]]:
     """Every command of a page that runs a program of ours, without what starts it."""
     text = page.read_text()
-    fenced = [
-        line for block in re.findall(r"^```\n(.*?)^```", text, re.M | re.S) for line in block.splitlines()
-    ]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S)
+    fenced = [line for language, block in blocks if not language for line in block.splitlines()]
     found = []
     for line in [*fenced, *re.findall(r"`([^`\n]+)`", text)]:
         words = shlex.split(line, comments=True)

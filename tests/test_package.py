@@ -127,10 +127,12 @@ def test_local_test_mode(tmp_path):
         "import sys\nfrom determined.cli import cli\n"
         f"for file in {[str(file.relative_to(PROJECT)) for file in others]!r}:\n"
         f"    cli.main(['experiment', 'create', file, '.', *{LOCAL_TEST!r}])\n"
+        f"text = [*{LOCAL_TEST[:-1]!r}, 'entrypoint=examples.text:TextTrial']\n"
+        "cli.main(['experiment', 'create', 'examples/text.yaml', '.', *text])\n"
     )
     run = execute([sys.executable, str(script)], tmp_path)
     assert run.code == 0, run.stderr
-    assert (run.stdout + run.stderr).count("The test experiment passed.") == len(others)
+    assert (run.stdout + run.stderr).count("The test experiment passed.") == len(others) + 1
     assert not list(PROJECT.glob("None*"))  # what a path that is missing would be called
 
 

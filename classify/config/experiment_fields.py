@@ -41,6 +41,7 @@ SEARCHERS = {
 }
 SAMPLED_TYPES = ("int", "double", "log", "categorical")
 METRICS = ("accuracy", "loss", "images_per_second")
+DEFAULT_METRIC = {"metric": "accuracy", "smaller_is_better": False}
 
 
 def _is_metric(value: Any) -> bool:
@@ -101,6 +102,8 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
         errors += _length_errors(hyperparameters.get("max_length"), read.get("searcher", {}))
     if errors:
         raise InvalidInput(errors)
+    if not read["searcher"].get("metric"):
+        config = {**config, "searcher": {**read["searcher"], **DEFAULT_METRIC}}
     return Experiment(config, hyperparameters)
 
 

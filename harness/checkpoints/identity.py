@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ STAGE, PROCESSES = "zero_optimization.stage", "processes"
 Identity = Mapping[str, Mapping[str, Any]]
 
 
-def identity_of(engine: DeepSpeedEngine, seed: int, more: Iterable[Identity]) -> Identity:
+def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Iterable[Identity]) -> Identity:
     """What must be the same for a trial to go on from another's checkpoint, by the keys of its configuration.
 
     Args:
-        engine: the trial's first.
+        engines: the trial's; the keys of all but the first have the engine's number before them.
         seed: of the experiment.
         more: what the trial's hooks add, in the groups ``net`` and ``position``.
 
@@ -32,22 +32,28 @@ def identity_of(engine: DeepSpeedEngine, seed: int, more: Iterable[Identity]) ->
         JSON values by key, in four groups: ``net`` and ``mode``, without which the engine's files are of no
         use; ``position``, without which the place in the data is not; ``states`` that the optimizer keeps.
     """
-    mode = {
-        "precision": str(engine_dtype(engine)).removeprefix("torch."),
-        "optimizer.type": engine.optimizer_name() or "",
-        STAGE: int(engine.zero_optimization_stage()),
-        PROCESSES: torch.distributed.get_world_size(),
-    }
+    mode: dict[str, Any] = {PROCESSES: torch.distributed.get_world_size()}
+    position: dict[str, Any] = {"reproducibility.experiment_seed": seed}
     net: dict[str, Any] = {}
-    position = {"train_batch_size": engine.train_batch_size(), "reproducibility.experiment_seed": seed}
+    states: dict[str, bool] = {}
+    for number, engine in enumerate(engines):
+        prefix = f"model{number}: " if number else ""
+        mode[f"{prefix}precision"] = str(engine_dtype(engine)).removeprefix("torch.")
+        mode[f"{prefix}optimizer.type"] = engine.optimizer_name() or ""
+        mode[f"{prefix}{STAGE}"] = int(engine.zero_optimization_stage())
+        position[f"{prefix}train_batch_size"] = engine.train_batch_size()
+        kept = _kept_states(engine.basic_optimizer)
+        states.update({f"{prefix}{key}": value for key, value in kept.items()})
     for each in more:
         net.update(each.get("net", {}))
         position.update(each.get("position", {}))
-    return {"net": net, "mode": mode, "position": position, "states": _kept_states(engine.basic_optimizer)}
+    return {"net": net, "mode": mode, "position": position, "states": states}
 
 
-def _kept_states(optimizer: torch.optim.Optimizer) -> dict[str, bool]:
+def _kept_states(optimizer: torch.optim.Optimizer | None) -> dict[str, bool]:
     """Which of the settings are on with which an optimizer keeps a further state that it then needs."""
+    if optimizer is None:
+        return {}
     settings = {"amsgrad", "centered"}
     if isinstance(optimizer, torch.optim.RMSprop):
         settings.add("momentum")
@@ -77,6 +83,14 @@ def read(path: pathlib.Path, name: str) -> Identity:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"cannot be read ({one_line(error)}); {name} is damaged or not of this package"
         raise InvalidInput(f"{path / FILE}: {reason}") from error
+
+
+def check_engines(path: pathlib.Path, name: str, engines: int) -> None:
+    """Raises ``InvalidInput`` unless a checkpoint holds as many engines as the trial has."""
+    held = len(list(path.glob("model*/")))
+    if held != engines:
+        reason = f"Failed to load deepspeed checkpoint. It holds {held} engines, and the trial has {engines}"
+        raise InvalidInput(f"--resume: {name}: {reason}; go on with the trial that saved it")
 
 
 def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:

@@ -25,7 +25,8 @@ def _member_of_zero_stage(enum: Any, name: str) -> ZeroStageEnum:
 
 
 _reconstruct: Any = np.zeros(0, dtype=np.uint32).__reduce__()[0]
-# All that a checkpoint may hold beside tensors and plain values: numpy's RNG state, and DeepSpeed's own.
+# All that a checkpoint may hold beside tensors and plain values: numpy's RNG state, DeepSpeed's own.
+# A trial adds what its callbacks keep with torch.serialization.add_safe_globals.
 ALLOWED: list[Any] = [
     *(_reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))),
     *(LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -21,7 +22,9 @@ T = TypeVar("T")
 
 def default_output(name: str) -> pathlib.Path:
     """A new folder for a run: ``runs/<name>-<time>``; of a file's path, the name without its ending."""
-    return pathlib.Path(f"runs/{pathlib.Path(name).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    first = pathlib.Path(f"runs/{pathlib.Path(name).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([first], others) if not folder.exists())
 
 
 def why_unusable(output: pathlib.Path, resumes: bool, writes: Sequence[str] = ()) -> str | None:

@@ -19,6 +19,7 @@ from harness import processes
 from harness.checkpoints.store import LocalCheckpoints
 from harness.context import TrialContext, make_context
 from harness.experiment import Experiment
+from harness.random_state import seed_everything
 from harness.trainer import Trainer
 
 
@@ -42,7 +43,7 @@ class _TestController:
     def pre_execute_hook(env: det.EnvContext, distributed_backend: Any) -> None:
         """Starts the one process's group and seeds it."""
         processes.start_process_group()
-        processes.seed_everything(env.trial_seed)
+        seed_everything(env.trial_seed)
 
     @classmethod
     def from_trial(

@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any, TextIO
 
+import determined as det
 from determined import core
 from tqdm import tqdm
 from typing_extensions import override
@@ -73,6 +74,7 @@ class LocalMetrics(core.DummyTrainContext):
         metrics: dict[str, Any],
         batch_metrics: list[dict[str, Any]] | None = None,
     ) -> None:
+        metrics = _scalars(metrics)
         self._keep("training", steps_completed, metrics)
         shown = {"loss": f"{metrics['loss']:.4f}"} if "loss" in metrics else {}
         if "learning_rate" in metrics:
@@ -87,6 +89,7 @@ class LocalMetrics(core.DummyTrainContext):
 
     @override
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        metrics = _scalars(metrics)
         self._remember(steps_completed, metrics)
         self._keep("validation", steps_completed, metrics)
         shown = [f"{name} {metrics[name]:.4f}" for name in ("accuracy", "loss") if name in metrics]
@@ -148,3 +151,9 @@ class LocalMetrics(core.DummyTrainContext):
             where = f"{self._epoch(steps_completed)}  step {steps_completed}/{self.steps}"
             self._bar.write(f"{where}  {text}", file=out)
             out.flush()
+
+
+def _scalars(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The metrics that are one number, as Python's own numbers."""
+    alone = {name: value for name, value in metrics.items() if det.util.is_numerical_scalar(value)}
+    return {name: value.item() if hasattr(value, "item") else value for name, value in alone.items()}

@@ -1,0 +1,1 @@
+"""Trials that have nothing to do with images, run by the harness."""
