@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from classify.config import command_line
-from harness.errors import InvalidInput, one_line, print_errors
+from harness.errors import DISK_FULL, ErrorList, InvalidInput, one_line, print_errors, printable
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -73,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InvalidInput as error:
         return print_errors("checkpoint.py", error)
     except OSError as error:
-        print(f"checkpoint.py: cannot be written ({one_line(error)}); mend that", file=sys.stderr)
-        return 1
+        print(f"checkpoint.py: a path cannot be used ({one_line(error)}); mend that", file=sys.stderr)
+        return 1 if error.errno in DISK_FULL else 2
     return 0
 
 
@@ -98,7 +98,8 @@ def export(args: argparse.Namespace) -> None:
     args.target.parent.mkdir(parents=True, exist_ok=True)
     net_file.write(args.target, state, description, form)
     steps = description["provenance"]["steps"]
-    print(f"{args.target}, {net_file.beside(args.target)}: checkpoint {folder.name}, {steps:,} steps")
+    files = printable(f"{args.target}, {net_file.beside(args.target)}")
+    print(f"{files}: checkpoint {folder.name}, {steps:,} steps")
 
 
 def predict(args: argparse.Namespace) -> None:
@@ -111,7 +112,12 @@ def predict(args: argparse.Namespace) -> None:
 
     net, description = net_file.read(args.net)
     files, size = find_images(args.images), tuple(description["input"]["resize"])
-    images = torch.stack([torch.from_numpy(decode_image(file, size).copy()) for file in files])
+    decoded, errors = [], ErrorList()
+    for file in files:
+        with errors.collecting():
+            decoded.append(torch.from_numpy(decode_image(file, size).copy()))
+    errors.raise_any()
+    images = torch.stack(decoded)
     probabilities = torch.cat([logits.softmax(1) for logits in classify(net, description, images)])
     classes = description["classes"]
     if args.json:
@@ -137,10 +143,10 @@ def _print_predictions(files: Sequence[pathlib.Path], probabilities: Tensor, cla
     table = Table("image", "class", "probability", "next", box=box.SIMPLE_HEAD)
     for file, row in zip(files, probabilities, strict=True):
         (first, second), (best, next_best) = row.topk(2)
-        table.add_row(
-            str(file), classes[int(best)], f"{first:.1%}", f"{classes[int(next_best)]} {second:.1%}"
-        )
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+        cells = file, classes[int(best)], f"{first:.1%}", f"{classes[int(next_best)]} {second:.1%}"
+        table.add_row(*map(printable, cells))
+    # Names are text: [b] in one is no markup, :x: no emoji
+    Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False).print(table)
 
 
 def evaluate(args: argparse.Namespace) -> None:
@@ -169,7 +175,7 @@ def evaluate(args: argparse.Namespace) -> None:
         print(json.dumps(validation, indent=2))
         return
     for name, accuracy in validation["per_class_accuracy"].items():
-        print(f"{name:>20}  {accuracy:.4f}")
+        print(f"{printable(name):>20}  {accuracy:.4f}")
     print(f"loss {validation['loss']:.4f}  images {validation['images']:,}")
     print(f"accuracy {validation['accuracy']:.4f}")
 

@@ -29,7 +29,7 @@ from classify.config import command_line
 from classify.images.settings import DataSettings
 from classify.tuning import specification
 from classify.tuning.runner import SearchRunner
-from harness.errors import InvalidInput, one_line, print_errors
+from harness.errors import InvalidInput, one_line, print_errors, printable
 from harness.local.folder import default_output, locked_folder
 
 DEFAULT_CONFIG = "experiments/search-asha.yaml"
@@ -64,10 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, SQLAlchemyError, StorageInternalError) as error:
         reason = one_line(getattr(error, "orig", None) or error)
         line = f"{output}: the state of the search cannot be kept there ({reason})"
-        print(f"search.py: {line}; mend that, then the same command goes on", file=sys.stderr)
+        print(f"search.py: {printable(line)}; mend that, then the same command goes on", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"search.py: interrupted; the same command with --output {output} goes on", file=sys.stderr)
+        mend = f"the same command with --output {printable(output)} goes on"
+        print(f"search.py: interrupted; {mend}", file=sys.stderr)
         return 130
 
 

@@ -19,7 +19,6 @@ goes on from it. Exit codes: 0 done, 2 bad configuration or data, 130 interrupte
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import os
 import pathlib
@@ -29,10 +28,8 @@ from collections.abc import Sequence
 
 from classify.config import command_line, experiment_file
 from harness.cluster import cluster_experiment, on_cluster
-from harness.errors import InvalidInput, TrainingStopped, one_line, print_errors
+from harness.errors import DISK_FULL, InvalidInput, TrainingStopped, one_line, print_errors, printable
 from harness.local.folder import default_output
-
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -94,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--resume: {args.resume}: of which run? give its folder as --output")
     if not on_cluster() and int(os.environ.get("RANK", 0)) == 0:
         for note in experiment.notes():
-            print(f"train.py: note: {note}", file=sys.stderr)
+            print(f"train.py: note: {printable(note)}", file=sys.stderr)
     from classify.models import state_dicts  # after the file was checked, for these take seconds
     from classify.reports import summary
     from harness.machine import peak_memory
@@ -121,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         is_chief, output = context.distributed.rank == 0, context.output
         if fit.interrupted:
             if is_chief:
-                print(f"stopped; go on with --resume latest --output {output}", file=sys.stderr)
+                print(f"stopped; go on with --resume latest --output {printable(output)}", file=sys.stderr)
             return 130
         # Wait for the chief's last figures, or Determined's launcher takes a rank that has ended for dead
         peaks = context.distributed.allgather(round(peak_memory(), 1))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class InvalidInput(ValueError):
@@ -17,11 +20,11 @@ class InvalidInput(ValueError):
     stderr and exit with code 2; on a cluster they end the trial as an invalid hyperparameter set.
 
     Args:
-        errors: one line, or several when more than one thing is wrong.
+        errors: one line, or several when more than one thing is wrong; made ``printable``.
     """
 
     def __init__(self, errors: str | Iterable[str]) -> None:
-        self.errors = [errors] if isinstance(errors, str) else list(errors)
+        self.errors = [printable(each) for each in ([errors] if isinstance(errors, str) else errors)]
         super().__init__("\n".join(self.errors))
 
 
@@ -37,6 +40,9 @@ class TrainingStopped(RuntimeError):
 
     The message is one line that says why and what was saved. Programs print it and exit with code 1.
     """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class ErrorList:
@@ -71,9 +77,16 @@ def print_errors(program: str, error: InvalidInput) -> int:
     return 2
 
 
+def printable(text: object) -> str:
+    """A name as a terminal or page may show it: what is no character to be seen is written as in Python."""
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in str(text)
+    )
+
+
 def one_line(error: BaseException) -> str:
     """The message of an error without line breaks; with its type if it has none, or is a key alone."""
-    text = " ".join(str(error).split())
+    text = printable(" ".join(str(error).split()))
     return f"{type(error).__name__} {text}".strip() if not text or isinstance(error, KeyError) else text
 
 

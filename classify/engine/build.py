@@ -22,7 +22,7 @@ from classify.models import pretrained, recompute, registry, state_dicts
 from classify.models.net_moe import NetMoE
 from classify.models.stages import layers_of
 from harness.deepspeed_patches import clip_stages_together, partition_for_zero3
-from harness.errors import InvalidInput, one_line
+from harness.errors import InvalidInput, one_line, printable
 from harness.out_of_memory import explain_out_of_memory
 
 PipelineLoss = Callable[[Tensor, Tensor], Tensor]  # of logits (B, C) and labels
@@ -68,7 +68,7 @@ def _load_weights(net: nn.Module, config: TrialConfig) -> None:
         state = state_dicts.read(chosen, label)
     skipped = state_dicts.load_pretrained(net, state, label)
     if skipped and torch.distributed.get_rank() == 0:
-        print(state_dicts.describe_skipped_weights(skipped, label), file=sys.stderr)
+        print(printable(state_dicts.describe_skipped_weights(skipped, label)), file=sys.stderr)
 
 
 def _cut_into_stages(net: nn.Module, config: TrialConfig, pipeline_loss: PipelineLoss) -> PipelineModule:

@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from harness.errors import printable
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+def as_label(name: str) -> str:
+    """A name as matplotlib has to be given it to show it as it is: ``$`` would begin a formula."""
+    return printable(name).replace("$", r"\$")
 
 
 def confusion_figure(confusion: np.ndarray, classes: Sequence[str]) -> Figure:
@@ -19,7 +26,8 @@ def confusion_figure(confusion: np.ndarray, classes: Sequence[str]) -> Figure:
     few = len(classes) <= 20
     side = 2.5 + 0.4 * min(len(classes), 40)
     figure = Figure(figsize=(side, side), layout="constrained")
-    display = ConfusionMatrixDisplay(np.asarray(confusion), display_labels=classes if few else None)
+    labels = [as_label(name) for name in classes] if few else None
+    display = ConfusionMatrixDisplay(np.asarray(confusion), display_labels=labels)
     display.plot(
         ax=figure.subplots(), include_values=few, colorbar=False, cmap="Blues", xticks_rotation="vertical"
     )
@@ -46,8 +54,8 @@ def mistakes_figure(
         axis.axis("off")
     for axis, mistake, image in zip(axes.flat, mistakes, images, strict=False):
         axis.imshow(image)
-        title = f"{classes[mistake['predicted']]} ({classes[mistake['label']]})\nloss {mistake['loss']:.1f}"
-        axis.set_title(title, fontsize=8)
+        predicted, label = (as_label(classes[mistake[key]]) for key in ("predicted", "label"))
+        axis.set_title(f"{predicted} ({label})\nloss {mistake['loss']:.1f}", fontsize=8)
     if not mistakes:
         axes[0, 0].set_title("no mistakes", fontsize=8)
     return figure

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from ruamel.yaml import YAML
 
 from classify.reports import figures
-from harness.errors import InvalidInput, one_line
+from harness.errors import InvalidInput, one_line, printable
 from harness.local import metrics_log
 
 TEMPLATE = pathlib.Path(__file__).with_name("report.html.jinja")
@@ -89,7 +89,9 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
         images[f"{target.stem}-confusion{suffix}.png"] = confusion
         images[f"{target.stem}-mistakes{suffix}.png"] = _png(_mistakes(kept))
         shown.append(_shown(run, confusion))
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, finalize=_without_control_characters
+    )
     page = environment.from_string(TEMPLATE.read_text()).render(
         title=f"Report: {', '.join(run.name for run in runs)}",
         runs=shown,
@@ -108,6 +110,11 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
         partial.unlink(missing_ok=True)
     for name, png in images.items():
         target.with_name(name).write_bytes(png)
+
+
+def _without_control_characters(value: Any) -> Any:
+    """What a template shows: names of files and classes may hold what a browser would act on."""
+    return "\n".join(map(printable, value.split("\n"))) if isinstance(value, str) else value
 
 
 def _shown(run: FinishedRun, confusion: bytes) -> dict[str, Any]:
@@ -160,7 +167,7 @@ def _curves(runs: Sequence[FinishedRun]) -> dict[str, Figure]:
         figure = Figure(figsize=(5, 3.4), layout="constrained")
         axes = figure.subplots()
         for index, run in enumerate(runs):
-            colour, name = f"C{index}", None if alone else run.name
+            colour, name = f"C{index}", None if alone else figures.as_label(run.name)
             style: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4}
             if title == "loss":
                 axes.plot(

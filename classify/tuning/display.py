@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.table import Table
 
 from classify.tuning.specification import Search
+from harness.errors import printable
 
 SHOWN = 24  # trials in the table on a terminal
 STYLES = {"complete": "green", "pruned": "yellow", "failed": "bold red", "invalid": "red", "running": "cyan"}
@@ -40,7 +41,7 @@ class SearchDisplay:
         self.study, self.search, self.output = study, search, output
         self.metric = search.experiment.metric
         self.names = [each.name for each in search.ranges]
-        self.console = Console()
+        self.console = Console(markup=False, emoji=False)  # names are text: [b] in one is no markup
         self.live_table: Live | None = None
         self.steps: dict[int, int] = {}
 
@@ -65,7 +66,7 @@ class SearchDisplay:
         """Says that a trial has started."""
         if not self.live_table:
             trial = self._trials()[number]
-            print(f"trial {number}: {self._values(trial)}", flush=True)
+            print(printable(f"trial {number}: {self._values(trial)}"), flush=True)
 
     def ended(self, number: int) -> None:
         """Says how a trial has ended, and brings the CSV file up to date."""
@@ -75,14 +76,15 @@ class SearchDisplay:
             outcome = [str(trial.user_attrs["outcome"]), *([reason] if reason else [])]
             score = self._score(trial)
             shown = [f"{self.metric} {score:.6g}"] if score is not None else []
-            print(f"trial {number}: {': '.join([*shown, *outcome])}", flush=True)
+            print(printable(f"trial {number}: {': '.join([*shown, *outcome])}"), flush=True)
         self._write_csv()
 
     def _table(self) -> Table:
-        table = Table(box=box.SIMPLE_HEAD, title=f"{self.search.experiment.config.get('name', 'search')}")
+        title = printable(self.search.experiment.config.get("name", "search"))
+        table = Table(box=box.SIMPLE_HEAD, title=title)
         table.add_column("trial", justify="right")
         for heading in (*(self._short(name) for name in self.names), "step", self.metric, "images/s"):
-            table.add_column(heading, justify="right")
+            table.add_column(printable(heading), justify="right")
         table.add_column("")
         trials = self._trials()
         best = self._best(trials)
@@ -96,11 +98,11 @@ class SearchDisplay:
             is_best = best is not None and trial.number == best.number
             table.add_row(
                 str(trial.number),
-                *(f"{value:.4g}" if isinstance(value, float) else str(value) for value in params),
+                *(f"{value:.4g}" if isinstance(value, float) else printable(value) for value in params),
                 f"{trial.user_attrs.get('steps') or self.steps.get(trial.number, 0):,}",
                 "" if score is None else f"{score:.4g}",
                 f"{speed:,.0f}" if speed else "",
-                f"{outcome}: {reason}" if reason else outcome,
+                printable(f"{outcome}: {reason}" if reason else outcome),
                 style="bold green" if is_best else STYLES[outcome],
             )
         table.caption = f"{len(begun)} of {len(trials)} begun, {waiting} waiting"
@@ -114,18 +116,19 @@ class SearchDisplay:
         self._write_csv()
         outcomes = [trial.user_attrs.get("outcome") for trial in trials]
         counts = ", ".join(f"{outcomes.count(name)} {name}" for name in STYLES if name in outcomes)
-        print(f"{len(trials)} trials: {counts}; {self._shown('trials.csv')}")
+        print(f"{len(trials)} trials: {counts}; {printable(self._shown('trials.csv'))}")
         best = self._best(trials)
         if best is None:
             print("search.py: no trial has finished; their logs are in the folder trials", file=sys.stderr)
             return 1
         for plot in self._plots(trials):
-            print(f"plot: {self._shown(plot)}")
-        print(f"best: trial {best.number}, {self.metric} {self._score(best):.6g}: {self._values(best)}")
+            print(f"plot: {printable(self._shown(plot))}")
+        score = f"{self.metric} {self._score(best):.6g}"
+        print(printable(f"best: trial {best.number}, {score}: {self._values(best)}"))
         command = ["python3", "train.py", "--config", self.search.file]
         for override in (*self.search.overrides, *self.search.overrides_of(best.params)):
             command += ["--set", override]
-        print(f"train with them: {shlex.join(command)}")
+        print(f"train with them: {printable(shlex.join(command))}")
         return 0
 
     def _write_csv(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from classify.config import experiment_fields, experiment_file
 from classify.tuning import searchers, space
 from classify.tuning.space import Range
-from harness.errors import ErrorList
+from harness.errors import ErrorList, printable
 from harness.experiment import Experiment
 
 
@@ -86,7 +86,7 @@ def load(file: str, overrides: list[str], parallel: int) -> Search:
         errors.lines.append(f"resources.slots_per_trial: {slots}: this machine has {gpus} GPUs")
     errors.raise_any()
     for note in searchers.notes(experiment, parallel):
-        print(f"search.py: note: {note}", file=sys.stderr)
+        print(f"search.py: note: {printable(note)}", file=sys.stderr)
     if gpus:
         parallel = min(parallel, gpus // slots)
     wanted = searcher.get("max_concurrent_trials") or parallel

@@ -6,11 +6,13 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import onnxruntime
 import pytest
 import torch
+from folders import save
 from PIL import Image
 from sklearn.datasets import load_digits
 from support import PROJECT, execute, overrides
@@ -179,6 +181,59 @@ def test_a_report_is_one_page_that_needs_nothing_else(classifier, tmp_path, caps
     assert losses == sorted(losses, reverse=True)
 
 
+# Names that are no text to a terminal, to rich, to a browser, or to matplotlib.
+ODD = [
+    "photo[final].png",
+    "a[/b]c.png",
+    "[red]x[/].png",
+    ":smile:.png",
+    "e\x1b[31m\n\u202e.png",
+    "$\\no$.png",
+]
+
+
+def test_names_are_text_in_predictions(classifier, tmp_path, capsys):
+    _, run = classifier
+    for name in ("net.pt", "net.json"):
+        shutil.copy(run.output / name, tmp_path)
+    described = json.loads((tmp_path / "net.json").read_text())
+    described["classes"] = ["[bold]one", "[/two]", "three\x1b]0;title\x07", ":four:"]
+    (tmp_path / "net.json").write_text(json.dumps(described))
+    for name in ODD:
+        save(tmp_path / name, 100)
+    assert (
+        checkpoint.main(["predict", str(tmp_path / "net.pt"), *(str(tmp_path / name) for name in ODD)]) == 0
+    )
+    shown = capsys.readouterr().out
+    assert all(each.isprintable() for each in shown.splitlines())
+    for name in [*ODD[:4], "e\\x1b[31m\\n\\u202e.png", *ODD[5:]]:
+        assert f"{tmp_path}/{name} " in shown
+    assert any(f" {name} " in shown for name in ("[bold]one", "[/two]", r"three\x1b]0;title\x07", ":four:"))
+    assert checkpoint.main(["predict", str(tmp_path / "net.pt"), str(tmp_path / "no\x1b\n.png")]) == 2
+    assert r"no\x1b\n.png: no such file" in capsys.readouterr().err
+
+
+def test_names_are_text_in_a_report(classifier, tmp_path, capsys):
+    _, run = classifier
+    other = tmp_path / "b<i>\x1b$x$"
+    shutil.copytree(run.output, other)
+    names = dict(zip([f"digit {label}" for label in range(4)], [*ODD[:2], *ODD[4:]], strict=True))
+    for file in ("summary.json", "classification.json", "run.json"):
+        kept = (other / file).read_text()
+        for name, odd in names.items():
+            kept = kept.replace(json.dumps(name), json.dumps(odd))
+        (other / file).write_text(kept)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of matplotlib, for a character that no font has
+        assert (
+            checkpoint.main(["report", str(run.output), str(other), "--output", f"{tmp_path}/page.html"]) == 0
+        )
+    page = (tmp_path / "page.html").read_text()
+    assert not [each for each in page if not each.isprintable() and each != "\n"]
+    assert "e\\x1b[31m\n\\u202e.png" in page and "b&lt;i&gt;\\x1b$x$" in page and "$\\no$.png" in page
+    assert capsys.readouterr().out == f"{tmp_path}/page.html\n"
+
+
 def damaged(run, folder: pathlib.Path, damage) -> str:
     copy = folder / "copy"
     shutil.copytree(run.output, copy)
@@ -265,6 +320,6 @@ def test_what_cannot_be_written_is_said_in_one_line(classifier, capsys):
         ["report", str(classifier[1].output)],
     ):
         target = [] if arguments[0] == "export" else ["--output", "/proc/none/report.html"]
-        assert checkpoint.main([*arguments, *target]) == 1
+        assert checkpoint.main([*arguments, *target]) == 2
         (said,) = capsys.readouterr().err.splitlines()
-        assert said.startswith("checkpoint.py: cannot be written ([Errno 2]")
+        assert said.startswith("checkpoint.py: a path cannot be used ([Errno 2]")

@@ -1,6 +1,7 @@
 """Searches on this machine: the file's meaning, and real searches that are killed, pruned and go on."""
 
 import csv
+import io
 import itertools
 import json
 import math
@@ -12,11 +13,12 @@ import subprocess
 import sys
 import time
 
+import optuna
 import pytest
 from support import PROJECT, TIME_LIMIT, Run, error_line, execute
 
 import search
-from classify.tuning import searchers, specification
+from classify.tuning import display, searchers, specification
 
 GRID = "experiments/search-grid.yaml"
 ASHA = "experiments/search-asha.yaml"
@@ -119,6 +121,29 @@ def test_what_cannot_be_honoured_is_said(capsys):
     assert "searcher.smaller_is_better: None: so less accuracy is better" in notes
     assert "searcher.max_concurrent_trials: 4: 2 at a time here" in notes
     assert "searcher.divisor: 2.5: one in 2 goes on here" in notes
+
+
+def test_names_are_text_in_the_table():
+    values = ["[bold]x", "[/no]", ":smile:", "e\x1b[31m"]
+    changes = ["name='[/red]grid'", f"{STAGE}={{type: categorical, vals: {json.dumps(values)}}}"]
+    loaded = specification.load(str(PROJECT / GRID), [*changes, "searcher.metric='accuracy/a[/b]'"], 1)
+    study = optuna.create_study()
+    for value in values:
+        params = {each.name: value if each.path == STAGE else 0.1 for each in loaded.ranges}
+        kinds: dict = {
+            name: optuna.distributions.CategoricalDistribution([each]) for name, each in params.items()
+        }
+        ended = {"outcome": "invalid", "reason": f"data.root: {value}: none"}
+        trial = optuna.create_trial(value=0.5, params=params, distributions=kinds, user_attrs=ended)
+        study.add_trial(trial)
+    shown = display.SearchDisplay(study, loaded, pathlib.Path())
+    shown.console.width, shown.console.file = 300, io.StringIO()
+    shown.console.print(shown._table())
+    text = shown.console.file.getvalue()
+    assert all(each.isprintable() for each in text.splitlines())
+    for name in ("[/red]grid", "accuracy/a[/b]", *values[:3], r"e\x1b[31m"):
+        assert f" {name} " in text
+    assert all(f"invalid: data.root: {name}: none" in text for name in (*values[:3], r"e\x1b[31m"))
 
 
 def draws_of(file, *changes, count=12):
