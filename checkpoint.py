@@ -4,9 +4,11 @@
     classify images:           python3 checkpoint.py predict net.pt IMAGE_OR_FOLDER... [--json]
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
     look at runs:              python3 checkpoint.py report RUN [RUN...] [--output report.html]
+    decoded images kept:       python3 checkpoint.py caches [FOLDER...] [--clear]
 
 RUN is the folder of a run of train.py; a checkpoint is a folder in its checkpoints/, or one that
-`det checkpoint download` has written. It may be of any mode and any number of processes.
+`det checkpoint download` has written. It may be of any mode and any number of processes. Decoded images
+are kept in hidden files of the data's folder, one for each split and size; --clear removes them.
 Exit codes: 0 done, 2 a path or value that cannot be used, 1 anything else.
 """
 
@@ -35,7 +37,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="export|predict|evaluate|report")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="export|predict|evaluate|report|caches"
+    )
 
     one = commands.add_parser("export", help="write a network that plain PyTorch loads")
     one.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=pathlib.Path)
@@ -62,14 +66,25 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     one.add_argument(
         "--output", metavar="FILE", type=pathlib.Path, help="(report.html in the first run's folder)"
     )
+
+    one = commands.add_parser("caches", help="list the decoded images that are kept, or remove them")
+    one.add_argument(
+        "folders",
+        metavar="FOLDER",
+        nargs="*",
+        type=pathlib.Path,
+        help="data.root of a run (data, and what is kept for folders that are read-only)",
+    )
+    one.add_argument("--clear", action="store_true", help="remove them")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Does what the command line says and gives the exit code."""
     args = parse(argv)
+    commands = {"export": export, "predict": predict, "evaluate": evaluate, "report": report}
     try:
-        {"export": export, "predict": predict, "evaluate": evaluate, "report": report}[args.command](args)
+        {**commands, "caches": caches}[args.command](args)
     except InvalidInput as error:
         return print_errors("checkpoint.py", error)
     except OSError as error:
@@ -205,7 +220,30 @@ def report(args: argparse.Namespace) -> None:
 
     target = args.output or args.runs[0] / "report.html"
     html_report.write(args.runs, target)
-    print(target)
+    print(printable(target))
+
+
+def caches(args: argparse.Namespace) -> None:
+    """Lists the decoded images that are kept, or removes them."""
+    from classify.images import cache
+    from classify.images.settings import DataSettings
+    from harness.host_lock import stand_in, stand_ins
+
+    for folder in args.folders:
+        if not folder.is_dir():
+            raise InvalidInput(f"{folder}: no such folder; give data.root of a run")
+    roots = args.folders or [pathlib.Path(DataSettings.root), *sorted(stand_ins().glob("*"))]
+    found = {path: size for root in roots for path, size in cache.find(root).items()}
+    for root in args.folders:
+        found.update(cache.find(stand_in(root)))
+    left = 0
+    for path, size in found.items():
+        is_gone = args.clear and cache.clear(path)
+        left += 0 if is_gone else size
+        outcome = ("removed" if is_gone else "is being written, left") if args.clear else ""
+        print(f"{cache.in_bytes(size):>10}  {printable(path)}.raw  {outcome}".rstrip())
+    freed = f", {cache.in_bytes(sum(found.values()) - left)} removed" if args.clear else ""
+    print(f"{cache.in_bytes(left)} of decoded images are kept{freed}")
 
 
 if __name__ == "__main__":

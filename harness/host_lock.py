@@ -12,17 +12,33 @@ from collections.abc import Iterator
 import appdirs
 import filelock
 
-from harness.errors import InvalidInput, one_line
+from harness.errors import printable
+from harness.input_files import refused
 
 
-def _writable_folder(root: pathlib.Path) -> pathlib.Path:
-    """``root`` itself or, if it is read-only, a folder of its own in the user's cache."""
-    if os.access(root, os.W_OK):
-        return root
-    name = hashlib.sha256(str(root.resolve()).encode()).hexdigest()[:16]
-    folder = pathlib.Path(appdirs.user_cache_dir("cifar-deepspeed-trial")) / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def stand_ins() -> pathlib.Path:
+    """The folder in the user's cache that holds what would stand in read-only folders."""
+    return pathlib.Path(appdirs.user_cache_dir("cifar-deepspeed-trial"))
+
+
+def stand_in(root: pathlib.Path) -> pathlib.Path:
+    """The folder in the user's cache for what would stand in ``root``, if that is read-only."""
+    return stand_ins() / hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:16]
+
+
+def writable_folder(root: pathlib.Path, key: str) -> pathlib.Path:
+    """``root`` itself, which ``key`` sets and which is made, or its stand-in.
+
+    Raises:
+        InvalidInput: if neither can be made.
+    """
+    with refused(f"{key}: {root}"):
+        root.mkdir(parents=True, exist_ok=True)
+        if os.access(root, os.W_OK):
+            return root
+        folder = stand_in(root)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
 
 @contextlib.contextmanager
@@ -34,20 +50,20 @@ def host_lock(root: pathlib.Path, name: str, key: str) -> Iterator[pathlib.Path]
     Raises:
         InvalidInput: if no lock can be made in ``root`` nor in the user's cache.
     """
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        folder = _writable_folder(root)
-        lock = filelock.FileLock(folder / f".{name}.lock", mode=0o666)
+    folder = writable_folder(root, key)
+    lock = lock_of(folder, name)
+    with refused(f"{key}: {root}"):
         try:
             lock.acquire(timeout=5)
         except filelock.Timeout:
-            print(f"waiting for another process that prepares {root}", file=sys.stderr)
+            print(f"waiting for another process that prepares {name} in {printable(root)}", file=sys.stderr)
             lock.acquire()
-    except OSError as error:
-        raise InvalidInput(
-            f"{key}: {root}: cannot be used ({one_line(error)}); give another folder"
-        ) from error
     try:
         yield folder
     finally:
         lock.release()
+
+
+def lock_of(folder: pathlib.Path, name: str) -> filelock.BaseFileLock:
+    """The lock ``name`` of a folder that can be written to."""
+    return filelock.FileLock(folder / f".{name}.lock", mode=0o666)

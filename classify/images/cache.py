@@ -1,7 +1,7 @@
 """Decoded images in a file that the ranks of a host map into memory, and so hold once between them.
 
-The images lie in ``NAME.raw`` one after the other; ``NAME.pt`` has the labels and what they were decoded
-from, and is written last.
+The images lie in ``.NAME.raw`` one after the other; ``.NAME.pt`` has the labels and what they were decoded
+from, and is written last. Both are in ``data.root`` or, where that is read-only, in the user's cache.
 """
 
 from __future__ import annotations
@@ -9,40 +9,116 @@ from __future__ import annotations
 import math
 import os
 import pathlib
+import re
+import shlex
 import shutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 
+import filelock
 import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from harness.errors import InvalidInput, one_line
+from harness.errors import InvalidInput, one_line, printable
+from harness.host_lock import host_lock, lock_of, stand_in
 
-LARGE = 2**28  # bytes, from which on the place and the size are said before anything is written
+LARGE = 2**28  # bytes, from which on the place and the size are said before anything is written, too
 CHUNK = 500  # images in memory written at a time
+_FILE = re.compile(r"\.((?:cifar10|images)-(?:train|test)-\d+x\d+)\.(?:pt|raw|partial|sidecar)")
+Kept = tuple[Tensor, Tensor]  # images (N, 3, H, W) uint8, mapped into memory, and labels (N,) int64
 
 
-def read(cache: pathlib.Path, fingerprint: str) -> tuple[Tensor, Tensor] | None:
-    """The images, mapped into memory, and labels that a cache holds; None if it is of no use.
+class Cache:
+    """The decoded images of one split of a dataset, in one size.
 
     Args:
-        cache: its ``.pt`` file.
-        fingerprint: of what the images must have been decoded from.
+        root: the folder that holds the dataset.
+        name: of the split, for the file's name.
+        size: height and width of the images, in pixels.
     """
-    raw = cache.with_suffix(".raw")
-    if not (cache.exists() and raw.exists()):
+
+    def __init__(self, root: pathlib.Path, name: str, size: tuple[int, int]) -> None:
+        self.root, self.size, self.name = root, size, f"{name}-{size[0]}x{size[1]}"
+
+    def read(self, fingerprint: str) -> Kept | None:
+        """What is kept, or None if that is nothing, or of other files; waits for nobody.
+
+        Args:
+            fingerprint: of what the images must have been decoded from.
+        """
+        for folder in (self.root, stand_in(self.root)):
+            if (kept := _read(folder / f".{self.name}.pt", fingerprint)) is not None:
+                return kept
         return None
+
+    def write(self, fingerprint: str, labels: Tensor, fill: Callable[[pathlib.Path], None]) -> Kept:
+        """Decodes and keeps, or takes what another process of this host has kept meanwhile.
+
+        Only who wants the same split in the same size waits. The files are either whole or not there.
+
+        Args:
+            fingerprint: of what the images are decoded from.
+            labels: int64 (N,).
+            fill: writes the images into a file that is there and empty.
+
+        Raises:
+            InvalidInput: if the disk is too small, or does not take it, or an image cannot be decoded.
+        """
+        with host_lock(self.root, self.name, "data.root") as folder:
+            if (kept := self.read(fingerprint)) is not None:
+                return kept
+            shape = (len(labels), 3, *self.size)
+            kept = _write(folder / f".{self.name}.pt", fingerprint, shape, labels, fill)
+        where = f"{folder / f'.{self.name}.raw'} ({in_bytes(math.prod(shape))})"
+        mend = f"python3 checkpoint.py caches {shlex.quote(str(self.root))} --clear removes it"
+        print(printable(f"{_in_words(shape)} are kept decoded in {where}; {mend}"), file=sys.stderr)
+        return kept
+
+
+def find(folder: pathlib.Path) -> dict[pathlib.Path, int]:
+    """The caches in a folder: the path of each without its ending, and the bytes of its files."""
+    found: dict[pathlib.Path, int] = {}
+    for entry in os.scandir(folder) if folder.is_dir() else ():
+        if (named := _FILE.fullmatch(entry.name)) and entry.is_file():
+            path = folder / f".{named[1]}"
+            found[path] = found.get(path, 0) + entry.stat().st_size
+    return dict(sorted(found.items()))
+
+
+def clear(path: pathlib.Path) -> bool:
+    """Removes a cache that ``find`` has found, unless it is being written; gives whether it is gone.
+
+    A training that uses it is not disturbed: the disk's room comes free at its end.
+    """
     try:
+        with lock_of(path.parent, path.name.removeprefix(".")).acquire(timeout=0):
+            for ending in ("pt", "raw", "partial", "sidecar"):
+                path.with_name(f"{path.name}.{ending}").unlink(missing_ok=True)
+    except filelock.Timeout:
+        return False
+    return True
+
+
+def _read(cache: pathlib.Path, fingerprint: str) -> Kept | None:
+    raw = cache.with_suffix(".raw")
+    try:
+        before = _version(cache)
         kept = torch.load(cache, map_location="cpu", weights_only=True)
-        size = math.prod(kept["shape"])
-        if kept["fingerprint"] != fingerprint or raw.stat().st_size != size:
+        if kept["fingerprint"] != fingerprint or raw.stat().st_size != math.prod(kept["shape"]):
             return None
-        return _map(raw, kept["shape"]), kept["labels"]
+        images = _map(raw, kept["shape"])
+        # Who writes it anew removes the .pt file first: if that is still the same one, so are the images
+        return (images, kept["labels"]) if _version(cache) == before else None
     except Exception:  # a damaged file fails in many ways, and decoding again mends them all
         return None
+
+
+def _version(file: pathlib.Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def _map(raw: pathlib.Path, shape: Sequence[int]) -> Tensor:
@@ -53,25 +129,13 @@ def _map(raw: pathlib.Path, shape: Sequence[int]) -> Tensor:
         return torch.from_numpy(pixels)
 
 
-def write(
+def _write(
     cache: pathlib.Path,
     fingerprint: str,
     shape: Sequence[int],
     labels: Tensor,
     fill: Callable[[pathlib.Path], None],
-) -> tuple[Tensor, Tensor]:
-    """Writes the cache so that it is either whole or not there, and gives it as ``read`` does.
-
-    Args:
-        cache: its ``.pt`` file.
-        fingerprint: of what the images are decoded from.
-        shape: of the images, (N, 3, H, W).
-        labels: int64 (N,).
-        fill: writes the images into a file that is there and empty.
-
-    Raises:
-        InvalidInput: if the disk is too small, or does not take it, or an image cannot be decoded.
-    """
+) -> Kept:
     raw, partial, sidecar = (cache.with_suffix(f".{kind}") for kind in ("raw", "partial", "sidecar"))
     for file in (cache, raw, partial):
         if file.is_dir():
@@ -92,7 +156,7 @@ def write(
     finally:
         partial.unlink(missing_ok=True)
         sidecar.unlink(missing_ok=True)
-    mapped = read(cache, fingerprint)
+    mapped = _read(cache, fingerprint)
     if mapped is None:
         raise InvalidInput(f"{cache}: cannot be read back after writing; check the disk")
     return mapped
@@ -111,15 +175,21 @@ def write_resized(images: Tensor, size: tuple[int, int], target: pathlib.Path) -
 def _check_room(raw: pathlib.Path, shape: Sequence[int]) -> None:
     """Says what will be written where, if it is much, and refuses where there is no room for it."""
     needed, free = math.prod(shape), shutil.disk_usage(raw.parent).free
-    what = f"{shape[0]:,} images of {shape[2]}x{shape[3]}"
+    what = _in_words(shape)
     if needed > free:
         raise InvalidInput(
-            f"{raw}: {what} need {_size(needed)} there, but only {_size(free)} are free; make room, use a"
-            " smaller data.image_size, or link data.root to a larger disk"
+            f"{raw}: {what} need {in_bytes(needed)} there, but only {in_bytes(free)} are free; make room, use"
+            " a smaller data.image_size, or link data.root to a larger disk"
         )
     if needed > LARGE:
-        print(f"decoding {what} into {raw} ({_size(needed)} of {_size(free)} free)", file=sys.stderr)
+        where = f"{printable(raw)} ({in_bytes(needed)} of {in_bytes(free)} free)"
+        print(f"decoding {what} into {where}", file=sys.stderr)
 
 
-def _size(count: int) -> str:
+def _in_words(shape: Sequence[int]) -> str:
+    return f"{shape[0]:,} images of {shape[2]}x{shape[3]}"
+
+
+def in_bytes(count: int) -> str:
+    """A number of bytes in words."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -18,6 +18,7 @@ from torch import Tensor
 from classify.images import cache
 from harness.errors import InvalidInput, one_line
 from harness.host_lock import host_lock
+from harness.input_files import refused
 
 _CIFAR = torchvision.datasets.CIFAR10
 
@@ -47,16 +48,16 @@ class Cifar10:
         Raises:
             InvalidInput: if the dataset is missing or damaged and cannot be had.
         """
-        with host_lock(self.root, "cifar10", "data.root") as folder:
-            file = folder / f".cifar10-{split}-{size[0]}x{size[1]}.pt"
-            kept = cache.read(file, f"{_fingerprint(self.root)} {size}")
-            if kept is None:
+        with refused(f"data.root: {self.root}"):
+            kept = cache.Cache(self.root, f"cifar10-{split}", size)
+            if (found := kept.read(f"{_fingerprint(self.root)} {size}")) is not None:
+                return found
+            with host_lock(self.root, "cifar10", "data.root"):
                 dataset = self._dataset(split)
-                images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
-                labels, shape = torch.tensor(dataset.targets), (len(images), 3, *size)
-                fill = functools.partial(cache.write_resized, images, size)
-                kept = cache.write(file, f"{_fingerprint(self.root)} {size}", shape, labels, fill)
-        return kept
+            images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
+            fill = functools.partial(cache.write_resized, images, size)
+            fingerprint = f"{_fingerprint(self.root)} {size}"
+            return kept.write(fingerprint, torch.tensor(dataset.targets), fill)
 
     def _dataset(self, split: str) -> torchvision.datasets.CIFAR10:
         dataset = _on_disk(self.root, split)

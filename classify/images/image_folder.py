@@ -7,15 +7,14 @@ import hashlib
 import os
 import pathlib
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
-from torchvision.datasets.folder import make_dataset
 
 from classify.images import cache, decode
-from harness.errors import InvalidInput, one_line
-from harness.host_lock import host_lock
+from harness.errors import ErrorList, InvalidInput, one_line
+from harness.input_files import refused
 
 SPLITS = ("train", "test")
 _CACHE_FORMAT = 3
@@ -37,7 +36,8 @@ class ImageFolder:
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
         """The class names, which must be the same in both splits."""
-        return tuple(_find_classes(self.root))
+        with refused(f"data.root: {self.root}"):
+            return tuple(_find_classes(self.root))
 
     def count(self, split: str) -> int:
         """How many image files a split has."""
@@ -46,7 +46,8 @@ class ImageFolder:
     def files(self, split: str) -> Files:
         """The (path, label) of every image file, in a fixed order."""
         if split not in self._files:
-            self._files[split] = _find_files(self.root / split, self.classes)
+            with refused(f"data.root: {self.root}"):
+                self._files[split] = _find_files(self.root / split, self.classes)
         return self._files[split]
 
     def load(self, split: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -64,38 +65,47 @@ class ImageFolder:
                 readable.
         """
         files = self.files(split)
+        kept = cache.Cache(self.root, f"images-{split}", size)
         fingerprint = _fingerprint(self.root / split, files, self.classes, size)
-        with host_lock(self.root, "images", "data.root") as folder:
-            file = folder / f".images-{split}-{size[0]}x{size[1]}.pt"
-            kept = cache.read(file, fingerprint)
-            if kept is None:
-                labels = torch.tensor([label for _, label in files])
-                fill = functools.partial(decode.decode_files, [path for path, _ in files], size, split)
-                kept = cache.write(file, fingerprint, (len(files), 3, *size), labels, fill)
-        return kept
+        labels = torch.tensor([label for _, label in files])
+        fill = functools.partial(decode.decode_files, [path for path, _ in files], size, split)
+        return kept.read(fingerprint) or kept.write(fingerprint, labels, fill)
 
 
 def find_images(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
     """The image files that paths name: a file by itself, a folder by all it holds.
 
     Raises:
-        InvalidInput: if a path does not exist or a folder holds no image.
+        InvalidInput: for each path that does not exist, or cannot be read, or is a folder without an image.
     """
     files: list[pathlib.Path] = []
+    errors = ErrorList()
+    mend = "give image files or folders of them"
     for path in paths:
-        if not path.exists():
-            raise InvalidInput(f"{path}: no such file or folder; give image files or folders of them")
-        if not path.is_dir():
-            files.append(path)
-            continue
-        held = [
-            each for each in sorted(path.rglob("*")) if each.suffix.lower() in _EXTENSIONS and each.is_file()
-        ]
-        held = [each for each in held if not _is_hidden(f"{os.sep}{each.relative_to(path)}")]
-        if not held:
-            raise InvalidInput(f"{path}: holds no image ({' '.join(_EXTENSIONS)}); give another folder")
-        files += held
+        with errors.collecting(), refused(str(path), mend):
+            try:
+                is_folder = stat.S_ISDIR(path.stat().st_mode)
+            except FileNotFoundError:
+                raise InvalidInput(f"{path}: no such file or folder; {mend}") from None
+            held = sorted(map(pathlib.Path, _images_in(path))) if is_folder else [path]
+            if not held:
+                raise InvalidInput(f"{path}: holds no image ({' '.join(_EXTENSIONS)}); give another folder")
+            files += held
+    errors.raise_any()
     return files
+
+
+def _images_in(folder: str | os.PathLike[str]) -> Iterator[str]:
+    """The images in a folder, at any depth, that are not hidden; raises OSError if it cannot be read."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in names:
+            if name.lower().endswith(tuple(_EXTENSIONS)) and not name.startswith("."):
+                yield os.path.join(place, name)
 
 
 def _find_classes(root: pathlib.Path) -> list[str]:
@@ -125,16 +135,9 @@ def _subfolders(folder: pathlib.Path) -> list[str]:
     return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
 
 
-def _is_hidden(path: str) -> bool:
-    """Whether a part of a path that begins with a separator begins with a dot."""
-    return f"{os.sep}." in path
-
-
 def _find_files(folder: pathlib.Path, classes: Iterable[str]) -> Files:
     index = {name: label for label, name in enumerate(classes)}
-    found = make_dataset(str(folder), index, extensions=tuple(_EXTENSIONS), allow_empty=True)
-    start = len(str(folder))
-    files = sorted((path, label) for path, label in found if not _is_hidden(path[start:]))
+    files = sorted((path, label) for name, label in index.items() for path in _images_in(folder / name))
     held = {label for _, label in files}
     empty = [name for name, label in index.items() if label not in held]
     if empty:

@@ -1,5 +1,6 @@
 """The cache of an image folder, and folders that cannot be used."""
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -9,8 +10,10 @@ import pytest
 import torch
 from folders import TRAIN, caches, greys, read, save, table
 from PIL import Image
-from support import all_at_once, error_line
+from support import all_at_once, error_line, fork
 
+import checkpoint
+import data
 from classify.images import cache, decode
 from classify.images.image_folder import SPLITS
 from classify.images.settings import DataSettings
@@ -40,6 +43,55 @@ def test_decoded_by_one_of_many_processes(folder):
 
     all_at_once(work, work, work)
     assert len(caches(folder)) == 1
+
+
+@pytest.mark.parametrize("place", ["the folder", "a stand-in"])
+def test_only_who_wants_the_same_images_waits(folder, tmp_path, monkeypatch, place):
+    if place == "a stand-in":
+        monkeypatch.setattr(host_lock.os, "access", lambda *_: False)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    read(folder, "test")
+    with contextlib.ExitStack() as held:  # by others that decode the training images, and the test's anew
+        for name in ("images-train-32x32", "images-test-32x32"):
+            held.enter_context(host_lock.host_lock(folder, name, "data.root"))
+        larger = DataSettings("imagefolder", str(folder), image_size=64)
+        all_at_once(lambda: data.load(larger, "train"), lambda: read(folder, "test"))
+        (waiting,) = fork(lambda: read(folder))
+        waiting.join(1)
+        assert waiting.is_alive()
+    waiting.join(60)
+    assert waiting.exitcode == 0
+
+
+def test_where_images_are_kept_is_said_and_they_are_listed_and_cleared(folder, tmp_path, monkeypatch, capsys):
+    read(folder)
+    said = capsys.readouterr().err
+    raw = folder / ".images-train-32x32.raw"
+    clear = f"python3 checkpoint.py caches {folder} --clear"
+    assert said == f"4 images of 32x32 are kept decoded in {raw} (0.0 MiB); {clear} removes it\n"
+    kept = read(folder)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with monkeypatch.context() as read_only:
+        read_only.setattr(host_lock.os, "access", lambda *_: False)
+        read(folder, "test")
+    stand_in = host_lock.stand_in(folder) / ".images-test-32x32.raw"
+    (folder / ".images-other.pt").write_text("another's")
+    capsys.readouterr()
+    assert checkpoint.main(["caches", str(folder)]) == 0
+    listed = capsys.readouterr().out
+    assert [line.split()[2] for line in listed.splitlines()[:2]] == [str(raw), str(stand_in)]
+    assert listed.splitlines()[2] == "0.0 MiB of decoded images are kept"
+    assert len(caches(folder)) + len(caches(tmp_path / "cache")) == 3
+    with host_lock.host_lock(folder, "images-train-32x32", "data.root"):
+        assert checkpoint.main(["caches", str(folder), "--clear"]) == 0
+    assert "being written, left" in capsys.readouterr().out
+    assert raw.exists() and not stand_in.exists()
+    assert checkpoint.main(["caches", str(folder), "--clear"]) == 0
+    assert "0.0 MiB of decoded images are kept, 0.0 MiB removed" in capsys.readouterr().out
+    assert greys(kept) == TRAIN  # what a training has mapped stays
+    left = {path.name for path in folder.iterdir() if path.suffix != ".lock"}
+    assert left == {"train", "test", ".images-other.pt"}
 
 
 @table(
