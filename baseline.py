@@ -35,12 +35,12 @@ from classify.images.image_set import ImageSet
 from classify.images.loader import MicroBatchDataset, whole_micro_batch
 from classify.images.sampler import MicroBatchSampler
 from classify.images.settings import DataSettings
-from classify.models import dry_run, state_dicts
+from classify.models import dry_run, registry, state_dicts
 from classify.models.registry import NetSpec
 from classify.reports import summary
 from classify.reports.metrics import ClassificationMetrics
 from harness.callbacks import Patience
-from harness.errors import InvalidInput, one_line, print_errors
+from harness.errors import ErrorList, InvalidInput, one_line, print_errors, printable
 from harness.local.folder import default_output, why_unusable
 from net import Net
 
@@ -86,22 +86,25 @@ def train(args: argparse.Namespace) -> None:
     """Trains in the five steps of the tutorial: data, network, loss and optimizer, training, evaluation."""
     experiment = experiment_file.load(args.config, args.overrides)
     settings = DataSettings.parse(experiment.config.get("data"))
-    dry_run.check(NetSpec("net", 10, settings.image_size), micro_batch=2)
-    rank, world_size, device = start(args)
+    source = settings.open_source()
+    weights = check(args, settings, len(source.classes))
+    rank, world_size, device = start()
+    if rank == 0:
+        make_folder(args)
     torch.manual_seed(experiment.seed)
 
     # 1. Data.
-    train_set, test_set = data.load(settings, "train"), data.load(settings, "test")
+    train_set, test_set = (data.load(settings, split, source) for split in ("train", "test"))
     parts = world_size * args.accumulate
     sampler = MicroBatchSampler(len(train_set), args.batch_size, parts, experiment.seed)
 
     # 2. Network.
     plain = Net(len(train_set.classes))
-    if args.weights:
+    if weights:
         label = f"--weights: {args.weights}"
-        skipped = state_dicts.load_pretrained(plain, state_dicts.read(args.weights, label), label)
+        skipped = state_dicts.load_pretrained(plain, weights, label)
         if skipped and rank == 0:
-            print(state_dicts.describe_skipped_weights(skipped, label), file=sys.stderr)
+            print(printable(state_dicts.describe_skipped_weights(skipped, label)), file=sys.stderr)
     plain.to(device)
     net: nn.Module = DistributedDataParallel(plain) if world_size > 1 else plain
 
@@ -111,8 +114,6 @@ def train(args: argparse.Namespace) -> None:
     schedule = make_schedule(args, optimizer, len(sampler.step_sizes))
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
 
-    if rank == 0:
-        make_folder(args)
     losses: list[Tensor] = []
     last = (args.max_steps or 0) * args.accumulate
     patience = Patience(args.patience, args.min_improvement)
@@ -167,23 +168,36 @@ def train(args: argparse.Namespace) -> None:
         save(args.output, weights, of_steps, summarized)
 
 
-def start(args: argparse.Namespace) -> tuple[int, int, torch.device]:
-    """Joins the processes that torchrun started, and gives this one's rank, their number and its device.
+def check(args: argparse.Namespace, settings: DataSettings, classes: int) -> dict[str, Tensor] | None:
+    """Checks the options, before any image is decoded, and gives the weights to start from.
 
     Raises:
-        InvalidInput: if an option cannot be meant, or the batch does not divide among the processes.
+        InvalidInput: with a line for each that cannot be meant, or does not go with the images.
     """
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    parts = world_size * args.accumulate
+    errors = ErrorList()
     for option, rule in OPTIONS.items():
         value = getattr(args, option)
         if value is not None and not rule.is_valid(value):
-            raise InvalidInput(f"--{option.replace('_', '-')}: {value}: {rule.message}")
-    if args.batch_size % parts:
-        factors = f"{world_size} processes x {args.accumulate} micro-batches"
-        raise InvalidInput(
-            f"--batch-size: {args.batch_size}: does not divide among {factors}; use a multiple of {parts}"
-        )
+            errors.lines.append(f"--{option.replace('_', '-')}: {value}: {rule.message}")
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if not errors.lines and args.batch_size % (parts := world_size * args.accumulate):
+        factors = f"{world_size} processes x {args.accumulate} micro-batches; use a multiple of {parts}"
+        errors.lines.append(f"--batch-size: {args.batch_size}: does not divide among {factors}")
+    spec, weights = NetSpec("net", classes, settings.image_size), None
+    with errors.collecting():
+        dry_run.check(spec, micro_batch=2)
+    with errors.collecting():
+        if args.weights:
+            label = f"--weights: {args.weights}"
+            weights = state_dicts.read(args.weights, label)
+            state_dicts.load_pretrained(registry.on_meta_device(spec), weights, label)
+    errors.raise_any()
+    return weights
+
+
+def start() -> tuple[int, int, torch.device]:
+    """Joins the processes that torchrun started, and gives this one's rank, their number and its device."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -263,7 +277,7 @@ def save(
     entries = [{"group": "training", "steps_completed": i, "loss": loss} for i, loss in enumerate(losses, 1)]
     (output / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     for name, accuracy in summarized["validation"]["per_class_accuracy"].items():
-        print(f"  {name:<12} {accuracy:7.2%}")
+        print(f"  {printable(name):<12} {accuracy:7.2%}")
     summary.write(output, summarized)
 
 

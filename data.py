@@ -7,21 +7,24 @@ Where images come from is in ``classify/images/sources.py``, how training images
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from classify.images.augment import Augmentation, Augmenter
-from classify.images.image_set import ImageSet, to_training_device
+from classify.images.image_set import ImageSet, places
 from classify.images.loader import MicroBatchLoader
 from classify.images.sampler import MicroBatchSampler
 from classify.images.settings import DataSettings
 from classify.images.sources import Source
 from classify.models import pretrained
+from harness.errors import InvalidInput
 
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that take 0 to 255 to [-1, 1]
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as torchvision's pretrained weights take them
+SPLITS = ("train", "test")
 SAMPLE = 10_000  # images of which a dataset's statistics are taken
 
 Normalization = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation of each channel
@@ -29,6 +32,8 @@ Normalization = tuple[Sequence[float], Sequence[float]]  # mean and standard dev
 
 class Images:
     """The images of a trial: both splits, how they become inputs, and their loaders.
+
+    A split is decoded when it is first asked for, so that all else can be refused before.
 
     Args:
         settings: the checked ``data`` section.
@@ -38,9 +43,7 @@ class Images:
         device: the one that trains.
 
     Attributes:
-        train: the training images.
-        test: those of the validation.
-        normalization: mean and standard deviation of each channel.
+        gpu_bytes: the bytes of images in a GPU's memory, once they are decoded.
 
     Raises:
         InvalidInput: if the data is missing, damaged or not usable; the line names the folder or file.
@@ -49,20 +52,40 @@ class Images:
     def __init__(
         self, settings: DataSettings, source: Source, net: str, seed: int, device: torch.device
     ) -> None:
+        self.settings, self.source, self.net = settings, source, net
         self.seed, self.device = seed, device
-        self.train, self.test = (
-            to_training_device(load(settings, split, source), settings, device) for split in ("train", "test")
-        )
-        self.normalization = normalization(settings, self.train, net)
+        pixels = math.prod(settings.stored_size)
+        sizes = [3 * pixels * source.count(split) for split in SPLITS]
+        self._places = places(sizes, settings, device)
+        pairs = zip(sizes, self._places, strict=True)
+        self.gpu_bytes = sum(size for size, place in pairs if place.type == "cuda")
         self.augmenter: Augmenter | None = None
         stored, seen = settings.stored_size, settings.image_size
         if settings.augment != Augmentation() or stored != seen:
-            self.augmenter = Augmenter(settings.augment, len(self.train), stored, seen, seed)
+            self.augmenter = Augmenter(settings.augment, source.count("train"), stored, seen, seed)
 
-    @property
-    def gpu_bytes(self) -> int:
-        """The bytes of images in a GPU's memory."""
-        return sum(each.images.nbytes for each in (self.train, self.test) if each.images.is_cuda)
+    @functools.cached_property
+    def train(self) -> ImageSet:
+        """The training images; raises as ``load`` does."""
+        return self._load("train")
+
+    @functools.cached_property
+    def test(self) -> ImageSet:
+        """Those of the validation; raises as ``load`` does."""
+        return self._load("test")
+
+    def _load(self, split: str) -> ImageSet:
+        decoded, place = load(self.settings, split, self.source), self._places[SPLITS.index(split)]
+        try:
+            return decoded if place.type == "cpu" else decoded.to(place)
+        except torch.cuda.OutOfMemoryError:
+            what = f"{decoded.images.nbytes / 2**20:,.0f} MiB of images do not fit beside the engine"
+            raise InvalidInput(f"data.device: {self.settings.device!r}: {what}; use cpu") from None
+
+    @functools.cached_property
+    def normalization(self) -> Normalization:
+        """Mean and standard deviation of each channel; the dataset's own need its images."""
+        return normalization(self.settings, lambda: self.train, self.net)
 
     def inputs(self, images: Tensor, channels_last: bool) -> Tensor:
         """Inputs (B, 3, H, W) float32 on the training device of images (B, 3, H, W) uint8."""
@@ -71,7 +94,7 @@ class Images:
 
     def training_sampler(self, batch_size: int, micro_batches_per_step: int) -> MicroBatchSampler:
         """Which training images make a micro-batch, shuffled by (seed, epoch)."""
-        return MicroBatchSampler(len(self.train), batch_size, micro_batches_per_step, self.seed)
+        return MicroBatchSampler(self.source.count("train"), batch_size, micro_batches_per_step, self.seed)
 
     def training_loader(self, sampler: MicroBatchSampler) -> MicroBatchLoader:
         """Micro-batches of training images (B, 3, H, W) uint8 and labels (B,) int64."""
@@ -110,12 +133,12 @@ def load(settings: DataSettings, split: str, source: Source | None = None) -> Im
     return ImageSet(images, labels, tuple(source.classes), settings.image_size)
 
 
-def normalization(settings: DataSettings, train_set: ImageSet, net: str) -> Normalization:
+def normalization(settings: DataSettings, train_set: Callable[[], ImageSet], net: str) -> Normalization:
     """Mean and standard deviation of each channel, of pixels from 0 to 1, by which inputs are normalised.
 
     Args:
         settings: which say whose.
-        train_set: of whose images the statistics are taken, evenly spaced ones if there are many.
+        train_set: gives the images of which statistics are taken, evenly spaced ones if there are many.
         net: the name of the network, whose pretrained weights are asked.
     """
     if settings.normalize == "weights":
@@ -126,7 +149,8 @@ def normalization(settings: DataSettings, train_set: ImageSet, net: str) -> Norm
         return IMAGENET
     if settings.normalize == "half":
         return HALF, HALF
-    chosen = train_set.images[:: -(-len(train_set) // SAMPLE)]
+    images = train_set().images
+    chosen = images[:: -(-len(images) // SAMPLE)]
     sums, squares, count = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), 0
     for part in chosen.split(256):
         pixels = part.cpu().double() / 255

@@ -65,7 +65,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         self.args = AttrDict(context.get_hparams())
         processes, device = context.distributed.size, context.device
         self.config = config = TrialConfig.resolve(self.args, experiment_of(context), processes, device.type)
-        # Images, and MixUp or CutMix of them
+        # Images, decoded when all else is known to be right, and MixUp or CutMix of them
         images = data.Images(config.data, config.source, config.hyper.net, config.seed, device)
         self.images = images
         self.mixup = make_mixup(config.hyper.mixup, config.hyper.cutmix, config.net.num_classes)
@@ -80,7 +80,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         self.train_sampler = images.training_sampler(engine.train_batch_size(), parts)
         # Metrics, reduced over all ranks; the network in checkpoints
         self.throughput = context.wrap_reducer(Throughput(), for_validation=False)
-        metrics = ClassificationMetrics(images.train.classes, self.throughput)
+        metrics = ClassificationMetrics(config.source.classes, self.throughput)
         self.metrics = context.wrap_reducer(metrics, for_training=False)
         self.hooks = ClassifierHooks(context, config, engine, images.normalization, images.gpu_bytes)
 
@@ -98,8 +98,8 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
         """The network in checkpoints, reports beside the metrics, and early stopping if asked for."""
-        engine, test_set = self.model_engine, self.images.test
-        reports = make_callbacks(self.context, engine, self.metrics, test_set, self.config)
+        engine, config = self.model_engine, self.config
+        reports = make_callbacks(self.context, engine, self.metrics, lambda: self.images.test, config)
         return {"network": self.hooks, **reports}
 
     def train_batch(self, dataloader_iter: Batches, epoch_idx: int, batch_idx: int) -> dict[str, Any]:

@@ -55,10 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         search = specification.load(args.config, args.overrides, args.parallel)
         settings = DataSettings.parse(search.experiment.config.get("data"))
         source = settings.open_source()
-        for split in ("train", "test"):  # decoded once for all trials, none of which can go without
-            data.load(settings, split, source)
+        for split in data.SPLITS:  # listed, before a folder is made
+            source.count(split)
         with locked_folder(output, "search"):
-            return SearchRunner(search, output, source).run()
+            runner = SearchRunner(search, output, source)
+            runner.refuse_if_all_invalid()
+            for split in data.SPLITS:  # decoded once for all trials, none of which can go without
+                data.load(settings, split, source)
+            return runner.run()
     except InvalidInput as error:
         return print_errors("search.py", error)
     except (OSError, SQLAlchemyError, StorageInternalError) as error:

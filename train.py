@@ -109,7 +109,6 @@ def run(args: argparse.Namespace) -> int:
         checkpoint = find_checkpoint(context, args.resume)
         trial = CIFARTrial(context)
         # Train
-        started = time.perf_counter()
         fit = Trainer(trial, context).fit(
             **experiment.fit_arguments(trial.model_engine.train_batch_size()),
             latest_checkpoint=checkpoint,
@@ -125,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         if output is None:  # on a cluster the last checkpoint has the network, and the master the metrics
             return 0
         # Summarise
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - trial.hooks.started
         weights = trial.hooks.write_network(output / "net.pt")
         if is_chief:
             summary.write(

@@ -56,6 +56,15 @@ class Controller(Loop):
     # ------------------------------------------------------------------------------------------ training
 
     @override
+    def run(self) -> None:
+        """Trains; refuses another run's checkpoint before the loaders are made, which may take long."""
+        if self.local_training and self.latest_checkpoint is not None:
+            name = str(self.latest_checkpoint)
+            with self.core_context.checkpoint.restore_path(name) as path:
+                self._check_on_one_rank(pathlib.Path(path), name, self.identity())
+        super().run()
+
+    @override
     def _run(self) -> None:
         preempt = self.core_context.preempt
         with contextlib.ExitStack() as around:
@@ -149,7 +158,8 @@ class Controller(Loop):
     @override
     def _load(self, load_path: pathlib.Path) -> None:
         name, mine = str(self.latest_checkpoint), self.identity()
-        self._check_on_one_rank(load_path, name, mine)
+        if not self.local_training:  # or it has been done
+            self._check_on_one_rank(load_path, name, mine)
         with contextlib.ExitStack() as around:
             for engine in self.engines:
                 around.enter_context(deepspeed_patches.keep_configured_hyperparameters(engine))

@@ -62,11 +62,7 @@ def _load_weights(net: nn.Module, config: TrialConfig) -> None:
     if not chosen:
         return
     label = f"hyperparameters.weights: {chosen}"
-    if pretrained.is_name(config.hyper.net, chosen):
-        state = pretrained.fetch(config.hyper.net, chosen)
-    else:
-        state = state_dicts.read(chosen, label)
-    skipped = state_dicts.load_pretrained(net, state, label)
+    skipped = state_dicts.load_pretrained(net, pretrained.read(config.hyper.net, chosen), label)
     if skipped and torch.distributed.get_rank() == 0:
         print(printable(state_dicts.describe_skipped_weights(skipped, label)), file=sys.stderr)
 

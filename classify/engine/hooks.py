@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +35,12 @@ class ClassifierHooks(TrialHooks):
         engine: its engine.
         normalization: mean and standard deviation of each channel, by which its inputs are normalised.
         images_on_gpu: the bytes of images in a GPU's memory.
+
+    Attributes:
+        started: when training began, by ``time.perf_counter``.
     """
+
+    started = 0.0
 
     def __init__(
         self,
@@ -48,6 +54,10 @@ class ClassifierHooks(TrialHooks):
         self.config, self.engine = config, engine
         self.mean, self.std = (list(each) for each in normalization)
         self.images_on_gpu = images_on_gpu
+
+    @override
+    def on_training_start(self) -> None:
+        self.started = time.perf_counter()
 
     @override
     def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:

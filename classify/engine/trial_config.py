@@ -193,11 +193,11 @@ def _check_network(config: TrialConfig) -> None:
     if config.data.normalize == "weights":
         pretrained.normalization(hyper.net)
     dry_run.check(config.net, config.least_micro_batch, bool(hyper.channels_last))
+    weights = pretrained.read(hyper.net, hyper.weights) if hyper.weights else None
     if hyper.has_experts:
         return
     outline = registry.on_meta_device(config.net)
-    if hyper.weights and not pretrained.is_name(hyper.net, hyper.weights):
-        label = f"hyperparameters.weights: {hyper.weights}"
-        state_dicts.load_pretrained(outline, state_dicts.read(hyper.weights, label), label)
+    if weights is not None:
+        state_dicts.load_pretrained(outline, weights, f"hyperparameters.weights: {hyper.weights}")
     if hyper.checkpoint_activations:
         recompute.enable(outline)

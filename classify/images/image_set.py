@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,16 +44,25 @@ class ImageSet:
         return functional.center_crop(images, list(self.crop))
 
 
-def to_training_device(source: ImageSet, settings: DataSettings, device: torch.device) -> ImageSet:
-    """The set where ``data.device`` wants it: in the memory of the device that trains, or in the host's.
+def places(sizes: Sequence[int], settings: DataSettings, device: torch.device) -> list[torch.device]:
+    """Where ``data.device`` wants sets: in the memory of the device that trains, or in the host's.
+
+    Args:
+        sizes: their bytes.
+        settings: the checked ``data`` section.
+        device: the one that trains.
 
     Raises:
-        InvalidInput: if it has to be on the device and does not fit.
+        InvalidInput: if they have to be on the device and do not fit.
     """
+    chosen = [torch.device("cpu")] * len(sizes)
     if device.type == "cpu" or settings.device == "cpu":
-        return source
-    size, free = source.images.nbytes, torch.cuda.mem_get_info(device)[0]
-    if settings.device == "cuda" and size > free:
-        sizes = f"{size / 2**20:,.0f} MiB of images, but {free / 2**20:,.0f} MiB are free on the GPU"
-        raise InvalidInput(f"data.device: 'cuda': {sizes}; use auto")
-    return source.to(device) if settings.device == "cuda" or size < free / 2 else source
+        return chosen
+    free = torch.cuda.mem_get_info(device)[0]
+    for index, size in enumerate(sizes):
+        if settings.device == "cuda" and size > free:
+            shown = f"{size / 2**20:,.0f} MiB of images, but {free / 2**20:,.0f} MiB are free on the GPU"
+            raise InvalidInput(f"data.device: 'cuda': {shown}; use auto")
+        if settings.device == "cuda" or size < free / 2:
+            chosen[index], free = device, free - size
+    return chosen

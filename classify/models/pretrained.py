@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import pathlib
 import pickle
+import posixpath
 import re
 import sys
 from typing import Any
@@ -18,6 +20,7 @@ import torchvision
 from torch import Tensor
 
 import net as own
+from classify.models import state_dicts
 from classify.models.registry import MOE
 from harness.errors import InvalidInput, one_line
 from harness.host_lock import host_lock
@@ -38,6 +41,17 @@ def is_own(net: str) -> bool:
     return net in own.NETS or net == MOE
 
 
+def read(net: str, weights: str) -> dict[str, Tensor]:
+    """The weights that ``hyperparameters.weights`` names: torchvision's, or those of a file.
+
+    Raises:
+        InvalidInput: if they cannot be had.
+    """
+    if is_name(net, weights):
+        return fetch(net, weights)
+    return state_dicts.read(weights, f"hyperparameters.weights: {weights}")
+
+
 def fetch(net: str, weights: str) -> dict[str, Tensor]:
     """Torchvision's weights of that name, downloaded once a host.
 
@@ -46,7 +60,8 @@ def fetch(net: str, weights: str) -> dict[str, Tensor]:
     """
     chosen = _weights(net, weights)
     folder = pathlib.Path(torch.hub.get_dir())
-    with host_lock(folder, "weights", "TORCH_HOME"):
+    downloads = not os.path.isfile(folder / "checkpoints" / posixpath.basename(chosen.url))
+    with host_lock(folder, "weights", "TORCH_HOME") if downloads else contextlib.nullcontext():
         try:
             with contextlib.redirect_stdout(sys.stderr):  # where torch says that it downloads
                 progress = sys.stderr.isatty()

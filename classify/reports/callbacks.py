@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from determined import pytorch
@@ -15,7 +16,11 @@ from harness.callbacks import EarlyStopping
 
 
 def make_callbacks(
-    context: Any, engine: Any, metrics: ClassificationMetrics, test_set: ImageSet, config: TrialConfig
+    context: Any,
+    engine: Any,
+    metrics: ClassificationMetrics,
+    test_set: Callable[[], ImageSet],
+    config: TrialConfig,
 ) -> dict[str, pytorch.PyTorchCallback]:
     """The callbacks that write TensorBoard's files and the run's confusion matrix, and early stopping.
 
@@ -23,7 +28,7 @@ def make_callbacks(
         context: the trial's.
         engine: its engine.
         metrics: of its validation.
-        test_set: the images that it validates.
+        test_set: gives the images that it validates.
         config: the trial's.
     """
     is_chief = context.distributed.rank == 0

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from determined import pytorch
@@ -24,11 +25,14 @@ class ClassificationLog(pytorch.PyTorchCallback):
     Args:
         output: the run's folder, on the chief off a cluster; None where nothing is to be written.
         metrics: of the validation.
-        test_set: the validated images.
+        test_set: gives the validated images.
     """
 
     def __init__(
-        self, output: pathlib.Path | None, metrics: ClassificationMetrics, test_set: ImageSet
+        self,
+        output: pathlib.Path | None,
+        metrics: ClassificationMetrics,
+        test_set: Callable[[], ImageSet],
     ) -> None:
         self.output, self.metrics, self.test_set = output, metrics, test_set
 
@@ -39,7 +43,7 @@ class ClassificationLog(pytorch.PyTorchCallback):
         mistakes = []
         for mistake in self.metrics.mistakes:
             png = io.BytesIO()
-            pixels = self.test_set.images[mistake["image"]].permute(1, 2, 0).cpu().numpy()
+            pixels = self.test_set().images[mistake["image"]].permute(1, 2, 0).cpu().numpy()
             Image.fromarray(pixels).save(png, "png")
             mistakes.append({**mistake, "png": base64.b64encode(png.getvalue()).decode()})
         confusion = self.metrics.confusion.tolist()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -36,7 +37,7 @@ class TensorBoardLog(StepCounter):
         context: the trial's.
         engine: its engine.
         metrics: of its validation.
-        test_set: the images that it validates.
+        test_set: gives the images that it validates.
         net: its network, to draw the graph of.
     """
 
@@ -45,7 +46,7 @@ class TensorBoardLog(StepCounter):
         context: Any,
         engine: deepspeed.DeepSpeedEngine,
         metrics: ClassificationMetrics,
-        test_set: ImageSet,
+        test_set: Callable[[], ImageSet],
         net: registry.NetSpec,
     ) -> None:
         super().__init__(context)
@@ -113,7 +114,7 @@ class TensorBoardLog(StepCounter):
         if self._graph_is_missing:
             self._add_graph()
             self._graph_is_missing = False
-        metrics, source = self.metrics, self.test_set.images
+        metrics, source = self.metrics, self.test_set().images
         images = [source[each["image"]].permute(1, 2, 0).cpu().numpy() for each in metrics.mistakes]
         for name, figure in {
             "confusion_matrix": figures.confusion_figure(metrics.confusion, metrics.classes),

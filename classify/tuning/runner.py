@@ -68,8 +68,6 @@ class SearchRunner:
 
     def run(self) -> int:
         """Runs all trials that have not ended yet, reports, and gives the exit code."""
-        if not self._trials():
-            self._refuse_if_all_invalid()
         self._enqueue_missing()
         left_running = self._trials(TrialState.RUNNING)
         handler = signal.signal(signal.SIGTERM, _interrupt)
@@ -114,7 +112,10 @@ class SearchRunner:
             for _ in range(bracket.trials + extra - len(mine)):
                 self.study.enqueue_trial(next(draws), user_attrs={"bracket": index})
 
-    def _refuse_if_all_invalid(self) -> None:
+    def refuse_if_all_invalid(self) -> None:
+        """Raises ``InvalidInput`` for a new search of which no trial can run."""
+        if self._trials():
+            return
         errors: list[str] = []
         trials = sum(bracket.trials for bracket in self.search.brackets)
         for drawn in itertools.islice(self.search.draws(), trials):

@@ -3,7 +3,13 @@
 import json
 
 import pytest
-from support import DIGITS, PROJECT, Run, overrides, train_many
+import torch
+from folders import caches
+from support import DIGITS, PROJECT, Run, free_port, overrides, train_many
+
+import baseline
+import search
+from net import Net
 
 SHORT = overrides(hyperparameters__max_length="{epochs: 2}", min_validation_period="{epochs: 1}")
 
@@ -143,6 +149,49 @@ BAD = {
     "slots to train on": (["--slots", "4"], ["--slots", "4", "--check"]),
     "no checkpoint": (["--resume", "latest"], ["--resume", "latest", "no checkpoint"]),
 }
+
+
+def test_nothing_is_decoded_before_all_else_is_known_to_be_right(tmp_path, folder, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "weights"))
+    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    torch.save(Net(3).state_dict(), tmp_path / "other.pt")
+    images = overrides(data__dataset="imagefolder", data__root=folder)
+    short = overrides(hyperparameters__max_length="{batches: 1}")
+    rows = {
+        "weights that cannot be had": ["hyperparameters.net=resnet18", "hyperparameters.weights=DEFAULT"],
+        "experts' weights of another network": [
+            "hyperparameters.moe=true",
+            f"hyperparameters.weights={tmp_path}/other.pt",
+        ],
+    }
+    runs = train_many(
+        tmp_path,
+        {name: [*DIGITS, *images, *short, *(f"--set={each}" for each in row)] for name, row in rows.items()}
+        | {"run": [*DIGITS, *images, *short]},
+    )
+    assert runs["run"].code == 0, runs["run"].stderr
+    for name in rows:
+        assert runs[name].code == 2, runs[name].stderr
+        assert runs[name].stderr.splitlines()[-1].startswith("train.py: hyperparameters.weights: ")
+        assert "are kept decoded" not in runs[name].stderr
+    assert runs["run"].stderr.count("are kept decoded") == 2
+    before = caches(folder)
+    resumed = train_many(
+        tmp_path, {"run": [*DIGITS, *images, *short, "--set=data.resize=40", "--resume=latest"]}
+    )
+    assert (resumed["run"].code, len(resumed["run"].stderr.splitlines())) == (2, 1), resumed["run"].stderr
+    assert "data.resize: [40, 40]: checkpoint" in resumed["run"].stderr
+    larger = [*images, "--set", "data.resize=40"]
+    weights = ["--weights", str(tmp_path / "other.pt"), "--output", str(tmp_path / "baseline")]
+    torch.save({"conv1.weight": torch.zeros(6, 3, 3, 3)}, tmp_path / "other.pt")
+    assert baseline.main([*DIGITS, *larger, *weights]) == 2
+    assert not (tmp_path / "baseline").exists()
+    stage = "hyperparameters.overwrite_deepspeed_args.zero_optimization.stage={type: categorical, vals: [4]}"
+    grid = ["--config", "experiments/search-grid.yaml", "--set", stage, "--output", str(tmp_path / "search")]
+    assert search.main([*grid, *larger]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    assert caches(folder) == before
 
 
 def fill(texts, folder):
