@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -125,7 +126,7 @@ def init(
         return
     experiment = Experiment(exp_conf or {}, hparams or {})
     ranks = distributed or processes.join_local_processes()
-    output = ranks.broadcast((output or default_output("trial")).resolve())
+    output = ranks.broadcast(pathlib.Path(os.path.realpath(output or default_output("trial"))))
     with (
         own_folder(output, ranks, resumes, writes),
         _locally(experiment, ranks, output, enable_tensorboard_logging) as context,

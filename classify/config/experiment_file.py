@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Iterable
 from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
+from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
 from classify.config.experiment_fields import check
-from harness.errors import InvalidInput, one_line
+from harness.errors import ErrorList, InvalidInput, one_line
 from harness.experiment import Experiment
+from harness.input_files import regular_file
 
 # The parser raises Python's own errors for a tagged value such as "!!int x", and for one nested too deep.
 YAML_ERRORS = (YAMLError, ValueError, KeyError, RecursionError)
+DEEPEST, MOST = 100, 10_000  # levels and values, far above those of any experiment; aliases written out
 
 
 def load(path: str, overrides: Iterable[str] = (), search: bool = False) -> Experiment:
@@ -37,16 +39,21 @@ def load(path: str, overrides: Iterable[str] = (), search: bool = False) -> Expe
 def read(path: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """Reads the file and the overrides, as ``load`` has them, without checking the fields."""
     try:
-        config = _yaml(pathlib.Path(path).read_text())
+        config = _yaml(regular_file(path).read_text())
     except FileNotFoundError:
         mend = "no such file; give an experiment file, e.g. const.yaml"
         raise InvalidInput(f"--config: {path}: {mend}") from None
     except (OSError, *YAML_ERRORS) as error:
-        raise InvalidInput(f"--config: {path}: not a YAML file ({one_line(error)}); mend it") from error
+        raise InvalidInput(
+            f"--config: {path}: cannot be read as YAML ({one_line(error)}); mend it, or give another file"
+        ) from error
     if not isinstance(config, dict):
         raise InvalidInput(f"--config: {path}: holds no experiment configuration; see const.yaml for one")
+    errors = ErrorList()
     for override in overrides:
-        _override(config, override)
+        with errors.collecting():
+            _override(config, override)
+    errors.raise_any()
     try:
         json.dumps(config)
     except (TypeError, ValueError, RecursionError) as error:
@@ -66,13 +73,37 @@ _Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.cons
 def _yaml(text: str) -> Any:
     yaml = YAML(typ="safe", pure=True)
     yaml.Constructor = _Constructor
+    _check_size(yaml.parse(text))
     return yaml.load(text)
+
+
+def _check_size(events: Iterable[Any]) -> None:
+    """Raises ValueError for a text that would take minutes: nested too deep, or of aliases of aliases."""
+    known: dict[str, int] = {}  # the values that stand under an anchor, and so in the place of each alias
+    inner: list[tuple[str | None, int]] = [(None, 0)]  # the anchor of each open list or mapping, its values
+    for event in events:
+        if isinstance(event, CollectionStartEvent):
+            inner.append((event.anchor, 1))
+            if len(inner) > DEEPEST:
+                raise ValueError(f"nested more than {DEEPEST} levels deep")
+            continue
+        if isinstance(event, AliasEvent):
+            anchor, values = None, known.get(event.anchor, MOST)  # not known: of one that holds itself
+        elif isinstance(event, CollectionEndEvent):
+            anchor, values = inner.pop()
+        else:
+            anchor, values = getattr(event, "anchor", None), 1
+        if anchor:
+            known[anchor] = values
+        inner[-1] = inner[-1][0], inner[-1][1] + values
+        if inner[-1][1] > MOST:
+            raise ValueError(f"more than {MOST:,} values, aliases written out")
 
 
 def _override(config: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     keys = path.split(".")
-    if not equals or not all(keys):
+    if not equals or not all(keys) or len(keys) > DEEPEST:
         raise InvalidInput(f"--set: {override!r}: must be PATH=VALUE, e.g. data.dataset=digits")
     try:
         value = _yaml(text)

@@ -7,7 +7,7 @@ The three forms of Determined's DeepSpeed usage guide: ``deepspeed_config: FILE`
 from __future__ import annotations
 
 import copy
-import pathlib
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,6 +38,7 @@ from classify.engine.deepspeed_keys import (
 from classify.engine.learning_rate import follow_learning_rate, follow_length, schedule_errors, section_at
 from classify.engine.optimizer_rules import RATE, built_errors, optimizer_class, rules, schedule_class
 from harness.errors import InvalidInput, nearest, one_line
+from harness.input_files import regular_file
 
 # The file's parameters carry over to another optimizer or schedule as far as that one takes them.
 INHERITING = {"optimizer": optimizer_class, "scheduler": schedule_class}
@@ -121,13 +122,13 @@ def _why_not_inline(key: str) -> str:
 
 def _read(source: str) -> dict[str, Any]:
     """Reads a DeepSpeed configuration file; a relative path is of the working directory or the project."""
-    path = next((each for each in (pathlib.Path(source), PROJECT / source) if each.is_file()), None)
+    path = source if os.path.exists(source) else PROJECT / source
     at = f"hyperparameters.deepspeed_config: {source!r}"
-    if path is None:
-        raise InvalidInput(f"{at}: no such file; give the path of a JSON file")
     try:
-        config = overwrite_deepspeed_config(str(path), {})
-    except (ValueError, OSError) as error:  # malformed JSON, a key given twice, not text, not readable
+        config = overwrite_deepspeed_config(str(regular_file(path)), {})
+    except FileNotFoundError:
+        raise InvalidInput(f"{at}: no such file; give the path of a JSON file") from None
+    except (ValueError, OSError, RecursionError) as error:  # malformed, a key twice, not readable, too deep
         raise InvalidInput(f"{at}: not a JSON file ({one_line(error)}); mend it") from error
     if not isinstance(config, dict):
         raise InvalidInput(f"{at}: holds no JSON object; mend it")

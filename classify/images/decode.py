@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 from tqdm import tqdm
 
 from harness.errors import InvalidInput, one_line
+from harness.input_files import regular_file
 
 CHUNK = 64  # files a worker decodes at a time
 SHOWN = 20  # files that are named where more cannot be read
@@ -81,7 +82,7 @@ def decode_image(path: str | os.PathLike[str], size: tuple[int, int]) -> np.ndar
         InvalidInput: if the file cannot be read as an image.
     """
     try:
-        with Image.open(path) as image:
+        with Image.open(regular_file(path)) as image:
             image.load()
             upright: Image.Image = image
             with contextlib.suppress(Exception):  # damaged EXIF leaves the pixels readable

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from classify.models import registry, state_dicts
 from harness.errors import InvalidInput, one_line
+from harness.input_files import regular_file
 
 NAMES = ("net.pt", "net.json")  # in a run's folder
 
@@ -114,7 +115,7 @@ def read_description(path: pathlib.Path) -> dict[str, Any]:
     """
     file = beside(path)
     try:
-        description = json.loads(file.read_text())
+        description = json.loads(regular_file(file).read_text())
         assert len(description["classes"]) == description["net"]["num_classes"]
         assert {"height", "width", "resize", "mean", "std"} <= description["input"].keys()
         getattr(torch, description["dtype"])

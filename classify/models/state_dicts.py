@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.errors import InvalidInput, why_unloadable
+from harness.input_files import regular_file
 
 COUNT = "num_batches_tracked"  # of batch normalization, which files of before torch 0.4.1 lack
 
@@ -143,12 +144,12 @@ def read(path: str, label: str = "") -> dict[str, Tensor]:
 
 def _load(path: str) -> Any:
     if not path.endswith(".safetensors"):
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(regular_file(path), map_location="cpu", weights_only=True)
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        return load_file(path)
+        return load_file(regular_file(path))
     except SafetensorError as error:
         raise ValueError(str(error)) from error
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -13,6 +14,7 @@ import filelock
 from determined import core
 
 from harness.errors import InvalidInput, one_line
+from harness.input_files import refused
 from harness.local import metrics_log
 
 FILES = ("run.json", metrics_log.FILE, "profile.txt", "summary.json")
@@ -40,6 +42,8 @@ def why_unusable(output: pathlib.Path, resumes: bool, writes: Sequence[str] = ()
         if path.exists() and path.is_dir() == is_file:
             what = "a folder" if is_file else "no folder"
             return f"--output: {path}: is {what}; move it, or give another folder"
+        if path.exists() and not os.access(path, os.W_OK if is_file else os.R_OK | os.W_OK | os.X_OK):
+            return f"--output: {path}: may not be written to; change that, or give another folder"
     if not resumes and ((output / "summary.json").exists() or any(output.glob("checkpoints/[!.]*/"))):
         mend = "give another folder, or go on with it: train.py --resume latest"
         return f"--output: {output}: holds a run; {mend}"
@@ -93,7 +97,9 @@ def own_folder(
 
         def take() -> None:
             lock.enter_context(locked_folder(output, "run"))
-            if reason := why_unusable(output, resumes, writes):
+            with refused(f"--output: {output}"):
+                reason = why_unusable(output, resumes, writes)
+            if reason:
                 raise InvalidInput(reason)
 
         on_chief(take, distributed)
