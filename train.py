@@ -26,9 +26,18 @@ import sys
 import time
 from collections.abc import Sequence
 
-from classify.config import command_line, experiment_file
+from classify.config import command_line, experiment_fields, experiment_file
 from harness.cluster import cluster_experiment, on_cluster
-from harness.errors import DISK_FULL, InvalidInput, TrainingStopped, one_line, print_errors, printable
+from harness.errors import (
+    DISK_FULL,
+    InvalidInput,
+    TrainingStopped,
+    add_new,
+    one_line,
+    print_errors,
+    printable,
+)
+from harness.experiment import Experiment
 from harness.local.folder import default_output
 
 
@@ -66,11 +75,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def load(args: argparse.Namespace) -> Experiment:
+    """Reads the experiment file; where a field is wrong, names what else is."""
+    profile = ["profiling.enabled=true"] if args.profile else []
+    config = experiment_file.read(args.config, [*args.overrides, *profile])
+    try:
+        return experiment_fields.check(config)
+    except InvalidInput as error:
+        from classify.engine.trial_config import errors_of  # which takes seconds
+
+        hparams = config.get("hyperparameters")
+        hparams = hparams if isinstance(hparams, dict) else {}
+        experiment_fields.take_constants("hyperparameters", hparams, search=False)
+        raise InvalidInput(add_new(error.errors, errors_of(hparams, config))) from None
+
+
 def check(args: argparse.Namespace) -> int:
     """Checks the experiment file for a number of processes and prints the DeepSpeed configuration."""
     if args.slots is not None and args.slots < 1:
         raise InvalidInput(f"--slots: {args.slots}: must be at least 1")
-    experiment = experiment_file.load(args.config, args.overrides)
+    experiment = load(args)
     from classify.engine.trial_config import TrialConfig  # after the file was checked, for it takes seconds
     from harness.processes import device_type
 
@@ -85,8 +109,7 @@ def run(args: argparse.Namespace) -> int:
     if args.slots is not None:
         mend = "goes with --check; torchrun or deepspeed starts the processes"
         raise InvalidInput(f"--slots: {args.slots}: {mend}")
-    profile = ["profiling.enabled=true"] if args.profile else []
-    experiment = cluster_experiment() or experiment_file.load(args.config, [*args.overrides, *profile])
+    experiment = cluster_experiment() or load(args)
     if args.resume and not args.output:
         raise InvalidInput(f"--resume: {args.resume}: of which run? give its folder as --output")
     if not on_cluster() and int(os.environ.get("RANK", 0)) == 0:

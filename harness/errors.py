@@ -8,7 +8,7 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -69,6 +69,23 @@ class ErrorList:
             raise InvalidInput(dict.fromkeys(self.lines))
 
 
+def add_new(errors: Iterable[str], more: Iterable[str]) -> list[str]:
+    """The errors, and of more those whose key has not been named yet, nor one within or around it."""
+    found = list(errors)
+    named = [_path(each) for each in found]
+    return found + [each for each in more if not any(_overlap(_path(each), other) for other in named)]
+
+
+def _path(line: str) -> list[str]:
+    """The path of the key that a line begins with; DeepSpeed's keys are named with and without a head."""
+    key = line.split(": ")[0].removeprefix("hyperparameters.").removeprefix("overwrite_deepspeed_args.")
+    return key.split(".")
+
+
+def _overlap(one: list[str], other: list[str]) -> bool:
+    return all(a == b for a, b in zip(one, other, strict=False))
+
+
 def print_errors(program: str, error: InvalidInput) -> int:
     """Prints every error as a line on stderr, on rank 0 alone, and gives the exit code 2."""
     if int(os.environ.get("RANK", 0)) == 0:  # every rank finds the same errors
@@ -100,10 +117,16 @@ def why_unloadable(error: BaseException) -> str:
     return text if isinstance(error, (OSError, RuntimeError, ValueError)) else "no file of torch.save"
 
 
-def nearest(key: object, known: Iterable[object]) -> str:
-    """Says which of the known keys a mistyped one may be, for an error line."""
+def nearest(key: object, known: Iterable[object], prefixes: Mapping[str, str] | None = None) -> str:
+    """Says which of the known keys a mistyped one may be, for an error line.
+
+    Args:
+        key: the mistyped one.
+        known: the keys that there are.
+        prefixes: what to write before those of them that stand elsewhere.
+    """
     names = sorted(str(k) for k in known)
     close = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
     if close:
-        return f"did you mean {close[0]!r}?"
+        return f"did you mean {(prefixes or {}).get(close[0], '') + close[0]!r}?"
     return f"use one of {', '.join(names)}" if len(names) <= 16 else "remove it"

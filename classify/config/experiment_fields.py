@@ -98,7 +98,7 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
             errors.append(f"{path}: {value!r}: {rule.message}")
     hyperparameters = copy.deepcopy(dict(read.get("hyperparameters", {})))
     if "hyperparameters" in read:
-        errors += _take_constants("hyperparameters", hyperparameters, search)
+        errors += take_constants("hyperparameters", hyperparameters, search)
         errors += _length_errors(hyperparameters.get("max_length"), read.get("searcher", {}))
     if errors:
         raise InvalidInput(errors)
@@ -135,7 +135,7 @@ def _length_errors(length: Any, searcher: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _take_constants(path: str, section: dict[str, Any], search: bool) -> list[str]:
+def take_constants(path: str, section: dict[str, Any], search: bool) -> list[str]:
     """Puts the value in the place of every ``{type: const, val: VALUE}``; a range is for searches alone."""
     errors = []
     for key, value in section.items():
@@ -151,7 +151,7 @@ def _take_constants(path: str, section: dict[str, Any], search: bool) -> list[st
                 f"{here}: {value!r}: is a range to search; --set {here}=VALUE trains with one value"
             )
         else:
-            errors += _take_constants(here, value, search)
+            errors += take_constants(here, value, search)
     return errors
 
 

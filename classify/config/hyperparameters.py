@@ -175,6 +175,17 @@ class Hyperparameters:
             errors.append(f"hyperparameters.net: {net!r}: no such network; {mend}")
         if errors:
             raise InvalidInput(errors)
+        return cls._of(hparams, given)
+
+    @classmethod
+    def parse_form(cls, hparams: Mapping[str, Any]) -> Hyperparameters | None:
+        """Those alone that say where the DeepSpeed configuration is; None if one of them is wrong."""
+        given = {key: hparams[key] for key in FORM if key in hparams}
+        is_right = all(RULES[key].is_valid(value) for key, value in given.items())
+        return cls._of(hparams, given) if is_right else None
+
+    @classmethod
+    def _of(cls, hparams: Mapping[str, Any], given: Mapping[str, Any]) -> Hyperparameters:
         values: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in given.items()
         }
@@ -185,5 +196,6 @@ class Hyperparameters:
 RULES: dict[str, Rule] = {
     field.name: field.metadata["rule"] for field in dataclasses.fields(Hyperparameters) if field.metadata
 }
+FORM = ("deepspeed_config", "overwrite_deepspeed_args")
 EXPERTS = ("num_experts", "ep_world_size", "mlp_type", "top_k", "min_capacity", "noisy_gate_policy")
 EXPERTS_ONLY = (*EXPERTS, "moe_param_group", "moe_loss_coefficient")  # which do nothing without experts

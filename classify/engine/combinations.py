@@ -14,14 +14,12 @@ import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from classify.config.hyperparameters import EXPERTS_ONLY, Hyperparameters
-from classify.engine.deepspeed_keys import MICRO_BATCH, errors_of_whole
+from classify.engine.deepspeed_keys import HYPER, MICRO_BATCH, errors_of_whole
 from classify.engine.optimizer_rules import optimizer_class, optimizer_names
-from classify.models import pretrained
 from classify.models.registry import MOE, NetSpec, on_meta_device
 from classify.models.stages import layers_of
 from harness.errors import InvalidInput
 
-HYPER = "hyperparameters."
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -80,8 +78,6 @@ def _net_errors(hyper: Hyperparameters) -> Iterator[str]:
         yield f"{HYPER}moe: True: {name} has no experts; use net: {MOE}, or moe: false"
     if hyper.moe is False and name == MOE:
         yield f"{HYPER}moe: False: but net is {MOE}; use net: net"
-    if hyper.weights == "DEFAULT" and pretrained.is_own(name):
-        yield f"{HYPER}weights: 'DEFAULT': {name} has no pretrained weights; give the path of a state_dict"
     if hyper.net_args and hyper.has_experts:
         yield f"{HYPER}net_args: experts have hyperparameters of their own, such as num_experts; use those"
     if hyper.checkpoint_activations and hyper.has_experts:

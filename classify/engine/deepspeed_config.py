@@ -9,35 +9,34 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed.runtime import constants
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from determined.pytorch.deepspeed import overwrite_deepspeed_config
 
-from classify.config.hyperparameters import RULES, Hyperparameters
+from classify.config.hyperparameters import Hyperparameters
 from classify.config.project import PROJECT
-from classify.config.rules import is_count
 from classify.engine.combinations import (
     capacity_errors,
     combination_errors,
     dtype_name,
     enabled,
-    network_errors,
     offloads,
     zero_stage,
 )
 from classify.engine.deepspeed_keys import (
     ACCUMULATION,
     BATCH_KEYS,
-    MICRO_BATCH,
+    HYPER,
     TOTAL_BATCH,
     key_errors,
     known_keys,
+    nearest_key,
 )
 from classify.engine.learning_rate import follow_learning_rate, follow_length, schedule_errors, section_at
 from classify.engine.optimizer_rules import RATE, built_errors, optimizer_class, rules, schedule_class
-from harness.errors import InvalidInput, nearest, one_line
+from harness.errors import InvalidInput, one_line
 from harness.input_files import regular_file
 
 # The file's parameters carry over to another optimizer or schedule as far as that one takes them.
@@ -45,35 +44,52 @@ INHERITING = {"optimizer": optimizer_class, "scheduler": schedule_class}
 Steps = Callable[[int, int], int]  # from train_batch_size and the micro-batches in it to all optimizer steps
 
 
+class Merged(NamedTuple):
+    """A DeepSpeed configuration whose keys and values are right by themselves, and what overrode its file."""
+
+    config: dict[str, Any]
+    overrides: dict[str, Any]
+
+
+def merge(hyper: Hyperparameters) -> Merged:
+    """Makes one configuration of any of the three forms, and checks every key and value by itself.
+
+    Raises:
+        InvalidInput: with one line for each that is wrong.
+    """
+    errors: list[str] = []
+    base, overrides = _forms(hyper, errors)
+    _inherit(base, overrides)
+    errors += _merge_errors(base, overrides)
+    config = overwrite_deepspeed_config(base, overrides)
+    _modernise(config)
+    _raise(errors + key_errors(config, HYPER if hyper.deepspeed_config is None else ""))
+    return Merged(config, overrides)
+
+
 def resolve(
-    hyper: Hyperparameters, processes: int, device: str, steps: Steps | None = None
+    merged: Merged, hyper: Hyperparameters, processes: int, device: str, steps: Steps | None = None
 ) -> dict[str, Any]:
     """Makes the configuration that ``deepspeed.initialize`` takes, and checks it before anything is built.
 
     Args:
-        hyper: the hyperparameters, in any of the three forms.
+        merged: from ``merge``.
+        hyper: the hyperparameters, which go together.
         processes: how many there are.
         device: ``cpu`` or ``cuda``.
         steps: gives the optimizer steps of the whole training; None if that is not known.
 
     Returns:
-        The merged configuration with all three batch fields, the schedule's peak and length, and an optimizer
+        The configuration with all three batch fields, the schedule's peak and length, and an optimizer
         that the device runs without compiling.
 
     Raises:
-        InvalidInput: with one line for each thing that is wrong.
+        InvalidInput: with one line for each thing that does not go together.
     """
-    _raise(network_errors(hyper, processes))
-    # The file and what overrides it
-    base, overrides = _forms(hyper)
-    _inherit(base, overrides)
-    _raise(_merge_errors(base, overrides))
-    config = overwrite_deepspeed_config(base, overrides)
-    _modernise(config)
-    # Keys and values, what goes together, and the batch sizes
+    config, overrides = merged
+    # What goes together, and the batch sizes
     replicas = processes // hyper.pipe_parallel_size
-    errors = key_errors(config)
-    errors += combination_errors(config, hyper, device) if not errors else []
+    errors = combination_errors(config, hyper, device)
     errors += _resolve_batch_size(config, replicas) or capacity_errors(config, hyper)
     _raise(errors)
     # The learning rate and its schedule
@@ -97,7 +113,7 @@ def _raise(errors: list[str]) -> None:
 # ----------------------------------------------------------------------------------------- forms and merging
 
 
-def _forms(hyper: Hyperparameters) -> tuple[dict[str, Any], dict[str, Any]]:
+def _forms(hyper: Hyperparameters, errors: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The base configuration and what overrides it, from whichever form the hyperparameters have."""
     inline, source = copy.deepcopy(dict(hyper.inline)), hyper.deepspeed_config
     overrides = copy.deepcopy(dict(hyper.overwrite_deepspeed_args or {}))
@@ -109,15 +125,17 @@ def _forms(hyper: Hyperparameters) -> tuple[dict[str, Any], dict[str, Any]]:
                 f" hyperparameters.deepspeed_config; {mend}"
             )
         return {}, inline
-    if inline:
-        raise InvalidInput(f"hyperparameters.{k}: {v!r}: {_why_not_inline(k)}" for k, v in inline.items())
-    return _read(source), overrides
+    errors += [f"hyperparameters.{k}: {v!r}: {_why_not_inline(k)}" for k, v in inline.items()]
+    try:
+        return _read(source), overrides
+    except InvalidInput as error:
+        raise InvalidInput([*errors, *error.errors]) from error
 
 
 def _why_not_inline(key: str) -> str:
     if key in known_keys():
         return "stands beside deepspeed_config; move it under overwrite_deepspeed_args"
-    return f"unknown key; {nearest(key, [*RULES, *known_keys()])}"
+    return f"unknown key; {nearest_key(key, 'hyperparameters.overwrite_deepspeed_args.')}"
 
 
 def _read(source: str) -> dict[str, Any]:
@@ -148,15 +166,16 @@ def _inherit(base: dict[str, Any], overrides: Mapping[str, Any]) -> None:
             base[key]["params"] = kept
 
 
-def _merge_errors(base: Any, overrides: Mapping[str, Any], path: str = "") -> list[str]:
-    """Finds mappings that would overwrite a single value, which Determined's merging cannot do."""
+def _merge_errors(base: Any, overrides: dict[str, Any], path: str = "") -> list[str]:
+    """Takes out mappings that would overwrite a single value, which Determined's merging cannot do."""
     errors = []
-    for key, value in overrides.items():
+    for key, value in list(overrides.items()):
         if isinstance(value, Mapping) and key in base:
             if isinstance(base[key], Mapping):
-                errors += _merge_errors(base[key], value, f"{path}{key}.")
+                errors += _merge_errors(base[key], overrides[key], f"{path}{key}.")
             elif base[key] is not None:
                 errors.append(f"{path}{key}: {dict(value)!r}: must be a single value such as {base[key]!r}")
+                del overrides[key]
             else:
                 base[key] = {}
     return errors
@@ -180,12 +199,7 @@ def _resolve_batch_size(config: dict[str, Any], replicas: int) -> list[str]:
     train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel size.
     """
     given = {key: config[key] for key in BATCH_KEYS if config.get(key) is not None}
-    wrong = {key: value for key, value in given.items() if not is_count(value, 1)}
-    if wrong:
-        return [f"{key}: {value!r}: must be a whole number of at least 1" for key, value in wrong.items()]
     total, micro, accumulation = (given.get(key) for key in BATCH_KEYS)
-    if total is None and micro is None:
-        return [f"{TOTAL_BATCH}: missing; give it or {MICRO_BATCH}"]
     if total is None:
         assert micro is not None
         accumulation = accumulation or 1

@@ -8,16 +8,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import pydantic
 from deepspeed.runtime.config import DeepSpeedConfig
 
+from classify.config.hyperparameters import RULES
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, whole
 from classify.engine.optimizer_rules import optimizer_errors, scheduler_errors
 from harness.errors import nearest, one_line
 
+HYPER = "hyperparameters."
 TOTAL_BATCH, MICRO_BATCH, ACCUMULATION = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -106,20 +109,46 @@ def errors_of_whole(config: Mapping[str, Any]) -> list[str]:
 # ------------------------------------------------------------------------------------------------ the checks
 
 
-def key_errors(config: Mapping[str, Any]) -> list[str]:
-    """Checks every key and value by itself, at every level."""
+def key_errors(config: Mapping[str, Any], path: str = "") -> list[str]:
+    """Checks every key and value by itself, at every level.
+
+    Args:
+        config: the configuration.
+        path: what stands before its keys, if they are among the hyperparameters themselves.
+    """
     errors = []
     for key, value in config.items():
-        errors += _value_errors(key, value) if key in known_keys() else [_unknown(key, value)]
-    return errors + optimizer_errors(config) + scheduler_errors(config)
+        errors += _value_errors(key, value) if key in known_keys() else [_unknown(key, value, path)]
+    return errors + _batch_errors(config) + optimizer_errors(config) + scheduler_errors(config)
 
 
-def _unknown(key: str, value: Any) -> str:
+def _unknown(key: str, value: Any, path: str) -> str:
     head, _, rest = str(key).partition(".")
     if rest and head in known_keys():
         nested = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), value)
         return f"{key}: {value!r}: DeepSpeed knows no dotted keys; write it nested: {json.dumps(nested)}"
-    return f"{key}: {value!r}: DeepSpeed knows no such key; {nearest(key, known_keys())}"
+    who = "unknown key" if path else "DeepSpeed knows no such key"
+    return f"{path}{key}: {value!r}: {who}; {nearest_key(key, path)}"
+
+
+def nearest_key(key: str, path: str) -> str:
+    """Says which hyperparameter or key of DeepSpeed's a mistyped one may be, and where it stands.
+
+    Args:
+        key: the mistyped one.
+        path: what stands before DeepSpeed's keys.
+    """
+    known = [*RULES, *known_keys()]
+    return nearest(key, known, {**dict.fromkeys(known, path), **dict.fromkeys(RULES, HYPER)})
+
+
+def _batch_errors(config: Mapping[str, Any]) -> list[str]:
+    """Checks the batch sizes, which are resolved later, each by itself."""
+    given = {key: config[key] for key in BATCH_KEYS if config.get(key) is not None}
+    if not {TOTAL_BATCH, MICRO_BATCH} & given.keys():
+        return [f"{TOTAL_BATCH}: missing; give it or {MICRO_BATCH}"]
+    wrong = {key: value for key, value in given.items() if not is_count(value, 1)}
+    return [f"{key}: {value!r}: must be a whole number of at least 1" for key, value in wrong.items()]
 
 
 def _value_errors(key: str, value: Any) -> list[str]:
@@ -174,10 +203,19 @@ def _refused_alone(key: str, value: Any) -> list[str]:
     return []
 
 
+def _without_repeats(detail: Any) -> str:
+    """Pydantic's message; it lists a choice twice that has two names, such as ZeRO's stage 3."""
+    choices = str(detail.get("ctx", {}).get("expected", ""))
+    if detail["type"] != "enum":
+        return str(detail["msg"])
+    *others, last = dict.fromkeys(re.split(r", | or ", choices))
+    return str(detail["msg"]).replace(choices, f"{', '.join(others)} or {last}" if others else last)
+
+
 def _in_one_line(section: str, detail: Any) -> str:
     inner = [str(each) for each in detail["loc"]]
     path = ".".join([section, *(inner[1:] if inner[:1] == [section] else inner)])
-    value, message = detail["input"], detail["msg"]
+    value, message = detail["input"], _without_repeats(detail)
     if detail["type"] == "extra_forbidden":
         model: Any = type(getattr(_defaults(), _MODELS.get(section, ""), None))
         known = getattr(model, "model_fields", {}) if path.count(".") == 1 else {}

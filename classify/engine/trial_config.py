@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from classify.config.hyperparameters import Hyperparameters
 from classify.engine import deepspeed_config
-from classify.engine.combinations import DTYPES, dtype_name, zero_stage
+from classify.engine.combinations import DTYPES, dtype_name, network_errors, zero_stage
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
 from classify.images.sampler import step_sizes
 from classify.images.settings import DataSettings
@@ -70,27 +71,27 @@ class TrialConfig:
             source: the dataset, if it is open already.
 
         Raises:
-            InvalidInput: with a line for each thing that is wrong with it, or if the data is not there.
+            InvalidInput: with a line for each thing that is wrong by itself, the data not being there among
+                them; if there is none, with a line for each that does not go with another.
         """
         deepspeed_patches.prepare_accelerator()
+        parts = _Parts(hparams, experiment, source)
+        parts.errors.raise_any()
+        data, source, hyper, merged = parts.data, parts.source, parts.hyper, parts.merged
+        assert data and source and hyper and merged
         errors = ErrorList()
-        with errors.collecting():
-            data = DataSettings.parse(experiment.get("data"))
-        with errors.collecting():
-            hyper = Hyperparameters.parse(hparams, registry.names())
-        errors.raise_any()
-        source = source or data.open_source()
-        steps = (
-            None if hyper.max_length is None else functools.partial(_total_steps, hyper.max_length, source)
-        )
-        deepspeed = deepspeed_config.resolve(hyper, processes, device, steps)
-        seed = int((experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
-        config = cls(hyper, data, source, deepspeed, seed, processes, device)
+        errors.lines += network_errors(hyper, processes)
+        if not errors.lines:
+            length = hyper.max_length
+            steps = None if length is None else functools.partial(_total_steps, length, source)
+            with errors.collecting():
+                deepspeed = deepspeed_config.resolve(merged, hyper, processes, device, steps)
         with errors.collecting():
             _check_metrics(hyper, experiment.get("searcher") or {}, source.classes)
-        with errors.collecting():
-            _check_network(config)
         errors.raise_any()
+        seed = int((experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
+        config = cls(hyper, data, source, deepspeed, seed, processes, device)
+        _check_network(config, parts.weights)
         return config
 
     @property
@@ -164,6 +165,43 @@ class TrialConfig:
         return [name for name, _ in layers]
 
 
+class _Parts:
+    """The parts of a configuration, each checked by itself.
+
+    Attributes:
+        errors: what is wrong with any of them; without errors, all of them are there.
+    """
+
+    data: DataSettings | None = None
+    source: Source | None = None
+    hyper: Hyperparameters | None = None
+    merged: deepspeed_config.Merged | None = None
+    weights: dict[str, Tensor] | None = None  # where the hyperparameters name some
+
+    def __init__(
+        self, hparams: Mapping[str, Any], experiment: Mapping[str, Any], source: Source | None
+    ) -> None:
+        self.errors = ErrorList()
+        with self.errors.collecting():
+            self.data = DataSettings.parse(experiment.get("data"))
+            self.source = source or self.data.open_source()
+            self.source.count("train"), self.source.count("test")  # which looks for the files
+        with self.errors.collecting():
+            self.hyper = Hyperparameters.parse(hparams, registry.names())
+        if form := self.hyper or Hyperparameters.parse_form(hparams):
+            with self.errors.collecting():
+                self.merged = deepspeed_config.merge(form)
+        if self.hyper and self.hyper.weights:
+            with self.errors.collecting():
+                self.weights = pretrained.read(self.hyper.net, self.hyper.weights)
+
+
+def errors_of(hparams: Mapping[str, Any], experiment: Mapping[str, Any]) -> list[str]:
+    """What is wrong by itself with the parts of a configuration, of which other fields are wrong already."""
+    deepspeed_patches.prepare_accelerator()
+    return _Parts(hparams, experiment, None).errors.lines
+
+
 def _total_steps(length: Mapping[str, int], source: Source, batch_size: int, parts: int) -> int:
     """The optimizer steps of the whole training, given the batch size and its number of micro-batches."""
     if "batches" in length:
@@ -187,13 +225,12 @@ def _check_metrics(hyper: Hyperparameters, searcher: Mapping[str, Any], classes:
         raise InvalidInput(errors)
 
 
-def _check_network(config: TrialConfig) -> None:
+def _check_network(config: TrialConfig, weights: dict[str, Tensor] | None) -> None:
     """Refuses a network that does not go with the data, or weights that are not its own."""
     hyper = config.hyper
     if config.data.normalize == "weights":
         pretrained.normalization(hyper.net)
     dry_run.check(config.net, config.least_micro_batch, bool(hyper.channels_last))
-    weights = pretrained.read(hyper.net, hyper.weights) if hyper.weights else None
     if hyper.has_experts:
         return
     outline = registry.on_meta_device(config.net)

@@ -49,6 +49,9 @@ def read(net: str, weights: str) -> dict[str, Tensor]:
     """
     if is_name(net, weights):
         return fetch(net, weights)
+    if weights == "DEFAULT":
+        mend = "give the path of a state_dict"
+        raise InvalidInput(f"hyperparameters.weights: 'DEFAULT': {net} has no pretrained weights; {mend}")
     return state_dicts.read(weights, f"hyperparameters.weights: {weights}")
 
 

@@ -10,7 +10,6 @@ from classify.models import registry
 def test_errors_of_hyperparameters():
     for chosen, part in {
         "net: resnet18, moe: true": "resnet18 has no experts",
-        "net: net, weights: DEFAULT": "no pretrained weights",
         "net: resnet18, pipe_parallel_size: 2": "no sequence of layers",
         "net: alexnet, pipe_parallel_size: 2, checkpoint_activations: true": "does not go with a pipeline",
         "net: net-moe, net_args: {a: 1}": "experts have hyperparameters of their own",

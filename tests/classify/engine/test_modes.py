@@ -107,7 +107,8 @@ def test_the_least_rate_keeps_its_share_of_the_peak():
     def cycle(**chosen):
         hparams = {"deepspeed_config": "experiments/fast.json", "overwrite_deepspeed_args": chosen}
         hyper = Hyperparameters.parse(hparams, ["net"])
-        params = deepspeed_config.resolve(hyper, 1, "cpu")["scheduler"]["params"]
+        resolved = deepspeed_config.resolve(deepspeed_config.merge(hyper), hyper, 1, "cpu")
+        params = resolved["scheduler"]["params"]
         return params["cycle_min_lr"], params["cycle_max_lr"]
 
     half = {"params": {"lr": 0.003}}

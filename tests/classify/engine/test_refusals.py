@@ -3,6 +3,7 @@
 import pytest
 from support import DIGITS, train_many
 
+INLINE = "max_length: {epochs: 1}, train_batch_size: 32, optimizer: {type: Adam, params: {lr: 0.001}}}"
 D = "hyperparameters.overwrite_deepspeed_args"
 
 
@@ -17,13 +18,18 @@ BAD = {
     "unknown key two levels down": (["Z.stage=2", "Z.offload_optimizer={device: cpu, pin: 1}"], 1, ["offload_optimizer.pin", "1"]),
     "unknown key of fp16": (["D.fp16.enable=true"], 1, ["fp16.enable", "'enabled'"]),
     "unknown key of a plain section": (["D.activation_checkpointing.profil=true"], 1, ["activation_checkpointing.profil", "'profile'"]),
-    "unknown hyperparameter": (["hyperparameters.netw=1"], 1, ["hyperparameters.netw", "'net'"]),
+    "unknown hyperparameter": (["hyperparameters.netw=1"], 1, ["hyperparameters.netw", "'hyperparameters.net'"]),
+    "unknown inline": (["hyperparameters={label_smothing: 0.1, MORE"], 1, ["hyperparameters.label_smothing: 0.1: unknown key", "'hyperparameters.label_smoothing'"]),
+    "unknown inline of ours": (["hyperparameters={net_arg: {}, MORE"], 1, ["hyperparameters.net_arg: {}: unknown key", "'hyperparameters.net_args'"]),
+    "unknown inline of DeepSpeed's": (["hyperparameters={gradient_cliping: 1, MORE"], 1, ["hyperparameters.gradient_cliping: 1: unknown key", "'hyperparameters.gradient_clipping'"]),
+    "like DeepSpeed's beside a file": (["hyperparameters.gradient_cliping=1"], 1, ["hyperparameters.gradient_cliping: 1", "'hyperparameters.overwrite_deepspeed_args.gradient_clipping'"]),
+    "ours among DeepSpeed's": (["D.label_smothing=0.1"], 1, ["label_smothing: 0.1", "'hyperparameters.label_smoothing'"]),
     "inline beside a file": (["hyperparameters.gradient_clipping=1"], 1, ["hyperparameters.gradient_clipping", "overwrite_deepspeed_args"]),
     "overrides of nothing": (["hyperparameters.deepspeed_config=null"], 1, ["overwrite_deepspeed_args", "ds_config.json"]),
     "no such file": (["hyperparameters.deepspeed_config=no.json"], 1, ["deepspeed_config", "'no.json'"]),
     "file is a number": (["hyperparameters.deepspeed_config=3"], 1, ["deepspeed_config", "3"]),
     "file is not JSON": (["hyperparameters.deepspeed_config=README.md"], 1, ["deepspeed_config", "README.md", "JSON"]),
-    "stage 4": (["Z.stage=4"], 1, ["zero_optimization.stage", "4"]),
+    "stage 4": (["Z.stage=4"], 1, ["zero_optimization.stage: 4: input should be 0, 1, 2 or 3; change it"]),
     "stage is a word": (["Z.stage=two"], 1, ["zero_optimization.stage", "'two'"]),
     "ZeRO is a number": (["D.zero_optimization=2"], 1, ["zero_optimization", "2"]),
     "batch of 0": (["D.train_batch_size=0"], 1, ["train_batch_size", "0", "at least 1"]),
@@ -116,6 +122,7 @@ BAD = {
     "unknown key of the profiling": (["profiling.enable=true"], 1, ["profiling.enable", "'enabled'"]),
     "weights that are not there": (["hyperparameters.weights=none.pt"], 1, ["hyperparameters.weights: none.pt", "No such file"]),
     "weights that are none": (["hyperparameters.weights=README.md"], 1, ["hyperparameters.weights: README.md", "not a readable state_dict"]),
+    "weights of a net without": (["hyperparameters.weights=DEFAULT"], 1, ["hyperparameters.weights: 'DEFAULT'", "no pretrained weights"]),
     "blocks of a net without": (["hyperparameters.checkpoint_activations=true"], 1, ["checkpoint_activations", "no blocks"]),
     "no length": (["hyperparameters.max_length=null"], 1, ["hyperparameters.max_length", "epochs"]),
     "two lengths": (["hyperparameters.max_length={epochs: 1, batches: 2}"], 1, ["hyperparameters.max_length"]),
@@ -145,7 +152,8 @@ def refusals(tmp_path_factory):
         **{case: (changes, 1) for case, changes in TAKEN.items()},
     }.items():
         pairs = [
-            change.replace("D.", f"{D}.", 1) if change.startswith("D.") else change for change in changes
+            change.replace("D.", f"{D}.", 1) if change.startswith("D.") else change.replace("MORE", INLINE)
+            for change in changes
         ]
         pairs = [
             f"{D}={p[2:]}" if p.startswith("D=") else p.replace("Z.", f"{Z}.", 1) if p.startswith("Z.") else p
@@ -173,19 +181,54 @@ def test_one_line_names_the_key_the_value_and_the_mend(refusals, case):
     assert not run.output.exists()
 
 
+# What is wrong by itself, or does not go together, all of which is named.
+ALL_AT_ONCE = {
+    "every section": {
+        "name": "name=3",
+        "searcher.metric": "searcher.metric=f1",
+        "hyperparameters.max_length.epochs": "hyperparameters.max_length={epochs: 0}",
+        "data.rot": "data.rot=x",
+        "hyperparameters.label_smoothing": "hyperparameters.label_smoothing=7",
+        "hyperparameters.net": "hyperparameters.net=resnet19",
+        "hyperparameters.netw": "hyperparameters.netw=1",
+        "stage": f"{D}.stage=1",
+        "gradient_clipping": f"{D}.gradient_clipping=x",
+        "train_batch_size": f"{D}.train_batch_size=0",
+        "zero_optimization.stage": f"{Z}.stage=4",
+        "optimizer.params.learning_rate": f"{D}.optimizer.params.learning_rate=1",
+        "hyperparameters.overwrite_deepspeed_args.scheduler.params.warmup_num_steps": f"{D}.scheduler.params.warmup_num_steps={{type: int, minval: 1, maxval: 2}}",
+        "steps_per_print": f"{D}.steps_per_print={{often: true}}",
+    },
+    "the trial's": {
+        "data.root": "data={dataset: imagefolder, root: none}",
+        "hyperparameters.mixup": "hyperparameters.mixup=-1",
+        "zero_optimization.stage": f"{Z}.stage=4",
+        "optimizer.params.learning_rate": f"{D}.optimizer.params.learning_rate=1",
+    },
+    "what does not exist": {
+        "data.root": "data={dataset: imagefolder, root: none}",
+        "hyperparameters.weights": "hyperparameters.weights=none.pt",
+        "hyperparameters.deepspeed_config": "hyperparameters.deepspeed_config=none.json",
+    },
+    "what does not go together": {
+        "hyperparameters.num_experts": "hyperparameters.num_experts=[2]",
+        "hyperparameters.partition_method": "hyperparameters.partition_method=uniform",
+        "searcher.metric": "searcher.metric=accuracy/ten",
+    },
+    "DeepSpeed's that does not go together": {
+        "zero_optimization.stage": f"{Z}.offload_param={{device: cpu}}",
+        "train_batch_size": f"{D}.gradient_accumulation_steps=3",
+        "searcher.metric": "searcher.metric=accuracy/ten",
+    },
+}  # fmt: skip
+
+
 def test_all_errors_are_said_at_once(tmp_path):
-    changes = [
-        f"{D}.stage=1",
-        f"{D}.gradient_clipping=x",
-        f"{D}.train_batch_size=0",
-        f"{D}.optimizer.params.lr=-1",
-    ]
-    row = [*DIGITS, *(part for change in changes for part in ("--set", change)), "--check"]
-    run = train_many(tmp_path, {"many": row})["many"]
-    assert run.code == 2
-    assert {line.split(": ")[1] for line in run.stderr.splitlines()} == {
-        "stage",
-        "gradient_clipping",
-        "optimizer.params.lr",
-        "train_batch_size",
+    rows = {
+        case: [*DIGITS, *(f"--set={change}" for change in changes.values()), "--check"]
+        for case, changes in ALL_AT_ONCE.items()
     }
+    for case, run in train_many(tmp_path, rows).items():
+        assert run.code == 2, run.stderr
+        said = [line.split(": ")[1] for line in run.stderr.splitlines()]
+        assert sorted(said) == sorted(ALL_AT_ONCE[case]), run.stderr
