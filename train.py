@@ -22,23 +22,16 @@ import argparse
 import json
 import os
 import pathlib
+import shlex
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from classify.config import command_line, experiment_fields, experiment_file
-from harness.cluster import cluster_experiment, on_cluster
-from harness.errors import (
-    DISK_FULL,
-    InvalidInput,
-    TrainingStopped,
-    add_new,
-    one_line,
-    print_errors,
-    printable,
-)
-from harness.experiment import Experiment
-from harness.local.folder import default_output
+from classify.config import command_line  # all else after the first line, for torch takes seconds to import
+
+if TYPE_CHECKING:
+    from harness.experiment import Experiment
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -58,6 +51,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains as the command line says and gives the exit code."""
     args = parse(argv)
+    if not args.check and int(os.environ.get("RANK", 0)) == 0:
+        print("starting: importing torch, DeepSpeed and Determined", flush=True)
+    from harness.errors import DISK_FULL, InvalidInput, TrainingStopped, one_line, print_errors
+
     try:
         return check(args) if args.check else run(args)
     except InvalidInput as error:
@@ -77,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def load(args: argparse.Namespace) -> Experiment:
     """Reads the experiment file; where a field is wrong, names what else is."""
+    from classify.config import experiment_fields, experiment_file
+    from harness.errors import InvalidInput, add_new
+
     profile = ["profiling.enabled=true"] if args.profile else []
     config = experiment_file.read(args.config, [*args.overrides, *profile])
     try:
@@ -92,6 +92,8 @@ def load(args: argparse.Namespace) -> Experiment:
 
 def check(args: argparse.Namespace) -> int:
     """Checks the experiment file for a number of processes and prints the DeepSpeed configuration."""
+    from harness.errors import InvalidInput
+
     if args.slots is not None and args.slots < 1:
         raise InvalidInput(f"--slots: {args.slots}: must be at least 1")
     experiment = load(args)
@@ -106,6 +108,10 @@ def check(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, and off a cluster writes the summary and prints the accuracy."""
+    from harness.cluster import cluster_experiment, on_cluster
+    from harness.errors import InvalidInput, printable
+    from harness.local.folder import default_output, shown
+
     if args.slots is not None:
         mend = "goes with --check; torchrun or deepspeed starts the processes"
         raise InvalidInput(f"--slots: {args.slots}: {mend}")
@@ -116,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
         for note in experiment.notes():
             print(f"train.py: note: {printable(note)}", file=sys.stderr)
     from classify.models import state_dicts  # after the file was checked, for these take seconds
-    from classify.reports import summary
+    from classify.reports import overview, summary
     from harness.machine import peak_memory
     from harness.trainer import Trainer, find_checkpoint, init
     from model_def import CIFARTrial
@@ -131,13 +137,16 @@ def run(args: argparse.Namespace) -> int:
     ) as context:
         checkpoint = find_checkpoint(context, args.resume)
         trial = CIFARTrial(context)
+        is_chief, output = context.distributed.rank == 0, context.output
+        lines = overview.describe(trial.config, trial.model_engine.module, context, checkpoint, args.test)
+        if is_chief:
+            print(*lines, sep="\n", flush=True)
         # Train
         fit = Trainer(trial, context).fit(
             **experiment.fit_arguments(trial.model_engine.train_batch_size()),
             latest_checkpoint=checkpoint,
             test_mode=args.test,
         )
-        is_chief, output = context.distributed.rank == 0, context.output
         if fit.interrupted:
             if is_chief:
                 print(f"stopped; go on with --resume latest --output {printable(output)}", file=sys.stderr)
@@ -150,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
         seconds = time.perf_counter() - trial.hooks.started
         weights = trial.hooks.write_network(output / "net.pt")
         if is_chief:
+            folder = printable(shown(output))
+            print(f"done: {folder}; report: python3 checkpoint.py report {shlex.quote(folder)}")
             summary.write(
                 output,
                 {

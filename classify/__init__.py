@@ -7,5 +7,3 @@
 - ``reports``: metrics, figures, TensorBoard, the HTML report;
 - ``tuning``: a search on this machine.
 """
-
-import harness  # noqa: F401 - before anything here imports deepspeed: see there

@@ -9,7 +9,7 @@ What Determined 0.38 and DeepSpeed 0.19 leave undone is done here; nothing here 
         Trainer(MyTrial(context), context).fit(max_length=pytorch.Epoch(2))
 
 Importing this package tells DeepSpeed, which looks for an accelerator while it is imported, that there is
-none. So it has to be imported before ``deepspeed``: ``classify`` and ``model_def.py`` do that.
+none. So it has to be imported before ``deepspeed``: ``model_def.py`` and ``classify``'s packages do that.
 """
 
 import os

@@ -42,6 +42,7 @@ class Controller(Loop):
         super().__init__(**kwargs)
         self.records_steps = records_steps
         self.engines: list[Any] = self.context.models
+        self.last_metrics: dict[str, Any] = {}  # of a micro-batch
         tolerance = FP16_TOLERANCE if any(engine.fp16_enabled() for engine in self.engines) else 0
         self.monitor = NonFiniteLossMonitor(self.engines, self.calls_per_step, tolerance)
         self.callbacks: dict[str, pytorch.PyTorchCallback] = {**self.callbacks, "monitor": self.monitor}
@@ -96,7 +97,7 @@ class Controller(Loop):
     def after_step(self, boundaries: list[pytorch._TrainBoundary]) -> None:
         """Shows the progress, and has a signal end the training after this step, not at the next report."""
         if self.local:
-            self.local.step()
+            self.local.step(self.steps_done, self.last_metrics)
         preempt = self.core_context.preempt
         if isinstance(preempt, LocalPreempt) and preempt.is_due(self.steps_done):
             for boundary in boundaries:
@@ -106,12 +107,14 @@ class Controller(Loop):
     @override
     def _train_batch(self, epoch_idx: int, batch_idx: int) -> list[dict[str, Any]]:
         try:
-            return super()._train_batch(epoch_idx, batch_idx)
+            metrics = super()._train_batch(epoch_idx, batch_idx)
         except Exception as error:  # DeepSpeed's for this is a bare Exception
             if "loss scale already at minimum" not in str(error):
                 raise
             where = f"in step {batch_idx + 1} (learning rate {self.engines[0].get_lr()[0]:g})"
             raise self.monitor.stopped(f"the gradients overflow at the least loss scale {where}") from error
+        self.last_metrics = metrics[-1] if metrics else {}
+        return metrics
 
     @override
     def _validate(self) -> dict[str, Any]:

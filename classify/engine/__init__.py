@@ -1,1 +1,3 @@
 """The DeepSpeed configuration, its checks, and the engine that is built from it."""
+
+import harness  # noqa: F401 - before anything here imports deepspeed: see there

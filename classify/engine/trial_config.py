@@ -116,6 +116,20 @@ class TrialConfig:
         return min(step_sizes(self.source.count("train"), self.deepspeed[TOTAL_BATCH], parts)) // parts
 
     @property
+    def epoch_steps(self) -> int:
+        """The optimizer steps of an epoch."""
+        parts = self.replicas * self.deepspeed[ACCUMULATION]
+        return len(step_sizes(self.source.count("train"), self.deepspeed[TOTAL_BATCH], parts))
+
+    @property
+    def steps(self) -> int | None:
+        """The optimizer steps of the whole training; None if its length is not known."""
+        length, parts = self.hyper.max_length, self.replicas * self.deepspeed[ACCUMULATION]
+        if length is None:
+            return None
+        return _total_steps(length, self.source, self.deepspeed[TOTAL_BATCH], parts)
+
+    @property
     def net(self) -> NetSpec:
         """The network."""
         return NetSpec(self.hyper.net, len(self.source.classes), self.data.image_size, self.hyper.net_args)

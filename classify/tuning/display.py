@@ -23,6 +23,7 @@ from rich.table import Table
 
 from classify.tuning.specification import Search
 from harness.errors import printable
+from harness.local.folder import shown
 
 SHOWN = 24  # trials in the table on a terminal
 STYLES = {"complete": "green", "pruned": "yellow", "failed": "bold red", "invalid": "red", "running": "cyan"}
@@ -116,13 +117,13 @@ class SearchDisplay:
         self._write_csv()
         outcomes = [trial.user_attrs.get("outcome") for trial in trials]
         counts = ", ".join(f"{outcomes.count(name)} {name}" for name in STYLES if name in outcomes)
-        print(f"{len(trials)} trials: {counts}; {printable(self._shown('trials.csv'))}")
+        print(f"{len(trials)} trials: {counts}; {printable(shown(self.output / 'trials.csv'))}")
         best = self._best(trials)
         if best is None:
             print("search.py: no trial has finished; their logs are in the folder trials", file=sys.stderr)
             return 1
         for plot in self._plots(trials):
-            print(f"plot: {printable(self._shown(plot))}")
+            print(f"plot: {printable(shown(self.output / plot))}")
         score = f"{self.metric} {self._score(best):.6g}"
         print(printable(f"best: trial {best.number}, {score}: {self._values(best)}"))
         command = ["python3", "train.py", "--config", self.search.file]
@@ -241,10 +242,6 @@ class SearchDisplay:
             if sum(other == short or other.endswith(f".{short}") for other in self.names) == 1:
                 return short
         return str(name)
-
-    def _shown(self, name: str) -> pathlib.Path:
-        path = self.output / name
-        return path.relative_to(pathlib.Path.cwd()) if path.is_relative_to(pathlib.Path.cwd()) else path
 
 
 def _order(value: object) -> tuple[bool, object]:

@@ -29,6 +29,12 @@ def default_output(name: str) -> pathlib.Path:
     return next(folder for folder in itertools.chain([first], others) if not folder.exists())
 
 
+def shown(path: pathlib.Path) -> str:
+    """A path as a user would write it: relative to the working directory where it is within."""
+    path = path.resolve()
+    return str(path.relative_to(pathlib.Path.cwd()) if path.is_relative_to(pathlib.Path.cwd()) else path)
+
+
 def why_unusable(output: pathlib.Path, resumes: bool, writes: Sequence[str] = ()) -> str | None:
     """Why a run cannot use a folder; None if it can.
 

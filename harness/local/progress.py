@@ -7,9 +7,11 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, TextIO
 
 import determined as det
+import torch
 from determined import core
 from tqdm import tqdm
 from typing_extensions import override
@@ -17,6 +19,20 @@ from typing_extensions import override
 from harness import machine
 from harness.experiment import Experiment
 from harness.local import metrics_log
+
+# What is shown first of metrics: what it is called there, and its format.
+FORMS = {
+    "loss": ("loss", ".4f"),
+    "learning_rate": ("lr", ".2g"),
+    "accuracy": ("accuracy", ".4f"),
+    "images_per_second": ("images/s", ",.0f"),
+}
+SHOWN = 6  # metrics
+NOT_SHOWN = ("batches", "epochs")  # which Determined adds to a validation's
+# Seconds without a report after which a step is shown, on a terminal and elsewhere: a GPU has to wait for it.
+SHOWN_EVERY = {True: 1.0, False: 60.0}
+# Without steps a second, which would count validations in, as images a second do not.
+BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
 
 
 class LocalMetrics(core.DummyTrainContext):
@@ -40,6 +56,8 @@ class LocalMetrics(core.DummyTrainContext):
         self._scores: dict[int, float] = {}  # the metric by step
         self.steps, self.steps_per_epoch = 0, 1
         self._bar = tqdm(disable=True)  # until the length is known
+        self._reported: dict[str, Any] = {}
+        self._shown_at = 0.0  # seconds
 
     def begin(self, steps: int, steps_per_epoch: int, done: int) -> None:
         """Starts to show the training, whose length is known once the data is there.
@@ -56,12 +74,21 @@ class LocalMetrics(core.DummyTrainContext):
         (self.output / "run.json").write_text(json.dumps(run, indent=2, default=str) + "\n")
         hidden = not sys.stderr.isatty()
         self._bar = tqdm(
-            total=steps, initial=done, unit=" steps", disable=hidden, dynamic_ncols=True, smoothing=0.1
+            desc=self._epoch(done + 1),
+            total=steps,
+            initial=done,
+            disable=hidden,
+            dynamic_ncols=True,
+            bar_format=BAR,
+            smoothing=0.1,
         )
+        self._shown_at = time.monotonic() if hidden else 0.0
 
-    def step(self) -> None:
-        """Counts one optimizer step."""
+    def step(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        """Counts one optimizer step; shows its metrics, which may be tensors, if none were shown for long."""
         self._bar.update()
+        if time.monotonic() - self._shown_at >= SHOWN_EVERY[not self._bar.disable]:
+            self._show(steps_completed, metrics)
 
     def close(self) -> None:
         """Leaves the terminal to others."""
@@ -76,26 +103,15 @@ class LocalMetrics(core.DummyTrainContext):
     ) -> None:
         metrics = _scalars(metrics)
         self._keep("training", steps_completed, metrics)
-        shown = {"loss": f"{metrics['loss']:.4f}"} if "loss" in metrics else {}
-        if "learning_rate" in metrics:
-            shown["lr"] = f"{metrics['learning_rate']:.2g}"
-        if "accuracy" in self.validation:
-            shown["accuracy"] = f"{self.validation['accuracy']:.4f}"
-        if "images_per_second" in metrics:
-            shown["images/s"] = f"{metrics['images_per_second']:,.0f}"
-        self._bar.set_description(self._epoch(steps_completed), refresh=False)
-        self._bar.set_postfix(shown)
-        self._line(steps_completed, "  ".join(f"{name} {value}" for name, value in shown.items()))
+        self._reported = metrics
+        self._show(steps_completed, metrics)
 
     @override
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
         metrics = _scalars(metrics)
         self._remember(steps_completed, metrics)
         self._keep("validation", steps_completed, metrics)
-        shown = [f"{name} {metrics[name]:.4f}" for name in ("accuracy", "loss") if name in metrics]
-        if "images" in metrics:
-            shown.append(f"images {metrics['images']:,}")
-        self._line(steps_completed, "  ".join(["validation", *shown]), always=True)
+        self._line(steps_completed, _line_of({"validation": "", **_in_words(metrics)}), always=True)
 
     @override
     def get_experiment_best_validation(self) -> float | None:
@@ -141,9 +157,17 @@ class LocalMetrics(core.DummyTrainContext):
         with open(self.output / metrics_log.FILE, "a") as file:
             file.write(json.dumps(entry) + "\n")
 
+    def _show(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        judged = {name: value for name, value in self.validation.items() if name == self.experiment.metric}
+        shown = _in_words({**judged, **self._reported, **_scalars(metrics)})
+        self._bar.set_description(self._epoch(steps_completed), refresh=False)
+        self._bar.set_postfix(shown)
+        self._line(steps_completed, _line_of(shown))
+        self._shown_at = time.monotonic()
+
     def _epoch(self, steps_completed: int) -> str:
         epochs = -(-self.steps // self.steps_per_epoch)
-        return f"epoch {-(-steps_completed // self.steps_per_epoch)}/{epochs}"
+        return f"epoch {min(epochs, -(-steps_completed // self.steps_per_epoch))}/{epochs}"
 
     def _line(self, steps_completed: int, text: str, always: bool = False) -> None:
         out: TextIO = sys.stdout
@@ -153,7 +177,30 @@ class LocalMetrics(core.DummyTrainContext):
             out.flush()
 
 
-def _scalars(metrics: dict[str, Any]) -> dict[str, Any]:
+def _scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics that are one number, as Python's own numbers."""
-    alone = {name: value for name, value in metrics.items() if det.util.is_numerical_scalar(value)}
-    return {name: value.item() if hasattr(value, "item") else value for name, value in alone.items()}
+    numbers = {name: value.item() if _is_tensor(value) else value for name, value in metrics.items()}
+    return {
+        name: value.item() if hasattr(value, "item") else value
+        for name, value in numbers.items()
+        if det.util.is_numerical_scalar(value)
+    }
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dim()
+
+
+def _in_words(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """What is shown of metrics, by what it is called; those of single classes are not."""
+    known = [name for name in FORMS if name in metrics]
+    others = [name for name in metrics if name not in (*FORMS, *NOT_SHOWN) and "/" not in name]
+    shown = {}
+    for name in [*known, *others][:SHOWN]:
+        label, form = FORMS.get(name, (name, "," if isinstance(metrics[name], int) else ".4g"))
+        shown[label] = format(metrics[name], form)
+    return shown
+
+
+def _line_of(shown: Mapping[str, str]) -> str:
+    return "  ".join(f"{name} {value}".strip() for name, value in shown.items())

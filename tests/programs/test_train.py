@@ -1,11 +1,13 @@
 """Whole runs of train.py: real processes, the real trainer and engine, real images."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from folders import caches
-from support import DIGITS, PROJECT, Run, free_port, overrides, train_many
+from support import DIGITS, PROJECT, TIME_LIMIT, Run, free_port, overrides, train_many
 
 import baseline
 import search
@@ -21,6 +23,9 @@ KEYS = {
     "steps", "epochs", "world_size", "zero_stage", "dtype", "seconds", "images_per_second", "validation",
     "weights_sha256", "checkpoint", "peak_memory_mib",
 }  # fmt: skip
+
+
+START = ["starting:", "images", "network", "engine", "batch", "length", "folder"]
 
 
 def test_summary_lines_and_seeds(train):
@@ -40,7 +45,16 @@ def test_summary_lines_and_seeds(train):
     assert sum(validation["per_class_accuracy"].values()) / 10 == pytest.approx(
         validation["accuracy"], abs=0.01
     )
-    assert first.stdout.splitlines()[-1] == f"accuracy {validation['accuracy']:.4f}"
+    lines = first.stdout.splitlines()
+    assert [line.split()[0] for line in lines[:7]] == START
+    assert "1,437 to train, 360 to validate, 10 classes, 32x32 pixels" in lines[1]
+    assert lines[2].endswith("net: 62,006 parameters, 62,006 trainable")
+    assert lines[3].endswith("1 process on cpu, 1 thread, float32, ZeRO stage 0")
+    assert lines[4].endswith("32 images = micro-batch 32 x accumulation 1 x 1 process")
+    assert lines[5].endswith("90 steps: 2 epochs of 45")
+    assert lines[6].endswith(str(first.output))
+    assert lines[-2].endswith(f"report: python3 checkpoint.py report {first.output}")
+    assert lines[-1] == f"accuracy {validation['accuracy']:.4f}"
     checkpoint = first.output / "checkpoints" / summary["checkpoint"]
     assert json.loads((checkpoint / "metadata.json").read_text())["steps_completed"] == 90
     assert again.summary["weights_sha256"] == summary["weights_sha256"] != other.summary["weights_sha256"]
@@ -93,6 +107,11 @@ def test_one_set_of_weights_has_one_accuracy(tmp_path, image_folder):
         assert validation["loss"] == pytest.approx(expected["loss"], rel=1e-6)
         assert validation["accuracy"] == expected["accuracy"]
         assert validation["per_class_accuracy"] == expected["per_class_accuracy"]
+
+
+def test_the_first_line_comes_before_the_slow_imports():
+    script = "import sys, train; train.parse([]); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], cwd=PROJECT, check=True, timeout=TIME_LIMIT)
 
 
 def test_test_mode_is_one_batch_of_everything(train):

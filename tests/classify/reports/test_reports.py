@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from support import PROJECT, overrides
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -31,6 +32,16 @@ def test_event_files_hold_every_series(mode_runs):
         assert [event.value for event in events.Scalars("loss/train")] == pytest.approx(losses), mode
         if mode != "fp16":
             assert {event.value for event in events.Scalars("loss_scale")} == {1.0}, mode
+
+
+def test_every_mode_counts_the_whole_networks_parameters(mode_runs):
+    processes, _, runs = mode_runs
+    for mode, run in runs.items():
+        lines = dict(line.split(maxsplit=1) for line in run.stdout.splitlines()[1:7])
+        size = sum(each.numel() for each in torch.load(run.output / "net.pt").values())
+        assert lines["network"] == f"net: {size:,} parameters, {size:,} trainable", mode
+        assert lines["engine"].startswith(f"{processes} process"), mode
+        assert lines["folder"] == str(run.output), mode
 
 
 def test_a_profile_is_recorded(train):

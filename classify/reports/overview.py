@@ -1,0 +1,78 @@
+"""What a run is about to do, said in a few lines before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from determined import core
+from torch import nn
+
+from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
+from classify.engine.trial_config import TrialConfig
+from harness.context import TrialContext
+from harness.local.folder import shown
+
+
+def describe(
+    config: TrialConfig, net: nn.Module, context: TrialContext, checkpoint: str | None, is_test: bool
+) -> list[str]:
+    """Says in a line each what is trained on what, in which way, how long, and where it is kept.
+
+    Every rank has to call it, for each may hold a part of the network.
+
+    Args:
+        config: the trial's.
+        net: its network, as the engine has it.
+        context: the trial's.
+        checkpoint: the UUID of the one that the run goes on from.
+        is_test: whether there is one step alone.
+    """
+    data, source, engine = config.data, config.source, config.deepspeed
+    height, width = data.image_size
+    total, trainable = count_parameters(net, config, context.distributed)
+    processes = _count(config.processes, "process")
+    threads = _count(torch.get_num_threads(), "thread") + (" each" if config.processes > 1 else "")
+    stages = f" in {config.stages} pipeline stages" if config.stages > 1 else ""
+    replicas = processes if config.stages == 1 else _count(config.replicas, "replica")
+    steps = config.steps or 0
+    lines = {
+        "images": f"{data.dataset}: {source.count('train'):,} to train, {source.count('test'):,} to validate,"
+        f" {_count(len(source.classes), 'class')}, {height}x{width} pixels",
+        "network": f"{config.hyper.net}: {_count(total, 'parameter')}, {trainable:,} trainable",
+        "engine": f"{processes}{stages} on {config.device}, {threads},"
+        f" {str(config.dtype).removeprefix('torch.')}, ZeRO stage {config.zero_stage}",
+        "batch": f"{engine[TOTAL_BATCH]:,} images = micro-batch {engine[MICRO_BATCH]:,}"
+        f" x accumulation {engine[ACCUMULATION]:,} x {replicas}",
+        "length": "1 step, for it is a test"
+        if is_test
+        else f"{_count(steps, 'step')}: {steps / config.epoch_steps:.4g} epochs of {config.epoch_steps:,}",
+    }
+    if checkpoint:
+        lines["length"] += f"; goes on from checkpoint {checkpoint}"
+    if context.output:
+        lines["folder"] = shown(context.output)
+    return [f"{name:<8} {text}" for name, text in lines.items()]
+
+
+def count_parameters(net: nn.Module, config: TrialConfig, dist: core.DistributedContext) -> tuple[int, int]:
+    """The parameters of the whole network, all and the trainable ones; every rank has to call it.
+
+    A rank holds its stage of a pipeline and its share of the experts. ``ds_numel`` is the size of a parameter
+    that ZeRO 3 has partitioned.
+    """
+    sizes = [0, 0]
+    for parameter in net.parameters():
+        is_expert = not getattr(parameter, "allreduce", True)
+        size = getattr(parameter, "ds_numel", parameter.numel())
+        size *= config.hyper.ep_world_size if is_expert else config.stages
+        sizes = [sizes[0] + size, sizes[1] + size * parameter.requires_grad]
+    everywhere: list[Any] = dist.allgather(sizes)
+    total, trainable = (sum(each) // config.processes for each in zip(*everywhere, strict=True))
+    return total, trainable
+
+
+def _count(number: int, what: str) -> str:
+    """``1 process``, ``1,200 processes``."""
+    plural = "" if number == 1 else "es" if what.endswith("s") else "s"
+    return f"{number:,} {what}{plural}"
