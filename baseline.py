@@ -29,18 +29,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import data
-from classify.config import command_line, experiment_file
+from classify.config import command_line, experiment_fields, experiment_file
 from classify.config.rules import Rule, is_number, number, whole
 from classify.images.image_set import ImageSet
 from classify.images.loader import MicroBatchDataset, whole_micro_batch
 from classify.images.sampler import MicroBatchSampler
 from classify.images.settings import DataSettings
+from classify.images.sources import Source
 from classify.models import dry_run, registry, state_dicts
 from classify.models.registry import NetSpec
 from classify.reports import summary
 from classify.reports.metrics import ClassificationMetrics
 from harness.callbacks import Patience
 from harness.errors import ErrorList, InvalidInput, one_line, print_errors, printable
+from harness.experiment import Experiment
 from harness.local.folder import default_output, why_unusable
 from net import Net
 
@@ -84,10 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: argparse.Namespace) -> None:
     """Trains in the five steps of the tutorial: data, network, loss and optimizer, training, evaluation."""
-    experiment = experiment_file.load(args.config, args.overrides)
-    settings = DataSettings.parse(experiment.config.get("data"))
-    source = settings.open_source()
-    weights = check(args, settings, len(source.classes))
+    experiment, settings, source, weights = check(args)
     rank, world_size, device = start()
     if rank == 0:
         make_folder(args)
@@ -168,13 +167,21 @@ def train(args: argparse.Namespace) -> None:
         save(args.output, weights, of_steps, summarized)
 
 
-def check(args: argparse.Namespace, settings: DataSettings, classes: int) -> dict[str, Tensor] | None:
-    """Checks the options, before any image is decoded, and gives the weights to start from.
+def check(args: argparse.Namespace) -> tuple[Experiment, DataSettings, Source, dict[str, Tensor] | None]:
+    """Checks the options, before any image is decoded; gives the experiment, its data and the first weights.
 
     Raises:
-        InvalidInput: with a line for each that cannot be meant, or does not go with the images.
+        InvalidInput: with a line for each that cannot be meant; if there is none, for each that does not go
+            with the images.
     """
     errors = ErrorList()
+    config = experiment_file.read(args.config, args.overrides)
+    with errors.collecting():
+        experiment = experiment_fields.check(config)
+    with errors.collecting():
+        settings = DataSettings.parse(config.get("data"))
+        source = settings.open_source()
+        classes = len(source.classes)
     for option, rule in OPTIONS.items():
         value = getattr(args, option)
         if value is not None and not rule.is_valid(value):
@@ -183,16 +190,18 @@ def check(args: argparse.Namespace, settings: DataSettings, classes: int) -> dic
     if not errors.lines and args.batch_size % (parts := world_size * args.accumulate):
         factors = f"{world_size} processes x {args.accumulate} micro-batches; use a multiple of {parts}"
         errors.lines.append(f"--batch-size: {args.batch_size}: does not divide among {factors}")
-    spec, weights = NetSpec("net", classes, settings.image_size), None
+    label, weights = f"--weights: {args.weights}", None
+    with errors.collecting():
+        weights = state_dicts.read(args.weights, label) if args.weights else None
+    errors.raise_any()
+    spec = NetSpec("net", classes, settings.image_size)
     with errors.collecting():
         dry_run.check(spec, micro_batch=2)
     with errors.collecting():
-        if args.weights:
-            label = f"--weights: {args.weights}"
-            weights = state_dicts.read(args.weights, label)
+        if weights is not None:
             state_dicts.load_pretrained(registry.on_meta_device(spec), weights, label)
     errors.raise_any()
-    return weights
+    return experiment, settings, source, weights
 
 
 def start() -> tuple[int, int, torch.device]:

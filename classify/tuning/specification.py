@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from classify.config import experiment_fields, experiment_file
+from classify.images.settings import DataSettings
 from classify.tuning import searchers, space
 from classify.tuning.space import Range
 from harness.errors import ErrorList, printable
@@ -73,6 +74,8 @@ def load(file: str, overrides: list[str], parallel: int) -> Search:
     experiment = Experiment({}, {})
     with errors.collecting():
         experiment = experiment_fields.check(config, search=True)
+    with errors.collecting():
+        DataSettings.parse(config.get("data"))
     searcher, hyperparameters = config.get("searcher") or {}, config.get("hyperparameters") or {}
     ranges: list[Range] = []
     if isinstance(searcher, dict):

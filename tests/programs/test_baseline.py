@@ -191,6 +191,10 @@ def test_bad_input(tmp_path, capsys):
         assert run_baseline(tmp_path / "run", *arguments).code == 2
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == 1 and lines[0].startswith("baseline.py: ") and named in lines[0], lines
+    wrong = ["--set", "data.dataset=mnist", "--set", "nam=x", "--epochs", "0", "--lr", "-1"]
+    assert run_baseline(tmp_path / "run", *wrong, "--weights", str(text)).code == 2
+    keys = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert sorted(keys) == ["--epochs", "--lr", "--weights", "data.dataset", "nam"]
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
     (tmp_path / "run/summary.json").touch()

@@ -19,6 +19,7 @@ from support import PROJECT, TIME_LIMIT, Run, error_line, execute
 
 import search
 from classify.tuning import display, searchers, specification
+from harness.errors import InvalidInput
 
 GRID = "experiments/search-grid.yaml"
 ASHA = "experiments/search-asha.yaml"
@@ -95,6 +96,14 @@ REFUSALS = {
 def test_what_is_wrong_is_said_before_any_trial(case):
     file, changes, line = REFUSALS[case]
     assert error_line(specification.load, str(PROJECT / file), changes, 1).startswith(line)
+
+
+def test_every_error_is_said_at_once():
+    changes = ["data.rot=x", "searcher.metric=f1", f"{LR}={{type: loq, minval: 1, maxval: 2}}"]
+    with pytest.raises(InvalidInput) as caught:
+        specification.load(str(PROJECT / GRID), changes, 0)
+    keys = sorted(line.split(": ")[0] for line in caught.value.errors)
+    assert keys == ["--parallel", "data.rot", f"{LR}.type", "searcher.metric"]
 
 
 def test_a_search_of_invalid_trials_alone_is_refused(tmp_path, capsys):
