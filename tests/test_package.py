@@ -127,7 +127,7 @@ def test_local_test_mode(tmp_path):
         "import sys\nfrom determined.cli import cli\n"
         f"for file in {[str(file.relative_to(PROJECT)) for file in others]!r}:\n"
         f"    cli.main(['experiment', 'create', file, '.', *{LOCAL_TEST!r}])\n"
-        f"text = [*{LOCAL_TEST[:-1]!r}, 'entrypoint=examples.text:TextTrial']\n"
+        f"text = [*{LOCAL_TEST[:3]!r}, 'entrypoint=examples.text:TextTrial']\n"
         "cli.main(['experiment', 'create', 'examples/text.yaml', '.', *text])\n"
     )
     run = execute([sys.executable, str(script)], tmp_path)
