@@ -7,7 +7,8 @@ STEPS = 40
 SHORT = overrides(
     data__dataset="digits", hyperparameters__max_length=f"{{batches: {STEPS}}}", scheduling_unit=1
 ) + overrides(**{f"{DEEPSPEED}scheduler__params__warmup_num_steps": 5})
-LR = overrides(**{f"{DEEPSPEED}optimizer__params__lr": 0.002})
+# At which a difference of rounding does not grow: at 0.002 it does, 5,000-fold in 23 steps on a CPU without AVX-512.
+LR = overrides(**{f"{DEEPSPEED}optimizer__params__lr": 0.0005})
 
 # What each file in experiments/ has the engine report: ZeRO stage, dtype, and with how many processes it runs.
 MODES = {

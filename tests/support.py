@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import pytest
@@ -88,7 +89,11 @@ def execute(command: list[str], output: pathlib.Path, *, cwd: pathlib.Path = PRO
 
 
 def train_many(
-    folder: pathlib.Path, rows: dict[str, list[str]], processes: int = 1, sigterm_at: int = 0
+    folder: pathlib.Path,
+    rows: dict[str, list[str]],
+    processes: int = 1,
+    sigterm_at: int = 0,
+    environment: dict[str, Any] | None = None,
 ) -> dict[str, Run]:
     """Runs train.py's ``main`` with each row's arguments, all in one launch: starting DeepSpeed takes seconds.
 
@@ -97,7 +102,9 @@ def train_many(
     table = folder / "rows.json"
     table.write_text(json.dumps({name: [*row, "--output", str(folder / name)] for name, row in rows.items()}))
     command = [*launcher("python" if processes == 1 else "torchrun", processes), "tests/many.py", str(table)]
-    launch = execute(command, folder, PYTHONPATH=str(PROJECT), SIGTERM_AT=str(sigterm_at))
+    launch = execute(
+        command, folder, PYTHONPATH=str(PROJECT), SIGTERM_AT=str(sigterm_at), **(environment or {})
+    )
     done = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.done.json")}
     runs = {}
     for name in rows:
@@ -112,6 +119,13 @@ def overrides(**values: object) -> list[str]:
 
 
 DIGITS = ["--config", "experiments/digits.yaml"]
+
+
+# One machine computes as CPUs of other kinds do: by what torch, oneDNN and MKL ask of it.
+INSTRUCTIONS: dict[str, dict[str, Any]] = {
+    "SSE": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
+    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AVX2"},
+}
 
 
 def error_line(call, *arguments) -> str:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from support import DIGITS, Run, execute, launcher, overrides, train_many
+from support import DIGITS, INSTRUCTIONS, Run, execute, launcher, overrides, train_many
 
 import baseline
 from classify.config import experiment_file
@@ -41,7 +41,9 @@ OPTIMIZERS = {
 }
 
 
-def test_the_trial_gives_the_baselines_losses_and_weights(tmp_path):
+@pytest.mark.parametrize("instructions", ["", *INSTRUCTIONS])
+def test_the_trial_gives_the_baselines_losses_and_weights(tmp_path, instructions):
+    environment = INSTRUCTIONS.get(instructions, {})
     rows = {}
     for name, (_, optimizer) in OPTIMIZERS.items():
         hparams = {
@@ -52,10 +54,12 @@ def test_the_trial_gives_the_baselines_losses_and_weights(tmp_path):
             "max_length": {"batches": 100},
         }
         rows[name] = [*DIGITS, *overrides(scheduling_unit=1, hyperparameters=json.dumps(hparams))]
-    for name, trial in train_many(tmp_path, rows).items():
+    for name, trial in train_many(tmp_path, rows, environment=environment).items():
         assert trial.code == 0, trial.stderr
         arguments = ["--batch-size", "16", "--max-steps", "100", "--optimizer", name, *OPTIMIZERS[name][0]]
-        plain = run_baseline(tmp_path / f"plain {name}", *arguments)
+        output = tmp_path / f"plain {name}"
+        command = [*launcher("python", 1), "baseline.py", *DIGITS, *arguments, "--output", str(output)]
+        plain = execute(command, output, **environment)
         assert len(losses(plain)) == 100
         assert losses(plain)[-1] < 0.5 * losses(plain)[0]
         assert losses(trial) == pytest.approx(losses(plain), abs=1e-6), name
