@@ -85,7 +85,8 @@ def load(args: argparse.Namespace) -> Experiment:
         from classify.engine.trial_config import errors_of  # which takes seconds
 
         hparams = config.get("hyperparameters")
-        hparams = hparams if isinstance(hparams, dict) else {}
+        if not isinstance(hparams, dict):
+            raise
         experiment_fields.take_constants("hyperparameters", hparams, search=False)
         raise InvalidInput(add_new(error.errors, errors_of(hparams, config))) from None
 

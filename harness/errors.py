@@ -126,7 +126,7 @@ def nearest(key: object, known: Iterable[object], prefixes: Mapping[str, str] | 
         prefixes: what to write before those of them that stand elsewhere.
     """
     names = sorted(str(k) for k in known)
-    close = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(key), names, n=1)
     if close:
         return f"did you mean {(prefixes or {}).get(close[0], '') + close[0]!r}?"
     return f"use one of {', '.join(names)}" if len(names) <= 16 else "remove it"

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+from support import error_line
 
 from classify.images import mixup
-from classify.images.image_set import ImageSet
+from classify.images.image_set import ImageSet, places
 from classify.images.settings import DataSettings
 from classify.models import pretrained
 from data import as_inputs, normalization
@@ -36,3 +37,20 @@ def test_inputs_are_normalised_by_the_statistics_of_the_dataset():
     assert inputs.std((0, 2, 3)).tolist() == pytest.approx([1, 1, 1], abs=1e-3)
     assert pretrained.normalization("resnet18") == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     assert pretrained.normalization("inception_v3") == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+
+
+def test_where_images_go_is_decided_by_their_sizes(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 200))
+    gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
+    assert places([60, 10], DataSettings(device="auto"), gpu) == [cpu, gpu]
+    assert places([49, 30], DataSettings(device="auto"), gpu) == [
+        gpu,
+        cpu,
+    ]  # half of what is left after the first
+    assert places([60, 40], DataSettings(device="cuda"), gpu) == [gpu, gpu]
+    assert (
+        places([1, 1], DataSettings(device="cpu"), gpu) == places([1, 1], DataSettings(), cpu) == [cpu, cpu]
+    )
+    assert "data.device: 'cuda': 0 MiB of images" in error_line(
+        places, [60, 41], DataSettings(device="cuda"), gpu
+    )
