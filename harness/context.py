@@ -116,7 +116,8 @@ def init(
         writes: further files that the program writes into the folder.
 
     Raises:
-        InvalidInput: if the folder cannot be used, or there are more processes than GPUs.
+        InvalidInput: if the folder or the launcher's port cannot be used, or there are more processes than
+            GPUs.
     """
     processes.share_cores()
     if experiment := cluster.cluster_experiment():

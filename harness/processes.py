@@ -62,12 +62,11 @@ def start_process_group() -> None:
     """Starts torch's process group and DeepSpeed's; one process alone needs no launcher and no port.
 
     Raises:
-        InvalidInput: if there are more processes than GPUs.
+        InvalidInput: if there are more processes than GPUs, or the launcher's port is in use.
     """
     deepspeed_patches.prepare_accelerator()
     if torch.distributed.is_initialized() or os.environ.get(MANUAL):
         return  # by an earlier run in this process; or by the trial itself
-    atexit.register(torch.distributed.destroy_process_group)
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if torch.cuda.is_available():
             _take_gpu()
@@ -77,7 +76,14 @@ def start_process_group() -> None:
         torch.distributed.init_process_group(
             backend, store=torch.distributed.HashStore(), rank=0, world_size=1
         )
-    deepspeed.init_distributed(auto_mpi_discovery=False)
+    try:
+        deepspeed.init_distributed(auto_mpi_discovery=False)
+    except torch.distributed.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        what = "in use by another run, or one that is still stopping; wait for its end, or give another port"
+        raise InvalidInput(f"--master_port: {os.environ['MASTER_PORT']}: {what}") from error
+    atexit.register(torch.distributed.destroy_process_group)
 
 
 def _take_gpu() -> None:

@@ -16,7 +16,7 @@ import torch
 from determined import core
 from typing_extensions import override
 
-from harness.local.watch import at_the_end_of, peers_on_this_host
+from harness.local.watch import DELAY, at_the_end_of, launchers, peers_on_this_host
 
 STOP_WITH_PID = "STOP_WITH_PID"  # environment variable: the process at whose end the training stops, too
 
@@ -25,7 +25,7 @@ class LocalPreempt(core.DummyPreemptContext):
     """Stops the training as a cluster would: SIGINT or SIGTERM lets it finish a step and save a checkpoint.
 
     A second signal, a second or more after the first, ends the process at once; launchers pass one on several
-    times. The end of the process that ``STOP_WITH_PID`` names works as a SIGTERM.
+    times. The end of the launcher, or of the process that ``STOP_WITH_PID`` names, works as a SIGTERM.
 
     Determined's loop asks ``should_preempt`` after every report, saves the checkpoint and ends;
     ``train.py`` gives exit code 130. Before and after training a signal ends the process without a
@@ -50,6 +50,7 @@ class LocalPreempt(core.DummyPreemptContext):
         self._signalled_at: float | None = None  # of this rank
         self._has_told = False
         self._last_step: int | None = None
+        self._watch = contextlib.ExitStack()
         # On several hosts they may not share a disk; on a GPU, a step's collectives do not wait for the host.
         one_host = distributed.local_size == distributed.size
         self._agrees_by_file = one_host and not torch.cuda.is_available()
@@ -60,6 +61,10 @@ class LocalPreempt(core.DummyPreemptContext):
     def start(self) -> LocalPreempt:
         super().start()
         self._handle(self._raise_interrupt)
+        above = launchers()
+        if program := int(os.environ.get(STOP_WITH_PID, 0)):
+            above.append(program)
+        self._watch.enter_context(at_the_end_of(dict.fromkeys(above, self._stop_with_launcher)))
         return self
 
     @contextlib.contextmanager
@@ -67,13 +72,16 @@ class LocalPreempt(core.DummyPreemptContext):
         """Lets a signal end the training with a checkpoint; before and after, it ends the process."""
         self._handle(self._request_stop)
         try:
-            with at_the_end_of(self._watched()):
+            peers = peers_on_this_host(self._dist)
+            ends = {pid: functools.partial(_end_without, rank) for pid, rank in peers.items()}
+            with at_the_end_of(ends, DELAY):
                 yield
         finally:
             self._handle(self._raise_interrupt)
 
     @override
     def close(self) -> None:
+        self._watch.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._dist.rank == 0:
@@ -105,14 +113,11 @@ class LocalPreempt(core.DummyPreemptContext):
             os.link(mine, self._stop_file)
         mine.unlink()
 
-    def _watched(self) -> dict[int, Callable[[], None]]:
-        """What to do at the end of other processes: of the launching program, and of the other ranks."""
-        watched: dict[int, Callable[[], None]] = {}
-        for pid, rank in peers_on_this_host(self._dist).items():
-            watched[pid] = functools.partial(_end_without, rank)
-        if launcher := int(os.environ.get(STOP_WITH_PID, 0)):
-            watched[launcher] = lambda: os.kill(os.getpid(), signal.SIGTERM)
-        return watched
+    def _stop_with_launcher(self) -> None:
+        if self._signalled_at is None:  # a second signal would end it at once
+            if self._dist.rank == 0:
+                print("the program that started this one is gone; so this ends", file=sys.stderr)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _handle(self, handler: Callable[[int, Any], None]) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):

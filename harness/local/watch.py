@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -21,20 +22,34 @@ def peers_on_this_host(distributed: core.DistributedContext) -> dict[int, int]:
     return {pid: rank for rank, where, pid in everyone if where == host and pid != os.getpid()}
 
 
+def launchers() -> list[int]:
+    """The ids of the processes of ``torchrun`` or ``deepspeed`` that started this one; none without them."""
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(os.getppid())
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return [parent.pid]
+        if "deepspeed.launcher.launch" in parent.cmdline():  # which on one host another has started
+            above = parent.parent()
+            is_runner = above and any("deepspeed" in pathlib.Path(each).name for each in above.cmdline()[:3])
+            return [parent.pid, above.pid] if above and is_runner else [parent.pid]
+    return []
+
+
 @contextlib.contextmanager
-def at_the_end_of(processes: Mapping[int, Callable[[], None]]) -> Iterator[None]:
+def at_the_end_of(processes: Mapping[int, Callable[[], None]], delay: float = 0.0) -> Iterator[None]:
     """Looks once a second, while the block runs, whether other processes still do.
 
     Args:
-        processes: what to call some seconds after the end of each, by its id, if the block still runs.
+        processes: what to call at the end of each, by its id, if the block still runs.
+        delay: seconds to wait before that.
     """
-    done, left = threading.Event(), dict(processes)
+    done, left = threading.Event(), {_find(pid): call for pid, call in processes.items()}
 
     def watch() -> None:
         while not done.wait(1):
-            for pid in [pid for pid in left if not is_alive(pid)]:
-                if not done.wait(DELAY):
-                    left.pop(pid)()
+            for process in [each for each in left if not is_alive(each)]:
+                if not done.wait(delay):
+                    left.pop(process)()
 
     if left:
         threading.Thread(target=watch, daemon=True).start()
@@ -44,9 +59,14 @@ def at_the_end_of(processes: Mapping[int, Callable[[], None]]) -> Iterator[None]
         done.set()
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process runs, and is no zombie."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def _find(pid: int) -> psutil.Process | None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid)
+    return None
+
+
+def is_alive(process: psutil.Process | None) -> bool:
+    """Whether a process runs, and is no zombie, nor another that has got its id."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -33,6 +34,18 @@ def test_processes(train, by, processes, batch):
     assert run.summary["world_size"] == processes
     assert run.summary["validation"]["images"] == 360
     assert run.summary["validation"]["accuracy"] > 0.5
+
+
+def test_a_port_in_use_is_one_line(tmp_path):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        command = [*launcher("deepspeed", 2)[:-1], f"--master_port={port}", "train.py", *DIGITS]
+        run = execute([*command, "--output", str(tmp_path / "run")], tmp_path / "run")
+    (line,) = [line for line in run.stderr.splitlines() if line.startswith("train.py:")]
+    assert line.startswith(f"train.py: --master_port: {port}: in use") and "another port" in line
+    assert "Traceback" not in run.stderr and not run.output.exists()
 
 
 def test_runs_and_images_within_the_package_stay_out_of_a_checkpoints_code(tmp_path, image_folder):

@@ -3,10 +3,13 @@
 import json
 import signal
 import subprocess
+import time
 
 import psutil
 import pytest
-from support import DIGITS, PROJECT, TIME_LIMIT, execute, launcher, overrides
+from support import DIGITS, LATEST, PROJECT, TIME_LIMIT, execute, launcher, overrides
+
+from harness.local.watch import is_alive
 
 SHORT = overrides(hyperparameters__max_length="{epochs: 2}", min_validation_period="{epochs: 1}")
 
@@ -46,3 +49,31 @@ def test_a_signal_saves_a_checkpoint_to_go_on_from(tmp_path, processes, number):
     rest = execute([*row, str(tmp_path / "run"), "--resume", "latest"], tmp_path / "run")
     assert rest.code == 0, rest.stderr
     assert rest.summary["weights_sha256"] == straight.summary["weights_sha256"]
+
+
+@pytest.mark.parametrize("by", ["torchrun", "deepspeed"])
+def test_ranks_whose_launcher_is_killed_stop_with_a_checkpoint(tmp_path, by):
+    """All processes end, and the same command, with the same port, goes on."""
+    row = [*launcher(by, 2), "train.py", *DIGITS, *overrides(scheduling_unit=10)]
+    output = tmp_path / "run"
+    long = [*row, *overrides(hyperparameters__max_length="{batches: 100000}"), "--output", str(output)]
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(long, cwd=PROJECT, stdout=log, stderr=log)
+    begun = time.monotonic()
+    while "step 10/" not in (tmp_path / "log").read_text():
+        assert process.poll() is None and time.monotonic() - begun < TIME_LIMIT
+        time.sleep(0.1)
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.wait()
+    while any(is_alive(each) for each in ranks):
+        assert time.monotonic() - begun < TIME_LIMIT
+        time.sleep(0.1)
+    shown = (tmp_path / "log").read_text()
+    assert shown.count("is gone") == 1 and "Traceback" not in shown
+    (metadata,) = output.glob("checkpoints/*/metadata.json")
+    steps = json.loads(metadata.read_text())["steps_completed"] + 1
+    rest = [*row, *overrides(hyperparameters__max_length=f"{{batches: {steps}}}"), "--output", str(output)]
+    run = execute([*rest, *LATEST], output)
+    assert run.code == 0, run.stderr
+    assert run.summary["steps"] == steps
