@@ -1,7 +1,11 @@
 # Determined sources this in every container before training. In its default image it installs what that lacks, never
-# another torch, and nothing where all is there.
-_missing=$(python3 - <<'PY'
+# another torch, and nothing where all is there. It prints nothing unless that fails.
+{ set +x; } 2> /dev/null # the master has every command printed
+_installed=$(mktemp)
+_missing=$(python3 - "$_installed" << 'PY'
 import importlib.util
+import sys
+from importlib.metadata import PackageNotFoundError, version
 
 NEEDED = {
     "attrdict": "attrdict3==2.0.2",
@@ -24,28 +28,24 @@ def is_missing(module):
         return True
 
 
+with open(sys.argv[1], "w") as installed:
+    for package in ("torch", "torchvision", "numpy", "deepspeed", "determined"):
+        try:
+            print(f"{package}=={version(package)}", file=installed)
+        except PackageNotFoundError:
+            pass
 print(" ".join(package for module, package in NEEDED.items() if is_missing(module)))
 PY
 )
 if [ -n "$_missing" ]; then
-    _installed=$(mktemp)
-    python3 - > "$_installed" <<'PY'
-from importlib.metadata import PackageNotFoundError, version
-
-for package in ("torch", "torchvision", "numpy", "deepspeed", "determined"):
-    try:
-        print(f"{package}=={version(package)}")
-    except PackageNotFoundError:
-        pass
-PY
     # shellcheck disable=SC2086  # one word a package
-    python3 -m pip install --quiet --disable-pip-version-check --constraint "$_installed" $_missing
-    rm -f "$_installed"
+    if ! _said=$(python3 -m pip install --disable-pip-version-check --constraint "$_installed" $_missing 2>&1); then
+        echo "startup-hook.sh: cannot install $_missing; use an image that has them (Dockerfile)" >&2
+        echo "$_said" >&2
+        exit 1
+    fi
 fi
+rm -f "$_installed"
 
-# DeepSpeed's launcher starts a process for each GPU; where slots are CPU slots, it has to be told how many there are.
-if ! nvidia-smi -L > /dev/null 2>&1; then
-    export DS_ACCELERATOR=cpu
-    LOCAL_SIZE=$(python3 -c 'import json, os; print(len(json.loads(os.environ.get("DET_SLOT_IDS", "[]"))) or 1)')
-    export LOCAL_SIZE
-fi
+# Now and beside what follows, not in the training at its first figure: matplotlib reads every font once.
+(python3 -c 'import matplotlib.font_manager' > /dev/null 2>&1 &)

@@ -13,9 +13,17 @@ none. So it has to be imported before ``deepspeed``: ``model_def.py`` and ``clas
 """
 
 import os
+import sys
 
-import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found no accelerator
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or torch's optimizers look for a driver in every step
+def choose_accelerator() -> None:
+    """Tells DeepSpeed and torch that there is no GPU, where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found no accelerator
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or torch's optimizers look for a driver in every step
+
+
+if sys.orig_argv[1:3] != ["-m", "harness.launch"]:  # which chooses once it knows that it starts processes
+    choose_accelerator()

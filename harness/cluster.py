@@ -64,6 +64,6 @@ def check_slots(processes: int) -> None:
     slots = sum(cluster_info().container_slot_counts)
     if slots and processes != slots:
         raise InvalidInput(
-            f"resources.slots_per_trial: {slots}: but {processes} processes were started; keep"
-            " startup-hook.sh beside the experiment file, and determined.launch.deepspeed in its entrypoint"
+            f"resources.slots_per_trial: {slots}: but {processes} processes were started; have"
+            " python3 -m harness.launch before the command in the file's entrypoint"
         )

@@ -1,20 +1,34 @@
-"""A stand-in for a Determined master, over real HTTP: takes what a trial reports and can ask it to pause."""
+"""A stand-in for a Determined master, over real HTTP: takes what a trial reports, pauses it and stops it."""
 
 import http.server
 import json
 import threading
 import time
+from collections.abc import Callable
 
 
 class Master:
-    """Answers what the trial side of Determined asks; ``posted`` holds every (path, body) that came in."""
+    """Answers what the trial side of Determined asks; ``posted`` holds every (path, body) that came in.
 
-    def __init__(self):
+    Args:
+        host: the address at which the trial finds it.
+
+    Attributes:
+        preempt_after_steps: at a report of so many steps it asks the trial to pause.
+        stop_after_steps: at a validation after so many steps its search stops the trial.
+        on_post: called after each report.
+    """
+
+    def __init__(self, host: str = "127.0.0.1"):
         self.posted: list[tuple[str, dict]] = []
         self.preempt = False
         self.preempt_after_steps: int | None = None
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.stop_after_steps: int | None = None
+        self.on_post: Callable[[], object] = lambda: None
+        self.state = "STATE_RUNNING"
+        self.validated = 0
+        self.server = http.server.ThreadingHTTPServer((host, 0), self._handler())
+        self.url = f"http://{host}:{self.server.server_port}"
 
     def __enter__(self):
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
@@ -39,7 +53,38 @@ class Master:
             return {"preempt": self.preempt}
         if path.endswith("/runs/1/prepare") or "prepare" in path:
             return {"storageId": 1}
-        return {"trial": {}} if "/trials/" in path else {}
+        return {"trial": self._trial()} if path.endswith("/trials/1") else {}
+
+    def _trial(self) -> dict:
+        """What Determined 0.38.1 answers to GET /api/v1/trials/1, but for figures that no one reads."""
+        steps = max(self.metrics("training"), default=0)
+        validation = {"totalBatches": self.validated, "metrics": {"avgMetrics": {}}}
+        return {
+            "id": 1,
+            "experimentId": 1,
+            "startTime": "2025-03-20T15:09:13.000Z",
+            "endTime": None,
+            "state": self.state,
+            "restarts": 0,
+            "hparams": {},
+            "totalBatchesProcessed": steps,
+            "latestValidation": validation if self.validated else None,
+            "bestCheckpoint": None,
+        }
+
+    def _take(self, path: str, body: dict) -> None:
+        """Notes a report. As in Determined a validation goes to the search first, and is then recorded."""
+        self.posted.append((path, body))
+        steps = max(self.metrics("training"), default=0)
+        if self.preempt_after_steps is not None and steps >= self.preempt_after_steps:
+            self.preempt = True
+        if path.endswith("/metrics") and body["group"] == "validation":
+            time.sleep(0.5)
+            validated = body["metrics"]["stepsCompleted"]
+            if self.stop_after_steps is not None and validated >= self.stop_after_steps:
+                self.state = "STATE_STOPPING_COMPLETED"  # and nothing to the container
+            self.validated = validated
+        self.on_post()
 
     def _handler(self):
         master = self
@@ -52,10 +97,7 @@ class Master:
             def do_POST(self):
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 path = self.path.partition("?")[0]
-                master.posted.append((path, json.loads(body) if body else {}))
-                steps = max(master.metrics("training"), default=0)
-                if master.preempt_after_steps is not None and steps >= master.preempt_after_steps:
-                    master.preempt = True
+                master._take(path, json.loads(body) if body else {})
                 self.reply(200, master._answer(path))
 
             do_PATCH = do_PUT = do_POST

@@ -1,19 +1,13 @@
 """A trial on a Determined cluster: real launch layer, real core context, and a stand-in for the master over HTTP."""
 
-import base64
 import json
-import os
-import pathlib
-import sys
-import tarfile
 from typing import Any, cast
 
 import determined as det
 import pytest
+from containers import SMALL, run_container
 from determined import _info
-from determined.common import context, util
 from master import Master
-from support import PROJECT, Run, execute, free_port
 
 import checkpoint
 from classify.engine.trial_config import TrialConfig
@@ -80,83 +74,6 @@ def test_a_combination_that_cannot_run_is_an_invalid_hyperparameter_set(cluster,
         TrialConfig.resolve(hparams, {"data": {"dataset": "digits"}}, 2, "cpu")
     assert "zero_optimization.stage: 2: a pipeline" in str(getattr(caught.value, "msg", caught.value))
     assert ("zero_optimization.stage" in capsys.readouterr().err) == on_cluster
-
-
-TRAIN = "exec python3 -m determined.launch.deepspeed python3 train.py"
-
-
-# A container has every port to itself, this host has not; the first is for the launcher beside sitecustomize.py.
-PORTS = ("FREE_PORT", "INTER_TRAIN_PROCESS_COMM_PORT_1", "INTER_TRAIN_PROCESS_COMM_PORT_2")
-
-
-def container(
-    folder: pathlib.Path, master: Master, slots: int, hparams: dict, **trial: Any
-) -> dict[str, str]:
-    """Writes a container's files by Determined's own writers, and gives its environment."""
-    with open(PROJECT / "experiments/digits.yaml") as file:
-        config = util.safe_load_yaml_with_exceptions(file)
-    config["hyperparameters"] = hparams
-    config["checkpoint_storage"] = {
-        "type": "shared_fs",
-        "host_path": "/shared",
-        "storage_path": "checkpoints",
-    }
-    config.update(
-        debug=False, scheduling_unit=10, min_validation_period={"batches": 40}, **trial.pop("config", {})
-    )
-    storage = folder / "shared"
-    storage.mkdir(parents=True, exist_ok=True)
-    for item in context.read_v1_context(PROJECT):  # what `det experiment create` uploads
-        path = folder / "model" / item.path
-        if item.type == ord(tarfile.REGTYPE):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(base64.b64decode(item.content or ""))
-    latest = trial.pop("latest_checkpoint", None)
-    info = {"steps_completed": 0, "trial_run_id": 1, **trial}
-    _info.TrialInfo(
-        1, 1, 7, hparams, config, debug=False, inter_node_network_interface=None, **info
-    )._to_file(str(folder / "trial.json"))
-    _info.RendezvousInfo(["127.0.0.1"], 0, [slots])._to_file(str(folder / "rendezvous.json"))
-    _info.ResourcesInfo([])._to_file(str(folder / "resources.json"))
-    ids = {
-        "cluster_id": "c",
-        "agent_id": "a",
-        "task_id": "1.task",
-        "allocation_id": f"1.{os.getpid()}.{folder.name}",
-    }
-    det.ClusterInfo(
-        master.url,
-        slot_ids=list(range(slots)),
-        session_token="token",
-        task_type="TRIAL",
-        latest_checkpoint=latest,
-        **ids,
-    )._to_file(str(folder / "cluster.json"))
-    return {
-        "CONTAINER_FILES": str(folder),
-        "PYTHONPATH": str(PROJECT / "tests/container"),
-        "PATH": f"{PROJECT / 'tests/container'}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
-        **{name: str(free_port()) for name in PORTS},
-        "DET_RESOURCES_ID": "r",
-        "DET_SLOT_IDS": json.dumps(list(range(slots))),
-        "DET_MASTER": master.url,
-        "DET_SESSION_TOKEN": "token",
-        "DET_USER": "determined",
-    }
-
-
-def run_container(folder: pathlib.Path, master: Master, slots: int, hparams: dict, **trial: Any) -> Run:
-    """What a container does: the startup hook, then the entrypoint."""
-    environment = container(folder, master, slots, hparams, **trial)
-    command = ["bash", "-c", f"set -e; source startup-hook.sh; {TRAIN}"]
-    return execute(command, folder, cwd=folder / "model", **environment)
-
-
-SMALL = {
-    "max_length": {"batches": 90},
-    "deepspeed_config": "ds_config.json",
-    "overwrite_deepspeed_args": {"train_batch_size": 32, "zero_optimization": {"stage": 1}},
-}
 
 
 @pytest.mark.parametrize("slots", [1, 2])

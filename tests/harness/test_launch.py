@@ -1,0 +1,130 @@
+"""The launch layer of a trial on a cluster: Determined's, with what ``harness.launch`` replaces in it."""
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import types
+
+import determined as det
+import pytest
+from containers import SMALL, run_container
+from determined.launch import deepspeed
+from master import Master
+
+from harness import launch
+
+BUSY = max(20, 2 * (os.cpu_count() or 1))  # processes that do nothing but compute
+
+
+def layer_for(addresses: list[str], slots: int, allocation: str = "1.task.0") -> types.SimpleNamespace:
+    """Determined's launch layer as this trial finds it, replaced where ``harness.launch`` does."""
+    layer = types.SimpleNamespace(**vars(deepspeed))
+    info = types.SimpleNamespace(
+        container_addrs=addresses, container_slot_counts=[slots] * len(addresses), allocation_id=allocation
+    )
+    launch.patch(layer, info)
+    return layer
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch, tmp_path):
+    """What is set in the environment or written beside the code is gone after the test."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(launch.constants, "MANAGED_TRAINING_MODEL_COPY", str(tmp_path / "model"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("addresses", [["10.0.0.1"], ["10.0.0.1", "10.0.0.2"]])
+def test_the_launcher_is_waited_for(addresses):
+    """A grace period is always slept, and after it the launcher is sent a signal, which is exit code 241."""
+    command = layer_for(addresses, 2).create_pid_server_cmd("1.task.0", 2)
+    assert command[command.index("--on-exit") + 1] == "WAIT"
+    assert command[command.index("--on-fail") + 1] == "SIGTERM"  # a worker that died still ends the others
+
+
+def test_each_trial_has_a_port_of_its_own(monkeypatch):
+    def port(allocation, hosts):
+        layer = layer_for([f"10.0.0.{host}" for host in range(hosts)], 2, allocation)
+        command = layer.create_run_command("10.0.0.0", "hostfile")
+        (found,) = (each for each in command if each.startswith("--master_port="))
+        assert hosts == 1 or command.index(found) < command.index("--")
+        return int(found.partition("=")[2])
+
+    for hosts in (1, 2):
+        ports = {port(f"1.{number}.0", hosts) for number in range(5)}
+        assert len(ports) == 5 and all(1024 < each < 32768 for each in ports)  # below those that systems lend
+        assert port("1.0.0", hosts) in ports
+    monkeypatch.setitem(os.environ, "C10D_PORT", "29403")  # kept by the master for this trial alone
+    assert port("1.0.0", 1) == port("1.0.0", 2) == 29403
+
+
+@pytest.mark.parametrize(("visible", "devices"), [("", [0, 1]), ("2,GPU-7", ["2", "GPU-7"])])
+def test_one_host_has_a_process_a_slot(monkeypatch, visible, devices):
+    monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", visible)
+    command = layer_for(["10.0.0.1"], 2).create_run_command("localhost", None)
+    (world,) = (each for each in command if each.startswith("--world_info="))
+    assert json.loads(launch_world(world)) == {"localhost": devices}
+    assert {"--no_python", "--no_local_rank"} <= set(command)
+
+
+def launch_world(argument: str) -> bytes:
+    return base64.urlsafe_b64decode(argument.partition("=")[2])
+
+
+def test_several_hosts_keep_their_environments_to_themselves(monkeypatch):
+    """DeepSpeed puts what it is handed into a command line, in quotes that no value may hold, and logs it."""
+    values = {
+        "DET_EXPERIMENT_CONFIG": '{"name": "it\'s $HOME"}',
+        "DET_SESSION_TOKEN": "secret",
+        "MINE": "a\nb",
+    }
+    for name, value in {**values, "PATH": "/bin:/usr/bin", "LD_LIBRARY_PATH": "/a b"}.items():
+        monkeypatch.setitem(os.environ, name, value)
+    layer = layer_for(["10.0.0.1", "10.0.0.2"], 1)
+    layer.create_deepspeed_env_file()
+    with open(deepspeed.runner.DEEPSPEED_ENVIRONMENT_NAME) as file:
+        handed = file.read().splitlines()
+    assert "PATH=/bin:/usr/bin" in handed
+    assert all(line.partition("=")[0] in launch.FOR_LAUNCHER and " " not in line for line in handed)
+    kept = launch._environment_file()
+    assert kept.stat().st_mode & 0o777 == 0o600
+    environment = json.loads(kept.read_text())
+    assert values.items() <= environment.items()
+    assert (environment["USE_DEEPSPEED"], environment["DET_CHIEF_IP"]) == ("1", "10.0.0.1")
+    prefix = layer.create_pid_client_cmd("1.task.0")[:4]
+    assert prefix == ["python3", "-m", "harness.launch", "--in-container"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "usage: "),
+        (["python3", "train.py"], "harness.launch: not on a cluster; here run python3 train.py"),
+    ],
+)
+def test_off_a_cluster_it_says_what_to_run(arguments, line, capsys):
+    assert det.get_cluster_info() is None
+    assert launch.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(line)
+
+
+def test_a_trial_on_a_busy_host_ends_well(tmp_path):
+    """DeepSpeed's launcher ends many seconds after its workers where 20 processes share 2 cores."""
+    busy: list[subprocess.Popen] = []
+
+    def keep_busy():
+        if master.metrics("training") and not busy:
+            busy.extend(subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(BUSY))
+
+    try:
+        with Master() as master:
+            master.on_post = keep_busy
+            short = {**SMALL, "max_length": {"batches": 20}}
+            run = run_container(tmp_path / "container", master, 2, short)
+    finally:
+        for each in busy:
+            each.kill()
+    assert busy and run.code == 0, run.stderr
+    assert master.bodies("/checkpoints")[-1]["metadata"]["steps_completed"] == 20
