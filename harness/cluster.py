@@ -5,12 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Iterator
 
 import determined as det
+from determined import core
 
 from harness.errors import InvalidInput, TrainingStopped
 from harness.experiment import Experiment
+
+SINGLE = "single"  # the searcher of an experiment with one trial
+TO_THE_END = (SINGLE, "random", "grid")  # searchers that stop no trial
+RECORDED_WITHIN = 10.0  # seconds that the master may take for a validation
+
+logger = logging.getLogger("harness")
 
 
 def on_cluster() -> bool:
@@ -35,6 +43,44 @@ def cluster_experiment() -> Experiment | None:
         return None
     info = cluster_info()
     return Experiment(info.trial._config, info.trial.hparams)
+
+
+def trial_seed(experiment: Experiment) -> int:
+    """The seed of this trial: in an experiment of one trial the file's, as off a cluster.
+
+    The master draws one for each trial, by a generator that starts from the file's seed, which gives a single
+    trial another seed than a run of the same file off a cluster.
+    """
+    return experiment.seed if experiment.searcher == SINGLE else cluster_info().trial.trial_seed
+
+
+def search_has_stopped(context: core.Context, experiment: Experiment, steps: int) -> bool:
+    """Whether the search has stopped this trial, judging by its validation after ``steps`` steps.
+
+    Determined 0.38 marks such a trial and tells its container nothing, which so trains to its end. The chief
+    asks for the mark once the master has recorded the validation, which a thread reports. All ranks call it.
+    """
+    if experiment.searcher in TO_THE_END:
+        return False
+    stopped = context.distributed.rank == 0 and _is_marked(context, steps)
+    return bool(context.distributed.broadcast(stopped))
+
+
+def _is_marked(context: core.Context, steps: int) -> bool:
+    deadline = time.monotonic() + RECORDED_WITHIN
+    try:
+        while time.monotonic() < deadline:
+            answer = context._session.get(f"/api/v1/trials/{cluster_info().trial.trial_id}")
+            trial = answer.json()["trial"]
+            if "STOPPING" in trial["state"]:
+                logger.info(f"the search has stopped this trial after step {steps}: {trial['state']}")
+                return True
+            if ((trial.get("latestValidation") or {}).get("totalBatches") or 0) >= steps:
+                return False  # the mark comes before the record
+            time.sleep(0.1)
+    except Exception:  # a master that does not answer ends no training, as in Determined's own watcher
+        logger.warning("cannot ask the master whether the search has stopped this trial", exc_info=True)
+    return False
 
 
 @contextlib.contextmanager

@@ -140,7 +140,7 @@ def _on_cluster(
     experiment: Experiment, distributed: core.DistributedContext | None, logs_tensorboard: bool
 ) -> Iterator[TrialContext]:
     info = cluster.cluster_info()
-    seed = info.trial.trial_seed
+    seed = cluster.trial_seed(experiment)
     seed_everything(seed)
     with core.init(distributed=distributed, tensorboard_mode=core.TensorboardMode.MANUAL) as core_context:
         context = make_context(

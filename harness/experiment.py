@@ -74,6 +74,11 @@ class Experiment:
         return bool(self._section("profiling").get("enabled"))
 
     @property
+    def searcher(self) -> str:
+        """The name of the search that makes the trials; ``single`` makes one."""
+        return str(self._section("searcher").get("name") or "single")
+
+    @property
     def metric(self) -> str:
         """The validation metric by which checkpoints and trials are compared; empty where none is named."""
         return str(self._section("searcher").get("metric") or "")

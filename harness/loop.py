@@ -11,6 +11,7 @@ What Determined 0.38 does, and the methods of ``Loop`` that cure it:
 - A rank that reports no metrics, as of a parallel model, fails in validation, and a validation draws from
   the generators of training: ``_validate``.
 - A local checkpoint copies all of the working directory as its code: ``_save``.
+- A trial that a search has stopped is trained to its end: ``_stop_requested``.
 - TensorBoard's files of a trial are uploaded only if Determined writes its own: ``_stop_requested``.
 - CUDA is synchronised on a machine without a GPU: ``_sync_device``.
 
@@ -32,7 +33,7 @@ from determined.pytorch import deepspeed as det_ds
 from typing_extensions import override
 
 from harness.checkpoints.code import copying
-from harness.cluster import on_cluster
+from harness.cluster import on_cluster, search_has_stopped
 from harness.errors import InvalidInput
 from harness.hooks import Code
 from harness.random_state import State, random_state, set_random_state, shuffled_by_seed
@@ -179,9 +180,13 @@ class Loop(det_ds.DeepSpeedTrialController):
 
     @override
     def _stop_requested(self) -> None:
-        """Uploads TensorBoard's files first, after every report, validation and checkpoint."""
-        if on_cluster() and not self.context.get_enable_tensorboard_logging():
-            self._upload_tb_files()
+        """Uploads TensorBoard's files after every report; asks after a validation whether it was the last."""
+        if on_cluster():
+            if not self.context.get_enable_tensorboard_logging():
+                self._upload_tb_files()
+            validated, steps = self._validation_is_current(), self.steps_done
+            if validated and search_has_stopped(self.core_context, self.context.experiment, steps):
+                raise pytorch._ShouldExit()
         super()._stop_requested()
 
     @override

@@ -5,12 +5,15 @@ from typing import Any, cast
 
 import determined as det
 import pytest
+import torch
 from containers import SMALL, run_container
 from determined import _info
 from master import Master
+from support import DIGITS
 
 import checkpoint
 from classify.engine.trial_config import TrialConfig
+from classify.models import state_dicts
 from harness.cluster import cluster_experiment, errors_end_the_trial
 from harness.errors import InvalidInput
 from harness.trainer import find_checkpoint
@@ -77,8 +80,11 @@ def test_a_combination_that_cannot_run_is_an_invalid_hyperparameter_set(cluster,
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_a_trial_on_a_cluster(tmp_path, slots):
-    """Runs and reports; in two slots also is paused, goes on from its checkpoint, and ends as if never paused."""
+def test_a_trial_on_a_cluster(tmp_path, train, slots):
+    """Runs, reports, and gives the weights that it gives off a cluster.
+
+    In two slots it also is paused, goes on from its checkpoint, and ends as if never paused.
+    """
     with Master() as master:
         straight = run_container(tmp_path / "straight", master, slots, SMALL)
     assert straight.code == 0, straight.stderr
@@ -105,6 +111,9 @@ def test_a_trial_on_a_cluster(tmp_path, slots):
     assert any("tfevents" in str(path) for path in (tmp_path / "straight/shared").rglob("*"))
     assert "Reported checkpoint" in straight.stderr + straight.stdout
     assert "[rank=1] INFO" not in straight.stderr + straight.stdout
+    here = train(*DIGITS, "--set", f"hyperparameters={json.dumps(SMALL)}", processes=slots)
+    weights = torch.load(stored / "net.pt", weights_only=True)
+    assert state_dicts.sha256(weights) == here.summary["weights_sha256"]
     if slots == 1:
         return
 
@@ -124,6 +133,20 @@ def test_a_trial_on_a_cluster(tmp_path, slots):
     for each in (validations, again := master.metrics("validation")):
         assert each[90].pop("images_per_second") > 0
     assert again[90] == validations[90]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_trial_that_its_search_stops(tmp_path, slots):
+    """The master marks the trial and tells it nothing; it ends with a checkpoint, and is not to be restarted."""
+    searcher = {"name": "adaptive_asha", "metric": "accuracy", "smaller_is_better": False, "max_trials": 4}
+    with Master() as master:
+        master.stop_after_steps = 80
+        run = run_container(tmp_path / "trial", master, slots, SMALL, config={"searcher": searcher})
+    assert run.code == 0, run.stderr
+    assert list(master.metrics("validation")) == [40, 80] and max(master.metrics("training")) == 80
+    assert master.bodies("/checkpoints")[-1]["metadata"]["steps_completed"] == 80
+    assert not master.bodies("/signals/ack_preemption") and not master.bodies("/early_exit")
+    assert "the search has stopped this trial after step 80" in run.stderr
 
 
 # What the master lets pass, and the one line in the trial's log.
