@@ -46,7 +46,7 @@ def losses(run) -> list[float]:
     return [entry["loss"] for entry in run.metrics if entry["group"] == "training"]
 
 
-NET_STEPS = 6  # of a run with another network
+NET_STEPS = 4  # of a run with another network
 
 
 SMALL = {"num_layers": 2, "num_heads": 4, "hidden_dim": 64, "mlp_dim": 128}

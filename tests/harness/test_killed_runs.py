@@ -28,11 +28,11 @@ from support import (
 
 LONG = [
     *DIGITS,
-    *overrides(hyperparameters__max_length="{batches: 240}", min_checkpoint_period="{batches: 4}"),
+    *overrides(hyperparameters__max_length="{batches: 160}", min_checkpoint_period="{batches: 4}"),
 ]
 
 
-KILLS = 6
+KILLS = 3
 
 
 def test_sigkill_at_any_moment_loses_nothing(tmp_path):

@@ -25,15 +25,18 @@ NETS: dict[str, dict[str, object]] = {
 
 
 def rows(processes: int) -> dict[str, list[str]]:
-    """Every network with every stage of ZeRO that it goes with; a pipeline last, whose stages DeepSpeed keeps."""
+    """Every network without ZeRO and with a stage; a pipeline last, whose stages DeepSpeed keeps.
+
+    Stage 3, which partitions weights, in two processes; what it does in one, stage 2 does as well.
+    """
     table = {}
     for name, how in NETS.items():
         pipeline = name == "alexnet"
-        for stage in (0, 1) if pipeline else (0, 2, 3):
+        for stage in (0, 1) if pipeline else (0, processes + 1):
             if processes == 2 or not pipeline:
                 zero = {f"{DEEPSPEED}zero_optimization__stage": stage}
                 table[f"{name} zero{stage}"] = [*FIXED, *overrides(hyperparameters__net=name, **how, **zero)]
-    for name in ("resnet18 zero0", "resnet18 zero3"):  # running statistics and weights are of one dtype
+    for name in ("resnet18 zero0", f"resnet18 zero{processes + 1}"):  # running statistics and weights are of one dtype
         table = {f"{name} bf16": [*table[name], *overrides(**{f"{DEEPSPEED}bf16__enabled": True})], **table}
     return table
 
