@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if not args.check and int(os.environ.get("RANK", 0)) == 0:
         print("starting: importing torch, DeepSpeed and Determined", flush=True)
-    from harness.errors import DISK_FULL, InvalidInput, TrainingStopped, one_line, print_errors
+    from harness.errors import InvalidInput, TrainingStopped, print_errors
 
     try:
         return check(args) if args.check else run(args)
@@ -61,11 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return print_errors("train.py", error)
     except TrainingStopped as error:
         print(f"train.py: {error}", file=sys.stderr)
-        return 1
-    except OSError as error:
-        if error.errno not in DISK_FULL:
-            raise
-        print(f"train.py: {one_line(error)}; make room, then --resume latest goes on", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("train.py: interrupted; what was saved before is as it was", file=sys.stderr)

@@ -18,8 +18,10 @@ from harness import cluster, deepspeed_patches, processes
 from harness.checkpoints.store import LocalCheckpoints
 from harness.experiment import Experiment
 from harness.local.folder import default_output, own_folder
+from harness.local.full_disk import explain_full_disk
 from harness.local.progress import LocalMetrics
 from harness.local.signals import LocalPreempt
+from harness.local.watch import explain_lost_rank
 from harness.random_state import seed_everything
 
 
@@ -163,9 +165,13 @@ def _locally(
 ) -> Iterator[TrialContext]:
     seed_everything(experiment.seed)
     storage, tensorboard = output / "checkpoints", core.TensorboardMode.MANUAL
-    with core.init(
-        distributed=distributed, checkpoint_storage=str(storage), tensorboard_mode=tensorboard
-    ) as core_context:
+    with (
+        explain_full_disk(output),
+        explain_lost_rank(),
+        core.init(
+            distributed=distributed, checkpoint_storage=str(storage), tensorboard_mode=tensorboard
+        ) as core_context,
+    ):
         core_context.train = train = LocalMetrics(output, experiment)
         core_context.preempt = LocalPreempt(core_context.distributed, output).start()
         core_context.checkpoint = LocalCheckpoints(

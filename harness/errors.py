@@ -7,6 +7,7 @@ import difflib
 import errno
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -103,6 +104,8 @@ def printable(text: object) -> str:
 
 def one_line(error: BaseException) -> str:
     """The message of an error without line breaks; with its type if it has none, or is a key alone."""
+    if isinstance(error, shutil.Error) and isinstance(error.args[0], list):  # a folder's copy: of every file
+        error = OSError(error.args[0][0][2])
     text = printable(" ".join(str(error).split()))
     return f"{type(error).__name__} {text}".strip() if not text or isinstance(error, KeyError) else text
 

@@ -14,6 +14,7 @@ from determined import core
 
 from harness.checkpoints import files
 from harness.errors import InvalidInput, TrainingStopped, one_line
+from harness.local.full_disk import how_to_go_on, is_full_disk
 
 _PARTIAL = (
     ".partial-"  # what a checkpoint's folder is called until it is whole, and again while it is removed
@@ -71,9 +72,10 @@ class LocalCheckpoints:
         except (OSError, RuntimeError) as error:  # RuntimeError: torch's for a failed write
             free = shutil.disk_usage(self.folder).free / 2**20
             shutil.rmtree(partial, ignore_errors=True)
+            mend = f"; {how_to_go_on(self.folder.parent)}" if is_full_disk(error) else ""
             raise TrainingStopped(
                 f"{self.folder}: the checkpoint of step {metadata['steps_completed']} cannot be written"
-                f" ({one_line(error)}; {free:,.0f} MiB are free there); {self._last_whole()}"
+                f" ({one_line(error)}; {free:,.0f} MiB are free there); {self._last_whole()}{mend}"
             ) from error
         self._dist.broadcast(None)  # nobody goes on before it is whole
 

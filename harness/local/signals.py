@@ -16,7 +16,7 @@ import torch
 from determined import core
 from typing_extensions import override
 
-from harness.local.watch import DELAY, at_the_end_of, launchers, peers_on_this_host
+from harness.local.watch import DELAY, GO_ON, at_the_end_of, launchers, peers_on_this_host
 
 STOP_WITH_PID = "STOP_WITH_PID"  # environment variable: the process at whose end the training stops, too
 
@@ -141,5 +141,5 @@ def _end_without(rank: int) -> None:
     Determined's own has no time limit, and torchrun's SIGTERM is taken here as a request to stop after the
     step: without this, torchrun kills the rank after 30 s.
     """
-    print(f"rank {rank} is gone; --resume latest goes on from the last checkpoint", file=sys.stderr)
+    print(f"rank {rank} is gone; {GO_ON}", file=sys.stderr)
     os._exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 import psutil
 from determined import core
 
+from harness.errors import TrainingStopped
+
+GO_ON = "--resume latest goes on from the last checkpoint"
 DELAY = 3  # seconds that torch's collectives have to say themselves that a rank is gone
 
 
@@ -33,6 +37,21 @@ def launchers() -> list[int]:
             is_runner = above and any("deepspeed" in pathlib.Path(each).name for each in above.cmdline()[:3])
             return [parent.pid, above.pid] if above and is_runner else [parent.pid]
     return []
+
+
+@contextlib.contextmanager
+def explain_lost_rank() -> Iterator[None]:
+    """Ends what runs inside in one line where gloo says that another rank is gone, which has said why.
+
+    Raises:
+        TrainingStopped: if it is.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, TrainingStopped) or not re.search(r"gloo.*onnect", str(error), re.DOTALL):
+            raise
+        raise TrainingStopped(f"another rank is gone; {GO_ON}") from error
 
 
 @contextlib.contextmanager

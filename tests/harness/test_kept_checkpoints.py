@@ -1,5 +1,6 @@
 """Which checkpoints are kept and offered, and when training ends early."""
 
+import re
 import shutil
 import sys
 
@@ -7,15 +8,20 @@ from modes import DEEPSPEED
 from support import (
     DIGITS,
     LATEST,
+    PROJECT,
     TWO,
     Run,
     checkpoints,
     contents,
     execute,
+    launcher,
     overrides,
     train_many,
     truncate_model,
 )
+
+from harness.errors import one_line
+from harness.local.full_disk import is_full_disk
 
 METADATA = "metadata.json"
 
@@ -123,7 +129,47 @@ def test_a_full_disk_leaves_the_last_checkpoint(two_checkpoints, tmp_path):
     assert run.code == 1
     (line,) = [line for line in run.stderr.splitlines() if line.startswith("train.py:")]
     assert "the checkpoint of step 6 cannot be written" in line and "MiB are free" in line
-    assert f"the last whole one is {before[4].name} (step 4)" in line
+    assert line.endswith(
+        f"the last whole one is {before[4].name} (step 4); make room, then --resume latest goes on"
+    )
     assert "Traceback" not in run.stderr
     assert checkpoints(run) == before
     assert not list(run.output.glob("checkpoints/.partial*"))
+
+
+def test_no_room_at_all_is_one_line_of_each_rank(tmp_path):
+    """Rank 0's files may grow to what the metrics take, but not what a validation leaves."""
+    script = tmp_path / "limited.py"
+    script.write_text(
+        "import os, resource, runpy, sys; sys.argv.pop(0);"
+        "limit = 2_000 if os.environ['RANK'] == '0' else -1;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit));"
+        "runpy.run_path('train.py', run_name='__main__')"
+    )
+    arguments = ["train.py", *DIGITS, "--output", str(tmp_path / "run")]
+    run = execute([*launcher("torchrun", 2), str(script), *arguments], tmp_path, PYTHONPATH=str(PROJECT))
+    assert run.code == 1
+    full = f"train.py: {tmp_path / 'run'}: [Errno 27] File too large; make room, then start again"
+    assert full in run.stderr.splitlines(), run.stderr
+    assert re.search("^(train.py: another rank|rank 0) is gone; --resume latest", run.stderr, re.MULTILINE)
+    assert "[rank" not in run.stderr and "harness/" not in run.stderr  # a rank's traceback
+
+
+def test_tensorboards_thread_leaves_a_full_disk_to_its_caller(tmp_path):
+    script = (
+        "import pathlib, resource, sys\n"
+        "from torch.utils.tensorboard import SummaryWriter\n"
+        "from harness.local.full_disk import explain_full_disk\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))\n"
+        "with explain_full_disk(pathlib.Path(sys.argv[1])):\n"
+        "    SummaryWriter(sys.argv[1])\n"
+    )
+    run = execute([sys.executable, "-c", script, str(tmp_path / "run")], tmp_path)
+    assert run.code == 1 and "Thread" not in run.stderr
+    last = run.stderr.splitlines()[-1]
+    assert last.endswith("[Errno 27] File too large; make room, then start again")
+
+
+def test_the_error_of_a_folders_copy_is_short(tmp_path):
+    error = shutil.Error([(f"a{i}", "b", "[Errno 28] No space left on device: 'a'") for i in range(100)])
+    assert one_line(error) == "[Errno 28] No space left on device: 'a'" and is_full_disk(error)

@@ -36,7 +36,10 @@ def rows(processes: int) -> dict[str, list[str]]:
             if processes == 2 or not pipeline:
                 zero = {f"{DEEPSPEED}zero_optimization__stage": stage}
                 table[f"{name} zero{stage}"] = [*FIXED, *overrides(hyperparameters__net=name, **how, **zero)]
-    for name in ("resnet18 zero0", f"resnet18 zero{processes + 1}"):  # running statistics and weights are of one dtype
+    for name in (
+        "resnet18 zero0",
+        f"resnet18 zero{processes + 1}",
+    ):  # running statistics and weights are of one dtype
         table = {f"{name} bf16": [*table[name], *overrides(**{f"{DEEPSPEED}bf16__enabled": True})], **table}
     return table
 
