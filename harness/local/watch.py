@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -49,9 +48,14 @@ def explain_lost_rank() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, TrainingStopped) or not re.search(r"gloo.*onnect", str(error), re.DOTALL):
+        if not is_lost_rank(error):
             raise
         raise TrainingStopped(f"another rank is gone; {GO_ON}") from error
+
+
+def is_lost_rank(error: Exception) -> bool:
+    """Whether an error is gloo's that it has lost the connection to another rank."""
+    return "gloo" in str(error) and "onnect" in str(error) and not isinstance(error, TrainingStopped)
 
 
 @contextlib.contextmanager
