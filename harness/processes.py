@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from determined import core
 
 from harness import deepspeed_patches
+from harness.cluster import cluster_info
 from harness.errors import InvalidInput
 
 MANUAL = "DET_MANUAL_INIT_DISTRIBUTED"  # Determined's variable: the trial starts the process group itself
@@ -122,9 +123,19 @@ def join_cluster_processes() -> core.DistributedContext | None:
         start_process_group()
         return None
     deepspeed_patches.prepare_accelerator()
+    _choose_interface()
     if not os.environ.get(MANUAL):
         deepspeed.init_distributed(auto_mpi_discovery=False)
     return core.DistributedContext.from_deepspeed()
+
+
+def _choose_interface() -> None:
+    """Has gloo use the container's address; it takes the hostname's, on Debian one of the loopback."""
+    info = cluster_info()
+    mine = info.container_addrs[info.container_rank]
+    for name, addresses in psutil.net_if_addrs().items():
+        if len(info.container_addrs) > 1 and mine in [each.address for each in addresses]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def _free_ports(count: int) -> list[int]:

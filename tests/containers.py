@@ -41,7 +41,6 @@ def container(
     config: dict[str, Any] | None = None,
     rank: int = 0,
     addresses: tuple[str, ...] = ("127.0.0.1",),
-    storage: pathlib.Path | None = None,
     latest_checkpoint: str | None = None,
     steps_completed: int = 0,
     trial_run_id: int = 1,
@@ -56,17 +55,13 @@ def container(
         config: fields of the experiment configuration beside those of ``digits.yaml``.
         rank: of the container.
         addresses: of all containers.
-        storage: the shared file system; in the folder by default.
         latest_checkpoint: that the trial goes on from.
         steps_completed: in that checkpoint.
         trial_run_id: which run of the trial this is.
     """
     with open(PROJECT / "experiments/digits.yaml") as file:
         experiment = util.safe_load_yaml_with_exceptions(file)
-    storage = storage or folder / "shared"
-    storage.mkdir(parents=True, exist_ok=True)
-    if not (folder / "shared").exists():
-        (folder / "shared").symlink_to(storage)
+    (folder / "shared").mkdir(parents=True, exist_ok=True)  # the shared file system
     experiment.update(
         hyperparameters=hparams,
         checkpoint_storage={"type": "shared_fs", "host_path": "/shared", "storage_path": "checkpoints"},
