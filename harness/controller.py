@@ -15,10 +15,9 @@ from typing_extensions import override
 
 from harness import deepspeed_patches
 from harness.callbacks import NonFiniteLossMonitor
-from harness.checkpoints import identity, safe_load
+from harness.checkpoints import contents, identity, safe_load
 from harness.checkpoints.conversion import as_loadable
 from harness.checkpoints.identity import Identity
-from harness.errors import InvalidInput, UnusableCheckpoint
 from harness.hooks import Code, TrialHooks
 from harness.local.progress import LocalMetrics
 from harness.local.signals import LocalPreempt
@@ -62,7 +61,7 @@ class Controller(Loop):
         if self.local_training and self.latest_checkpoint is not None:
             name = str(self.latest_checkpoint)
             with self.core_context.checkpoint.restore_path(name) as path:
-                self._check_on_one_rank(pathlib.Path(path), name, self.identity())
+                self._check_checkpoint(pathlib.Path(path), name, self.identity())
         super().run()
 
     @override
@@ -156,14 +155,14 @@ class Controller(Loop):
     def _save(self, path: pathlib.Path) -> None:
         super()._save(path)
         if self.is_chief:
-            identity.write(path, self.identity())
+            identity.write(path, self.identity(), contents.progress_of(self.state, self.engines))
 
     @override
     def _load(self, load_path: pathlib.Path) -> None:
         name, mine = str(self.latest_checkpoint), self.identity()
         if not self.local_training:  # or it has been done
-            self._check_on_one_rank(load_path, name, mine)
-        with contextlib.ExitStack() as around:
+            self._check_checkpoint(load_path, name, mine)
+        with contents.loading(name, self.context.distributed), contextlib.ExitStack() as around:
             for engine in self.engines:
                 around.enter_context(deepspeed_patches.keep_configured_hyperparameters(engine))
             loadable = around.enter_context(
@@ -171,18 +170,16 @@ class Controller(Loop):
             )
             around.enter_context(safe_load.allowed_globals())
             super()._load(loadable)
+            contents.check_loaded(self.engines)
 
-    def _check_on_one_rank(self, path: pathlib.Path, name: str, mine: Identity) -> None:
+    def _check_checkpoint(self, path: pathlib.Path, name: str, mine: Identity) -> None:
         """Looks into a checkpoint on one rank of each host, and raises on all what any has found."""
-        errors: list[str] = []
-        if self.context.distributed.local_rank == 0:
-            try:
-                safe_load.check(path, identity.read(path, name))
-                if type(self.trial).save is DeepSpeedTrial.save:
-                    identity.check_engines(path, name, len(self.engines))
-                identity.check(path, name, mine, self.trial_id)
-            except InvalidInput as error:
-                errors = error.errors
-        for each in self.context.distributed.allgather(errors):
-            if each:
-                raise UnusableCheckpoint(each)
+        with contents.loading(name, self.context.distributed):
+            if self.context.distributed.local_rank != 0:
+                return
+            saved, trial = identity.read(path, name), type(self.trial)
+            if trial.save is DeepSpeedTrial.save:
+                identity.check_engines(path, name, len(self.engines))
+            identity.check(path, name, mine, self.trial_id)
+            engines = self.engines if trial.load is DeepSpeedTrial.load else []
+            contents.check(path, saved, engines, self.start_from_batch, self.trial_id)

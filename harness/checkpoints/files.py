@@ -16,16 +16,21 @@ from harness.experiment import Experiment
 from harness.local import metrics_log
 
 METADATA = "metadata.json"
+OWN_DIGEST = "sha256"  # the key of its own digest in it
 
 
 def write_metadata(folder: pathlib.Path, metadata: dict[str, Any]) -> None:
-    """Describes a checkpoint: what is given, when it was written, and the size and SHA-256 of every file."""
+    """Describes a checkpoint: what is given, when it was written, and the size and SHA-256 of every file.
+
+    Last comes the SHA-256 of this description itself.
+    """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     digests = {
         str(path.relative_to(folder)): (path.stat().st_size, _sha256(path, flush=True)) for path in files
     }
+    described = {**metadata, "time": time.time_ns(), "files": digests}
     with open(folder / METADATA, "w") as file:
-        json.dump({**metadata, "time": time.time_ns(), "files": digests}, file, indent=2)
+        json.dump({**described, OWN_DIGEST: _digest_of(described)}, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
 
@@ -43,9 +48,16 @@ def read_metadata(checkpoint: pathlib.Path) -> dict[str, Any]:
         raise ValueError("not what describes a checkpoint")
     if type(metadata.get("steps_completed")) is not int:
         raise ValueError("steps_completed is missing")
+    # Without a digest: what Determined has written on a cluster, and runs of earlier versions.
+    if metadata.pop(OWN_DIGEST, None) not in (None, _digest_of(metadata)):
+        raise ValueError("it is not what was written")
     if not isinstance(metadata.get("time"), int):
         metadata["time"] = (checkpoint / METADATA).stat().st_mtime_ns
     return metadata
+
+
+def _digest_of(metadata: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
 
 
 def _is_described(file: Any) -> bool:

@@ -18,6 +18,7 @@ FILE = "identity.json"
 GROUPS = ("net", "mode", "position")
 STAGE, PROCESSES = "zero_optimization.stage", "processes"
 Identity = Mapping[str, Mapping[str, Any]]
+Progress = Mapping[str, Any]
 
 
 def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Iterable[Identity]) -> Identity:
@@ -61,9 +62,9 @@ def _kept_states(optimizer: torch.optim.Optimizer | None) -> dict[str, bool]:
     return {f"optimizer.params.{key}": bool(optimizer.defaults[key]) for key in present}
 
 
-def write(path: pathlib.Path, identity: Identity) -> None:
-    """Writes an identity beside the engine's files."""
-    (path / FILE).write_text(json.dumps(identity, indent=2))
+def write(path: pathlib.Path, identity: Identity, progress: Progress) -> None:
+    """Writes an identity, and how far the training is, beside the engine's files."""
+    (path / FILE).write_text(json.dumps({**identity, "progress": progress}, indent=2))
 
 
 def read(path: pathlib.Path, name: str) -> Identity:
@@ -78,9 +79,17 @@ def read(path: pathlib.Path, name: str) -> Identity:
     """
     try:
         saved = json.loads((path / FILE).read_text())
-        groups = {group: dict(saved[group]) for group in GROUPS}
-        return {**groups, "states": dict(saved.get("states") or {})}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        groups = {group: saved[group] for group in GROUPS}
+        groups.update({group: saved.get(group) or {} for group in ("states", "progress")})
+        for group, values in groups.items():
+            if not isinstance(values, dict):
+                raise ValueError(f"{group}: {values!r}")
+        for key, least in (PROCESSES, 1), (STAGE, 0):
+            value = groups["mode"].get(key)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{key}: {value!r}")
+        return groups
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"cannot be read ({one_line(error)}); {name} is damaged or not of this package"
         raise InvalidInput(f"{path / FILE}: {reason}") from error
 

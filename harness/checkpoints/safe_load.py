@@ -13,6 +13,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from determined import pytorch
 
 from harness.errors import InvalidInput, one_line, why_unloadable
 
@@ -41,30 +42,17 @@ def allowed_globals() -> contextlib.AbstractContextManager[Any]:
     return torch.serialization.safe_globals(ALLOWED)
 
 
-def check(path: pathlib.Path, identity: Any) -> None:
-    """Looks into every file of a checkpoint before anything of it is loaded.
+def read(file: pathlib.Path) -> Any:
+    """Reads the structure of a file of ``torch.save``, allowing nothing that runs code.
 
-    Args:
-        path: the checkpoint's folder.
-        identity: what ``identity.read`` gives of it.
+    Its tensors stay in the file, from where their values come when they are asked for.
 
     Raises:
-        InvalidInput: if a file is missing or damaged, or holds anything but what a checkpoint has to hold.
+        InvalidInput: if it is damaged, or holds anything but what a checkpoint has to hold.
     """
-    read_trial_state(path)
-    for file in sorted([*path.glob("*.pth"), *path.glob("model*/*.pt")]):
-        _check_torch_file(file)
-    for rank in range(identity["mode"]["processes"]):
-        file = path / f"det_state_dict_rank{rank}.pth"
-        if not file.exists():
-            raise InvalidInput(f"{file}: is missing; go on from another checkpoint")
-
-
-def _check_torch_file(file: pathlib.Path) -> None:
-    """Reads a file's structure, but not its tensors, allowing nothing that runs code."""
     try:
         with allowed_globals():
-            torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch, zipfile and pickle raise each their own
         reason = why_unloadable(error)
         raise InvalidInput(
@@ -79,12 +67,23 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
 
 
-def read_trial_state(path: pathlib.Path) -> dict[str, Any]:
-    """Determined's own state of a trial, a pickle of plain values."""
-    file = path / "trial_state.pkl"
+def read_trial_state(path: pathlib.Path) -> dict[str, int]:
+    """Determined's own state of a trial, a pickle of whole numbers.
+
+    Args:
+        path: the checkpoint's folder.
+
+    Raises:
+        InvalidInput: if it is missing, damaged or not such a state.
+    """
+    file, fields = path / "trial_state.pkl", vars(pytorch._TrialState())
     try:
-        return dict(_PlainUnpickler(io.BytesIO(file.read_bytes())).load())
+        state = dict(_PlainUnpickler(io.BytesIO(file.read_bytes())).load())
+        wrong = sorted(fields.keys() ^ state.keys()) or [k for k in fields if type(state[k]) is not int]
+        if wrong:
+            raise ValueError(f"{wrong[0]}: {state.get(wrong[0], 'is missing')!r}")
     except Exception as error:  # a damaged pickle raises nearly anything
         raise InvalidInput(
             f"{file}: cannot be read ({one_line(error)}); go on from another checkpoint"
         ) from error
+    return state

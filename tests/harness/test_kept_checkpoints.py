@@ -1,5 +1,6 @@
 """Which checkpoints are kept and offered, and when training ends early."""
 
+import json
 import re
 import shutil
 import sys
@@ -20,6 +21,7 @@ from support import (
     truncate_model,
 )
 
+from harness.checkpoints import files
 from harness.errors import one_line
 from harness.local.full_disk import is_full_disk
 
@@ -40,18 +42,38 @@ def test_a_run_is_not_replaced(two_checkpoints, tmp_path):
     assert contents(tmp_path / "again") == before
 
 
+def forget(file, key):
+    held = json.loads(file.read_text())
+    del held[key]
+    file.write_text(json.dumps(held))
+
+
+def as_written_earlier(folder, step):
+    forget(folder / "identity.json", "progress")
+    (folder / METADATA).unlink()
+    files.write_metadata(folder, {"steps_completed": step})
+    forget(folder / METADATA, "sha256")
+
+
 def test_the_whole_checkpoint_offered_goes_on(two_checkpoints, tmp_path):
-    """After damage to the last one; and where all are damaged, that is said."""
-    for name in ("one", "all"):
+    """After damage to the last one; and where all are damaged, that is said.
+
+    So does one that an earlier version wrote, without its steps in the identity or a digest of its metadata.
+    """
+    for name in ("one", "all", "earlier"):
         shutil.copytree(two_checkpoints.output, tmp_path / name)
         for step, folder in checkpoints(Run(0, "", "", tmp_path / name)).items():
-            if step == 4 or name == "all":
+            if name == "earlier":
+                as_written_earlier(folder, step)
+            elif step == 4 or name == "all":
                 truncate_model(folder)
     uuid = checkpoints(two_checkpoints)[2].name
-    rows = {"one": [*TWO, "--resume", uuid], "all": [*TWO, *LATEST]}
+    rows = {name: [*TWO, "--resume", uuid] for name in ("one", "earlier")}
+    rows["all"] = [*TWO, *LATEST]
     runs = train_many(tmp_path, rows)
-    assert runs["one"].code == 0, runs["one"].stderr
-    assert runs["one"].summary["weights_sha256"] == two_checkpoints.summary["weights_sha256"]
+    for name in ("one", "earlier"):
+        assert runs[name].code == 0, runs[name].stderr
+        assert runs[name].summary["weights_sha256"] == two_checkpoints.summary["weights_sha256"]
     assert runs["all"].code == 2
     assert "there is no other whole one" in runs["all"].stderr
 
