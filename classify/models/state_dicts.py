@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from harness.checkpoints.weights import mismatch
 from harness.errors import InvalidInput, why_unloadable
 from harness.input_files import regular_file
 
+# Under which keys training scripts save a state_dict, and what wrappers put before its names.
+WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
+PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
+AVERAGED = "n_averaged"  # a count of torch's AveragedModel
 COUNT = "num_batches_tracked"  # of batch normalization, which files of before torch 0.4.1 lack
 
 
@@ -41,7 +46,10 @@ def sha256(weights: Mapping[str, Tensor]) -> str:
 
 
 def load_pretrained(module: nn.Module, found: Mapping[str, Tensor], label: str) -> list[str]:
-    """Puts weights into a network that is to be trained, all but those of a last layer for other classes.
+    """Puts weights into a network that is to be trained, all but those of a head that they lack.
+
+    A head is the last layer, for another number of classes; or the child that holds it, of which they have
+    nothing.
 
     Args:
         module: the network.
@@ -49,30 +57,28 @@ def load_pretrained(module: nn.Module, found: Mapping[str, Tensor], label: str) 
         label: what to call them in an error line.
 
     Returns:
-        The names of the weights that stay as they are, for they are of another size.
+        The names of the weights that stay as they are.
 
     Raises:
         InvalidInput: if they are of another network.
     """
     mine = {**dict(module.named_parameters(remove_duplicate=False)), **dict(kept_buffers(module))}
+    found = _as_named(found, mine)
     found = {name: value for name, value in found.items() if name in mine or not name.endswith(COUNT)}
-    wanted = {name: each.shape for name, each in mine.items() if name in found or not name.endswith(COUNT)}
-    last = next((name.rpartition(".")[0] for name in reversed(list(dict(module.named_parameters())))), "")
-    other = _is_other_head(found, wanted, last)
-    skipped = [name for name in wanted if other and name.rpartition(".")[0] == last]
-    for name in sorted(wanted.keys() | found.keys()):
-        if name not in skipped:
-            _compare(name, found.get(name), wanted.get(name), label)
+    wanted = {name: each for name, each in mine.items() if name in found or not name.endswith(COUNT)}
+    skipped = _head_without_weights(found, wanted, [name for name, _ in module.named_parameters()])
+    wanted = {name: each for name, each in wanted.items() if name not in skipped}
+    found = {name: each for name, each in found.items() if name not in skipped}
+    _check(found, wanted, label)
     with torch.no_grad():
-        for name in wanted:
-            if name not in skipped:
-                mine[name].copy_(found[name])
+        for name, weight in wanted.items():
+            weight.copy_(found[name])
     return skipped
 
 
 def describe_skipped_weights(skipped: list[str], label: str) -> str:
     """What ``load_pretrained`` left at random, as a line."""
-    return f"{label}: {', '.join(skipped)} start at random, for other classes"
+    return f"{label}: {', '.join(skipped)} start at random, for it has none for these classes"
 
 
 def load_strict(module: nn.Module, found: Mapping[str, Tensor], label: str) -> None:
@@ -87,37 +93,52 @@ def load_strict(module: nn.Module, found: Mapping[str, Tensor], label: str) -> N
         InvalidInput: if they are of another network.
     """
     wanted = module.state_dict()
-    for name in sorted(wanted.keys() | found.keys()):
-        _compare(name, found.get(name), wanted[name].shape if name in wanted else None, label)
+    found = _as_named(found, wanted)
+    _check(found, wanted, label)
     module.load_state_dict(found)
 
 
-def _compare(name: str, found: Tensor | None, wanted: torch.Size | None, label: str) -> None:
-    here, there = _shape(found), _shape(wanted)
-    if here != there:
-        raise InvalidInput(f"{label}: {name} is {here}, but {there} in this network; give its own weights")
+def _check(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], label: str) -> None:
+    if wrong := mismatch(found, wanted):
+        raise InvalidInput(f"{label}: {wrong}; give its own weights")
 
 
-def _shape(of: Tensor | torch.Size | None) -> str:
-    if of is None:
-        return "none"
-    return str(tuple(of.shape if isinstance(of, Tensor) else of))
+def _as_named(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights without what wrappers put before every name, as far as the network has no such names."""
+    found = {name: value for name, value in found.items() if name != AVERAGED or name in wanted}
+    while found and not found.keys() & wanted.keys():
+        prefix = next((each for each in PREFIXES if all(name.startswith(each) for name in found)), None)
+        if prefix is None:
+            break
+        found = {name.removeprefix(prefix): value for name, value in found.items()}
+    return found
 
 
-def _is_other_head(found: Mapping[str, Tensor], wanted: Mapping[str, torch.Size], last: str) -> bool:
-    """Whether the weights of the last layer are there, but for another number of classes."""
-    name = f"{last}.weight"
-    if name not in found or name not in wanted:
-        return False
-    here, there = found[name].shape, wanted[name]
-    return here[1:] == there[1:] and here[0] != there[0]
+def _head_without_weights(
+    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], parameters: Sequence[str]
+) -> list[str]:
+    """The weights of a head that are not there, or for another number of classes."""
+    if not parameters:
+        return []
+    layer, child = parameters[-1].rpartition(".")[0], parameters[-1].partition(".")[0]
+    here, there = found.get(f"{layer}.weight"), wanted.get(f"{layer}.weight")
+    if here is not None and there is not None:
+        is_other = here.shape[1:] == there.shape[1:] and here.shape[:1] != there.shape[:1]
+        return [name for name in wanted if is_other and name.rpartition(".")[0] == layer]
+    if found.keys() - wanted.keys():  # which may be the head by another name
+        return []
+    for head in (f"{child}.", f"{layer}."):
+        missing = [name for name in wanted if name.startswith(head)]
+        if len(missing) < len(wanted) and not any(name.startswith(head) for name in found):
+            return missing
+    return []
 
 
 # ----------------------------------------------------------------------------------------------- from a file
 
 
 def read(path: str, label: str = "") -> dict[str, Tensor]:
-    """Reads a ``state_dict``, also within a training checkpoint or of ``DistributedDataParallel``.
+    """Reads a ``state_dict``, also within a training checkpoint.
 
     Args:
         path: the file, of ``torch.save`` or safetensors.
@@ -132,12 +153,10 @@ def read(path: str, label: str = "") -> dict[str, Tensor]:
     except Exception as error:  # torch, zipfile and pickle raise each their own
         reason = f"not a readable state_dict ({why_unloadable(error)}); give a net.pt"
         raise InvalidInput(f"{label}: {reason}") from error
-    for key in ("state_dict", "model"):
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-    if isinstance(found, Mapping) and found and all(str(name).startswith("module.") for name in found):
-        found = {name.removeprefix("module."): value for name, value in found.items()}
-    if not isinstance(found, Mapping) or not all(_is_plain(*each) for each in found.items()):
+    for _ in WRAPPERS:  # may hold each other
+        if isinstance(found, Mapping):
+            found = next((found[key] for key in WRAPPERS if isinstance(found.get(key), Mapping)), found)
+    if not isinstance(found, Mapping) or not found or not all(_is_plain(*each) for each in found.items()):
         raise InvalidInput(f"{label}: holds no state_dict; give a net.pt")
     return dict(found)
 

@@ -134,24 +134,120 @@ def test_checkpointed_activations_change_nothing_but_memory():
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_pretrained_weights_start_a_network_for_other_classes(tmp_path):
+def prefixed(prefix):
+    return lambda state: {f"{prefix}{name}": value for name, value in state.items()}
+
+
+def without(*heads):
+    return lambda state: {name: value for name, value in state.items() if not name.startswith(heads)}
+
+
+# How a file may hold the weights of a network for 11 classes, and what of one for 3 then starts at random.
+FC = ["fc.weight", "fc.bias"]
+TAKEN: dict[str, tuple[str, Any, list[str]]] = {
+    "plain": ("resnet18", dict, FC),
+    "state_dict of DataParallel": (
+        "resnet18",
+        lambda s: {"state_dict": prefixed("module.")(s), "epoch": 3},
+        FC,
+    ),
+    "model_state_dict": ("resnet18", lambda s: {"model_state_dict": s, "optimizer": {"state": {}}}, FC),
+    "model": ("resnet18", lambda s: {"model": s}, FC),
+    "module": ("resnet18", lambda s: {"module": s, "ds_config": {}}, FC),
+    "model in state_dict": ("resnet18", lambda s: {"state_dict": {"model": s}}, FC),
+    "Lightning": ("resnet18", lambda s: {"state_dict": prefixed("model.")(s)}, FC),
+    "compiled": ("resnet18", prefixed("module._orig_mod."), FC),
+    "averaged": ("resnet18", lambda s: {"n_averaged": torch.tensor(3), **prefixed("module.")(s)}, FC),
+    "no head": ("resnet18", without("fc."), FC),
+    "no last layer": (
+        "mobilenet_v3_small",
+        without("classifier.3"),
+        ["classifier.3.weight", "classifier.3.bias"],
+    ),
+    "features alone": (
+        "mobilenet_v3_small",
+        without("classifier."),
+        ["classifier.0.weight", "classifier.0.bias", "classifier.3.weight", "classifier.3.bias"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_weights_start_a_network_for_other_classes(tmp_path, case):
+    name, form, random = TAKEN[case]
     torch.manual_seed(0)
-    source: Any = torchvision.models.resnet18(num_classes=11)
-    torch.save({"state_dict": {f"module.{k}": v for k, v in source.state_dict().items()}}, tmp_path / "r.pth")
-    made: Any = registry.build(NetSpec("resnet18", 3, (32, 32)))
-    replaced = state_dicts.load_pretrained(made, state_dicts.read(str(tmp_path / "r.pth")), "r.pth")
-    assert replaced == ["fc.weight", "fc.bias"]
-    assert torch.equal(made.layer1[0].conv1.weight, source.layer1[0].conv1.weight)
-    assert torch.equal(made.bn1.running_mean, source.bn1.running_mean)
-    same = registry.build(NetSpec("resnet18", 11, (32, 32)))
-    assert state_dicts.load_pretrained(same, source.state_dict(), "r.pth") == []
-    line = error_line(
-        state_dicts.load_pretrained,
-        registry.build(NetSpec("resnet34", 3, (32, 32))),
-        source.state_dict(),
-        "r.pth",
+    source = registry.build(NetSpec(name, 11, (32, 32))).state_dict()
+    torch.save(form(source), tmp_path / "r.pth")
+    made = registry.build(NetSpec(name, 3, (32, 32)))
+    before = {key: value.clone() for key, value in made.state_dict().items()}
+    assert state_dicts.load_pretrained(made, state_dicts.read(str(tmp_path / "r.pth")), "r.pth") == random
+    for key, value in made.state_dict().items():
+        assert torch.equal(value, (before if key in random else source)[key]), key
+    assert state_dicts.describe_skipped_weights(["fc.weight"], "r") == (
+        "r: fc.weight start at random, for it has none for these classes"
     )
-    assert "r.pth:" in line and "give its own weights" in line
+
+
+class Wrapping(nn.Module):
+    """Calls its network as DistributedDataParallel does."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(2, 3)
+
+
+def test_a_network_keeps_names_that_look_like_a_wrapper_s():
+    state = {name: torch.full_like(value, 7) for name, value in Wrapping().state_dict().items()}
+    for load in (state_dicts.load_strict, state_dicts.load_pretrained):
+        made = Wrapping()
+        load(made, state, "w")
+        assert torch.equal(made.module.bias, state["module.bias"])
+
+
+# What is refused, and the line about the first name that does not fit.
+REFUSED: dict[str, tuple[Any, str]] = {
+    "another name": (
+        lambda s: {name.replace("layer3.", "stage3."): value for name, value in s.items()},
+        "layer3.0.bn1.bias is none, but (256,) in this network (the file has stage3.0.bn1.bias and ",
+    ),
+    "a head by another name": (
+        lambda s: {name.replace("fc.", "fc2."): value for name, value in s.items()},
+        "fc.bias is none, but (3,) in this network (the file has fc2.bias), and 3 more do not fit; give its own",
+    ),
+    "a head of other inputs": (
+        lambda s: {**s, "fc.weight": torch.zeros(11, 4)},
+        "fc.bias is (11,), but (3,) in this network, and 1 more do not fit",
+    ),
+    "half a head": (lambda s: {n: v for n, v in s.items() if n != "fc.weight"}, "fc.bias is (11,), but (3,)"),
+    "half a prefix": (
+        lambda s: {"module.conv1.weight": s["conv1.weight"], **without("conv1")(s)},
+        "conv1.weight",
+    ),
+    "whole numbers": (
+        lambda s: {**s, "bn1.weight": s["bn1.weight"].int()},
+        "bn1.weight is (64,) of int32, but (64,) of float32 in this network; give its own weights",
+    ),
+    "nothing": (lambda s: {}, "holds no state_dict"),
+    "nothing wrapped": (lambda s: {"model": {}}, "holds no state_dict"),
+    "an optimizer": (lambda s: {"optimizer": {"state": {}}}, "holds no state_dict"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_weights_of_another_network_are_refused_by_name(tmp_path, case):
+    form, words = REFUSED[case]
+    torch.save(form(torchvision.models.resnet18(num_classes=11).state_dict()), tmp_path / "r.pth")
+    made = registry.on_meta_device(NetSpec("resnet18", 3, (32, 32)))
+    path = str(tmp_path / "r.pth")
+    line = error_line(lambda: state_dicts.load_pretrained(made, state_dicts.read(path), path))
+    assert line.startswith(path) and words in line
+
+
+def test_a_file_that_wraps_itself_ends(tmp_path):
+    odd: dict[str, Any] = {}
+    odd["model"] = odd
+    torch.save(odd, tmp_path / "r.pth")
+    assert "holds no state_dict" in error_line(state_dicts.read, str(tmp_path / "r.pth"))
 
 
 def test_older_files_of_weights_are_taken(tmp_path, monkeypatch):

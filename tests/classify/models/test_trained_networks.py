@@ -184,7 +184,7 @@ def test_weights_of_torchvision_are_fetched_or_it_is_said_where_to_put_them(trai
     torch.save(state, tmp_path / "hub/checkpoints" / file)
     run = train(*chosen, *overrides(**{f"{DEEPSPEED}optimizer__params__lr": 0}), **nowhere)
     assert run.code == 0, run.stderr
-    assert "weights: DEFAULT: fc.weight, fc.bias start at random, for other classes" in run.stderr
+    assert "weights: DEFAULT: fc.weight, fc.bias start at random, for it has none" in run.stderr
     trained = torch.load(run.output / "net.pt")
     assert torch.equal(trained["layer4.1.conv2.weight"], state["layer4.1.conv2.weight"])
     assert trained["fc.weight"].shape == (10, 512)
