@@ -144,7 +144,10 @@ def _on_cluster(
     info = cluster.cluster_info()
     seed = cluster.trial_seed(experiment)
     seed_everything(seed)
-    with core.init(distributed=distributed, tensorboard_mode=core.TensorboardMode.MANUAL) as core_context:
+    with (
+        cluster.leaves_once_reported(),
+        core.init(distributed=distributed, tensorboard_mode=core.TensorboardMode.MANUAL) as core_context,
+    ):
         context = make_context(
             core_context,
             experiment,

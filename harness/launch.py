@@ -141,4 +141,8 @@ def _environment_file() -> pathlib.Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(
+        exit_code
+    )  # torch takes seconds to end, of the ten that a trial with invalid hyperparameters has

@@ -1,20 +1,21 @@
 """A trial on a Determined cluster: real launch layer, real core context, and a stand-in for the master over HTTP."""
 
 import json
+import os
 from typing import Any, cast
 
 import determined as det
 import pytest
 import torch
 from containers import SMALL, run_container
-from determined import _info
+from determined import _info, core
 from master import Master
 from support import DIGITS
 
 import checkpoint
 from classify.engine.trial_config import TrialConfig
 from classify.models import state_dicts
-from harness.cluster import cluster_experiment, errors_end_the_trial
+from harness.cluster import cluster_experiment, errors_end_the_trial, leaves_once_reported
 from harness.errors import InvalidInput
 from harness.trainer import find_checkpoint
 
@@ -77,6 +78,25 @@ def test_a_combination_that_cannot_run_is_an_invalid_hyperparameter_set(cluster,
         TrialConfig.resolve(hparams, {"data": {"dataset": "digits"}}, 2, "cpu")
     assert "zero_optimization.stage: 2: a pipeline" in str(getattr(caught.value, "msg", caught.value))
     assert ("zero_optimization.stage" in capsys.readouterr().err) == on_cluster
+
+
+class Gone(BaseException):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "end"), [(det.InvalidHP("batch"), Gone), (SystemExit(3), SystemExit), (OSError(), OSError)]
+)
+def test_nothing_follows_the_report_of_invalid_hyperparameters(monkeypatch, tmp_path, error, end):
+    """The master kills a container that is still there 10 seconds later, and shows the trial as canceled."""
+
+    def leave(code):
+        assert code == 0
+        raise Gone
+
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(end), leaves_once_reported(), core.init(checkpoint_storage=str(tmp_path)):
+        raise error
 
 
 @pytest.mark.parametrize("slots", [1, 2])
