@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import pathlib
 import platform
@@ -55,3 +56,15 @@ def peak_memory() -> float:
         return torch.cuda.max_memory_allocated() / 2**20
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+
+
+def waited_for_cores() -> float:
+    """The seconds that the threads of this process were ready to run and had no core, together; 0 if unknown.
+
+    Source: https://docs.kernel.org/scheduler/sched-stats.html
+    """
+    nanoseconds = 0
+    for file in pathlib.Path("/proc/self/task").glob("*/schedstat"):  # on Linux
+        with contextlib.suppress(OSError, IndexError, ValueError):  # of a thread that has just ended
+            nanoseconds += int(file.read_text().split()[1])
+    return nanoseconds / 1e9

@@ -31,6 +31,8 @@ SHOWN = 6  # metrics
 NOT_SHOWN = ("batches", "epochs")  # which Determined adds to a validation's
 # Seconds without a report after which a step is shown, on a terminal and elsewhere: a GPU has to wait for it.
 SHOWN_EVERY = {True: 1.0, False: 60.0}
+WATCHED = 5  # seconds at least over which threads are watched
+LONGEST_WAIT = 0.2  # part of the time that threads may be without a core before it is said
 # Without steps a second, which would count validations in, as images a second do not.
 BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
 
@@ -58,6 +60,7 @@ class LocalMetrics(core.DummyTrainContext):
         self._bar = tqdm(disable=True)  # until the length is known
         self._reported: dict[str, Any] = {}
         self._shown_at = 0.0  # seconds
+        self._watched_since: tuple[float, float] | None = None  # now, and what machine.waited_for_cores() was
 
     def begin(self, steps: int, steps_per_epoch: int, done: int) -> None:
         """Starts to show the training, whose length is known once the data is there.
@@ -83,6 +86,7 @@ class LocalMetrics(core.DummyTrainContext):
             smoothing=0.1,
         )
         self._shown_at = time.monotonic() if hidden else 0.0
+        self._watched_since = time.monotonic(), machine.waited_for_cores()
 
     def step(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         """Counts one optimizer step; shows its metrics, which may be tensors, if none were shown for long."""
@@ -164,6 +168,23 @@ class LocalMetrics(core.DummyTrainContext):
         self._bar.set_postfix(shown)
         self._line(steps_completed, _line_of(shown))
         self._shown_at = time.monotonic()
+        self._say_if_threads_wait()
+
+    def _say_if_threads_wait(self) -> None:
+        """Says once that other programs keep the threads of a step, which wait for each other, from cores."""
+        threads, now = torch.get_num_threads(), time.monotonic()
+        if threads == 1 or self._watched_since is None or now - self._watched_since[0] < WATCHED:
+            return
+        since, waited = self._watched_since
+        share = (machine.waited_for_cores() - waited) / (threads * (now - since))
+        self._watched_since = now, machine.waited_for_cores()
+        if share > LONGEST_WAIT:
+            self._watched_since = None
+            what = (
+                f"this host is busy: {threads} threads, of which each waits for the others, had no core for"
+            )
+            mend = "OMP_NUM_THREADS=1 may be many times faster; else OMP_WAIT_POLICY=passive"
+            self._bar.write(f"note: {what} {min(share, 1):.0%} of the time; {mend}", file=sys.stderr)
 
     def _epoch(self, steps_completed: int) -> str:
         epochs = -(-self.steps // self.steps_per_epoch)
