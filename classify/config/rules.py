@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 MOST = 2**53  # up to which every whole number is a float, too
+MOST_PIXELS = 8192  # of an image's side
 
 
 class Rule(NamedTuple):
@@ -52,11 +54,58 @@ def number(least: float, below: float, shown_below: str | None = None) -> Rule:
     return Rule(lambda value: is_number(value, least, below), f"must be a number from {least:g} to {upper}")
 
 
+def list_of(rule: Rule, length: int | None = None) -> Rule:
+    """The value is a list of valid values, of that length if one is given."""
+
+    def is_valid(value: Any) -> bool:
+        return isinstance(value, list) and length in (None, len(value)) and all(map(rule.is_valid, value))
+
+    return Rule(is_valid, f"must be a list{f' of {length}' if length else ''}, of which each {rule.message}")
+
+
+def mapping_of(rule: Rule) -> Rule:
+    """The value is a mapping to valid values."""
+    return Rule(
+        lambda value: isinstance(value, Mapping) and all(map(rule.is_valid, value.values())),
+        f"must be a mapping, of which each value {rule.message}",
+    )
+
+
 BOOL = Rule(is_bool, "must be true or false")
 TEXT = Rule(lambda value: isinstance(value, str), "must be text")
+NUMBER = Rule(
+    lambda value: isinstance(value, (int, float)) and not isinstance(value, bool), "must be a number"
+)
+MAPPING = Rule(lambda value: isinstance(value, Mapping), "must be a mapping")
 ANY = Rule(lambda value: True, "")
 
 
 def optional(rule: Rule) -> Rule:
     """The same rule for a value that may be null."""
     return Rule(lambda value: value is None or rule.is_valid(value), rule.message)
+
+
+def errors_in(described: Any, rules: Mapping[str, Rule]) -> list[str]:
+    """Checks what a JSON file says.
+
+    Args:
+        described: what it holds.
+        rules: for values by their keys, those of mappings within mappings joined by dots.
+
+    Returns:
+        A line for each that is not valid; one where there is nothing.
+    """
+    if not isinstance(described, Mapping) or not described:
+        return [f"{_shown(described)}: must be a mapping with {', '.join(rules)}"]
+    errors = []
+    for path, rule in rules.items():
+        value: Any = described
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if not rule.is_valid(value):
+            errors.append(f"{path}: {_shown(value)}: {rule.message}")
+    return errors
+
+
+def _shown(value: Any) -> str:
+    return textwrap.shorten(repr(value), 80, placeholder=" ...")

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
+from classify.config import rules
 from classify.config.rules import is_count, is_number
 from classify.images.augment import Augmentation
 from classify.images.sources import SOURCES, Source
 from harness.errors import ErrorList, InvalidInput, nearest
 
 IMAGE_SIZE = 32  # what Net takes, in pixels
-MOST_PIXELS = {"digits": 512, "": 8192}  # of a side; digits are enlarged in memory
+MOST_PIXELS = {"digits": 512, "": rules.MOST_PIXELS}  # of a side; digits are enlarged in memory
 DEVICES = ("auto", "cpu", "cuda")
 NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
 

@@ -2,7 +2,7 @@
 
 ``net.pt`` is a ``state_dict`` of fp32 tensors: ``Net().load_state_dict(torch.load("net.pt",
 weights_only=True))``. ``net.json`` has the network's arguments, the class names, how an image becomes an
-input, and where it all came from.
+input, and where it all came from. A file of another kind has its own, ``net.onnx.json``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from classify.config.rules import (
+    MAPPING,
+    MOST_PIXELS,
+    TEXT,
+    Rule,
+    errors_in,
+    is_count,
+    is_finite,
+    list_of,
+    one_of,
+    optional,
+    whole,
+)
 from classify.models import registry, state_dicts
 from harness.errors import InvalidInput, one_line
 from harness.input_files import regular_file
@@ -24,9 +37,28 @@ from harness.input_files import regular_file
 NAMES = ("net.pt", "net.json")  # in a run's folder
 
 
+SIDE = Rule(
+    lambda value: is_count(value, 1) and value <= MOST_PIXELS,
+    f"must be a whole number of pixels of at most {MOST_PIXELS:,}",
+)
+DESCRIPTION = {
+    "net.name": Rule(lambda value: value in registry.names(), "is no network of net.py or torchvision"),
+    "net.num_classes": whole(2),
+    "net.net_args": optional(MAPPING),
+    "classes": list_of(TEXT),
+    "input.height": SIDE,
+    "input.width": SIDE,
+    "input.resize": list_of(SIDE, 2),
+    "input.mean": list_of(Rule(is_finite, "must be a number"), 3),
+    "input.std": list_of(Rule(lambda value: is_finite(value) and value > 0, "must be a number above 0"), 3),
+    "dtype": one_of("float32", "bfloat16", "float16"),
+    "provenance.steps": whole(0),
+}
+
+
 def beside(path: pathlib.Path) -> pathlib.Path:
-    """The JSON file of a network's file."""
-    return path.with_suffix(".json")
+    """The JSON file of a network's file: ``net.json`` of ``net.pt``, ``net.onnx.json`` of ``net.onnx``."""
+    return path.with_suffix(".json") if path.suffix == ".pt" else path.with_name(f"{path.name}.json")
 
 
 def write(
@@ -45,6 +77,7 @@ def write(
         OSError: if the disk does not take it.
     """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    text = partial.with_name(f"{partial.name}.json")
     try:
         if form == "pt":
             with open(
@@ -58,13 +91,12 @@ def write(
             save_file(tensors, partial, _as_text(description))
         else:
             _write_onnx(partial, state, description)
-        text = partial.with_suffix(".json")
         text.write_text(json.dumps(description, indent=2) + "\n")
         os.replace(partial, path)
         os.replace(text, beside(path))
     finally:
         partial.unlink(missing_ok=True)
-        partial.with_suffix(".json").unlink(missing_ok=True)
+        text.unlink(missing_ok=True)
 
 
 def _as_text(description: Mapping[str, Any]) -> dict[str, str]:
@@ -104,32 +136,51 @@ def read(path: pathlib.Path) -> tuple[nn.Module, dict[str, Any]]:
         mend = "an ONNX file is for other programs; give a net.pt or a safetensors file"
         raise InvalidInput(f"{path}: {mend}")
     state, description = state_dicts.read(str(path)), read_description(path)
+    written = description["provenance"].get("weights_sha256")
+    if written not in (None, state_dicts.sha256(dict(sorted(state.items())))):
+        what = "are not those that its JSON file describes (provenance.weights_sha256)"
+        raise InvalidInput(f"{path}: its weights {what}; export the network anew")
     return build(description, state, str(path)), description
 
 
 def read_description(path: pathlib.Path) -> dict[str, Any]:
-    """What the JSON file beside a network's file says.
+    """What the JSON file beside a network's file says, or the one that an earlier version wrote.
 
     Raises:
-        InvalidInput: if it is missing or not such a file.
+        InvalidInput: if it is missing or not such a file, with a line for each value that is not valid.
     """
-    file = beside(path)
+    file, earlier = beside(path), path.with_suffix(".json")
+    file = earlier if earlier.exists() and not file.exists() else file
     try:
         description = json.loads(regular_file(file).read_text())
-        assert len(description["classes"]) == description["net"]["num_classes"]
-        assert {"height", "width", "resize", "mean", "std"} <= description["input"].keys()
-        getattr(torch, description["dtype"])
     except FileNotFoundError:
         mend = f"is missing, it belongs beside {path.name}; export the network anew"
         raise InvalidInput(f"{file}: {mend}") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         mend = f"does not describe a network ({one_line(error)}); export it anew"
         raise InvalidInput(f"{file}: {mend}") from error
+    errors = errors_in(description, DESCRIPTION) or _contradictions(description)
+    if errors:
+        raise InvalidInput(f"{file}: {each}; export the network anew" for each in errors)
     return description
 
 
+def _contradictions(description: Mapping[str, Any]) -> list[str]:
+    """Of values each of which is valid."""
+    errors, seen, classes = [], description["input"], description["classes"]
+    if not len(set(classes)) == len(classes) == description["net"]["num_classes"]:
+        errors.append(f"classes: {len(set(classes))} names: must be one for each of net.num_classes")
+    if seen["resize"][0] < seen["height"] or seen["resize"][1] < seen["width"]:
+        errors.append(f"input.resize: {seen['resize']}: must be at least input.height and input.width")
+    return errors
+
+
 def build(description: Mapping[str, Any], state: Mapping[str, Tensor], path: str = "net") -> nn.Module:
-    """Makes the described network with these weights, in evaluation mode, on the CPU and in fp32."""
+    """Makes the described network with these weights, in evaluation mode, on the CPU and in fp32.
+
+    Raises:
+        InvalidInput: if there is none such, or the weights are of another.
+    """
     arguments = dict(description["net"])
     name = arguments.pop("name")
     if name == registry.MOE:
@@ -137,10 +188,17 @@ def build(description: Mapping[str, Any], state: Mapping[str, Tensor], path: str
         from harness.processes import start_process_group
 
         start_process_group()  # without which DeepSpeed makes no layer of experts
-        net: nn.Module = NetMoE(**arguments)
+        try:
+            net: nn.Module = NetMoE(**arguments)
+        except Exception as error:  # DeepSpeed refuses in several ways
+            what = f"net: {arguments}: cannot be made ({one_line(error)})"
+            raise InvalidInput(f"{path}: {what}; export the network anew") from error
     else:
         size = description["input"]["height"], description["input"]["width"]
         spec = registry.NetSpec(name, arguments["num_classes"], size, arguments.get("net_args"))
-        net = registry.build(spec)
+        try:
+            net = registry.build(spec)
+        except InvalidInput as error:
+            raise InvalidInput(f"{path}: its {each}" for each in error.errors) from error
     state_dicts.load_strict(net, state, path)
     return net.eval()

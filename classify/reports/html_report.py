@@ -16,8 +16,21 @@ import jinja2
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 from ruamel.yaml import YAML
 
+from classify.config.rules import (
+    MAPPING,
+    NUMBER,
+    TEXT,
+    Rule,
+    errors_in,
+    is_count,
+    list_of,
+    mapping_of,
+    optional,
+    whole,
+)
 from classify.reports import figures
 from harness.errors import InvalidInput, one_line, printable
 from harness.local import metrics_log
@@ -52,11 +65,25 @@ class FinishedRun:
         if not (folder / "summary.json").exists():
             mend = f"go on with train.py --resume latest --output {folder}"
             raise InvalidInput(f"{folder}: the run has not finished, its summary.json is missing; {mend}")
-        try:
-            summary, described, classification = (json.loads((folder / name).read_text()) for name in FILES)
-            metrics = metrics_log.read(folder)
-        except (OSError, ValueError) as error:
-            raise InvalidInput(f"{folder}: cannot be read ({one_line(error)}); run train.py again") from error
+        held, errors = {}, []
+        for name, rules in FILES.items():
+            try:
+                held[name] = json.loads((folder / name).read_text())
+                wrong = errors_in(held[name], rules)
+            except (OSError, ValueError, RecursionError) as error:
+                wrong = [f"cannot be read ({one_line(error)})"]
+            errors += [f"{folder / name}: {each}; run train.py again" for each in wrong]
+        if errors:
+            raise InvalidInput(errors)
+        summary, described, classification = held.values()
+        count = len(classification["classes"])
+        if [len(row) for row in classification["confusion"]] != [count] * count:
+            what = f"confusion: must have a row and a column for each of {count} classes"
+            raise InvalidInput(f"{folder / 'classification.json'}: {what}; run train.py again")
+        if any(max(each["predicted"], each["label"]) >= count for each in classification["mistakes"]):
+            what = "mistakes: predicted and label must be numbers of classes"
+            raise InvalidInput(f"{folder / 'classification.json'}: {what}; run train.py again")
+        metrics = metrics_log.read(folder)
         return cls(folder.resolve().name, summary, described, classification, metrics)
 
     def series(self, group: str, metric: str) -> tuple[list[int], list[float]]:
@@ -65,7 +92,49 @@ class FinishedRun:
         return [each["steps_completed"] for each in entries], [each[metric] for each in entries]
 
 
-FILES = ("summary.json", "run.json", "classification.json")
+def _is_mistake(value: Any) -> bool:
+    keys = ("image", "predicted", "label")
+    if not isinstance(value, dict) or not all(is_count(value.get(key), 0) for key in keys):
+        return False
+    try:
+        Image.open(io.BytesIO(base64.b64decode(value["png"]))).verify()
+    except Exception:  # PIL raises nearly anything
+        return False
+    return NUMBER.is_valid(value.get("loss"))
+
+
+# What the page needs of a run's files.
+FILES: dict[str, dict[str, Rule]] = {
+    "summary.json": {
+        "validation.accuracy": NUMBER,
+        "validation.loss": NUMBER,
+        "validation.images": whole(0),
+        "validation.per_class_accuracy": mapping_of(NUMBER),
+        "steps": whole(0),
+        "epochs": whole(0),
+        "seconds": NUMBER,
+        "images_per_second": NUMBER,
+        "peak_memory_mib": Rule(
+            lambda value: bool(value) and list_of(NUMBER).is_valid(value), "must be a list of numbers"
+        ),
+        "world_size": whole(1),
+        "zero_stage": whole(0),
+        "dtype": TEXT,
+    },
+    "run.json": {
+        "config": MAPPING,
+        "config.data": optional(MAPPING),
+        "command": list_of(TEXT),
+        "machine.gpus": list_of(TEXT),
+        "machine.cores": whole(1),
+        "machine.processor": TEXT,
+    },
+    "classification.json": {
+        "classes": list_of(TEXT),
+        "confusion": list_of(list_of(whole(0))),
+        "mistakes": list_of(Rule(_is_mistake, "must have image, predicted, label, loss and png")),
+    },
+}
 
 
 def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
@@ -192,8 +261,6 @@ def _curves(runs: Sequence[FinishedRun]) -> dict[str, Figure]:
 
 
 def _mistakes(kept: dict[str, Any]) -> Figure:
-    from PIL import Image
-
     decoded = [Image.open(io.BytesIO(base64.b64decode(each["png"]))) for each in kept["mistakes"]]
     return figures.mistakes_figure(
         kept["mistakes"], [np.asarray(image) for image in decoded], kept["classes"]

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -300,18 +301,206 @@ def test_what_cannot_be_used_is_said_in_one_line(case, classifier, tmp_path, cap
     assert not list(tmp_path.glob("out*")) and not list(tmp_path.glob(".*"))
 
 
-def test_a_net_of_another_form_is_refused(classifier, tmp_path, capsys):
-    _, run = classifier
+def changed_json(file: pathlib.Path, *place, value) -> None:
+    """Puts a value in its place in a JSON file; all of it without a place, and away with ``None``."""
+    held = json.loads(file.read_text())
+    if place:
+        inner = held
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] = value
+        if value is None:
+            del inner[place[-1]]
+    file.write_text(json.dumps(held if place else value))
+
+
+# What net.json may be made into by hand, and what the line says of it.
+NET_JSON = {
+    "nothing": ([], {}, "net.json: {}: must be a mapping with net.name, "),
+    "no mapping": ([], [1], "net.json: [1]: must be a mapping with net.name, "),
+    "unknown net": (["net", "name"], "nett", "net.name: 'nett': is no network of net.py or torchvision"),
+    "a list as net": (["net", "name"], ["net"], "net.name: ['net']: is no network"),
+    "other net": (["net", "name"], "resnet18", "is none, but (64,) in this network"),
+    "odd arguments": (["net", "net_args"], {"depth": 3}, "net_args: {'depth': 3}: net cannot be made"),
+    "arguments as text": (["net", "net_args"], "x", "net.net_args: 'x': must be a mapping"),
+    "fewer classes": (["classes"], ["a"], "classes: 1 names: must be one for each of net.num_classes"),
+    "a class twice": (["classes"], ["a", "b", "a", "c"], "classes: 3 names: must be one for each"),
+    "classes as numbers": (["classes"], [0, 1, 2, 3], "classes: [0, 1, 2, 3]: must be a list, of which each"),
+    "classes as text": (["classes"], "abcd", "classes: 'abcd': must be a list"),
+    "class count as text": (["net", "num_classes"], "4", "net.num_classes: '4': must be a whole number"),
+    "a number type": (["dtype"], "int8", "dtype: 'int8': must be one of float32, bfloat16, float16"),
+    "no type": (["dtype"], "relu", "dtype: 'relu': must be one of"),
+    "height as text": (["input", "height"], "32", "input.height: '32': must be a whole number of pixels"),
+    "no height": (["input", "height"], 0, "input.height: 0: must be a whole number of pixels"),
+    "huge": (
+        ["input", "resize"],
+        [10**9, 10**9],
+        "input.resize: [1000000000, 1000000000]: must be a list of 2",
+    ),
+    "half a size": (["input", "resize"], [32], "input.resize: [32]: must be a list of 2, of which each"),
+    "small": (["input", "resize"], [32, 16], "input.resize: [32, 16]: must be at least input.height and"),
+    "mean as text": (["input", "mean"], ["a", 0, 0], "input.mean: ['a', 0, 0]: must be a list of 3"),
+    "mean of two": (["input", "mean"], [0, 0], "input.mean: [0, 0]: must be a list of 3"),
+    "no mean": (["input", "mean"], None, "input.mean: None: must be a list of 3"),
+    "no deviation": (
+        ["input", "std"],
+        [0, 1, 1],
+        "input.std: [0, 1, 1]: must be a list of 3, of which each must be a",
+    ),
+    "infinite": (["input", "std"], [float("inf")] * 3, "input.std: [inf, inf, inf]: must be"),
+    "no number": (["input", "mean"], [float("nan")] * 3, "input.mean: [nan, nan, nan]: must be"),
+    "no origin": (["provenance"], None, "provenance.steps: None: must be a whole number"),
+    "steps as text": (["provenance", "steps"], "9", "provenance.steps: '9': must be a whole number"),
+}
+
+
+@pytest.fixture(scope="module")
+def downloaded(classifier, tmp_path_factory):
+    """A checkpoint of the classifier without digests, as one from a cluster, as far as an export needs it."""
+    folder = tmp_path_factory.mktemp("downloaded")
     for name in ("net.pt", "net.json"):
-        shutil.copy(run.output / name, tmp_path)
-    described = json.loads((tmp_path / "net.json").read_text())
-    described["net"]["num_classes"], described["classes"] = 3, ["a", "b", "c"]
-    (tmp_path / "net.json").write_text(json.dumps(described))
-    assert checkpoint.main(["predict", str(tmp_path / "net.pt"), str(tmp_path)]) == 2
-    assert "fc3.bias is (4,), but (3,)" in capsys.readouterr().err
-    (tmp_path / "net.json").unlink()
+        shutil.copy(classifier[1].output / name, folder)
+    (folder / "metadata.json").write_text('{"steps_completed": 60}')
+    return folder
+
+
+def refusals(folder: pathlib.Path, images: pathlib.Path, capsys) -> list[str]:
+    """What predict, evaluate and export say of a network in one line each."""
+    said = []
+    for arguments in (
+        ["predict", str(folder / "net.pt"), str(images / "test")],
+        [
+            "evaluate",
+            str(folder / "net.pt"),
+            *DIGITS,
+            "--set",
+            f"data={{dataset: imagefolder, root: {images}}}",
+        ],
+        ["export", str(folder), str(folder / "out.pt")],
+    ):
+        assert checkpoint.main(arguments) == 2, arguments
+        said += capsys.readouterr().err.splitlines()
+    assert len(said) == 3 and not list(folder.glob("out*"))
+    return said
+
+
+@pytest.mark.parametrize("case", NET_JSON)
+def test_a_description_changed_by_hand_is_refused(case, classifier, downloaded, tmp_path, capsys):
+    place, value, line = NET_JSON[case]
+    shutil.copytree(downloaded, tmp_path / "net")
+    changed_json(tmp_path / "net/net.json", *place, value=value)
+    for said in refusals(tmp_path / "net", classifier[0], capsys):
+        assert said.startswith(f"checkpoint.py: {tmp_path}/net/net.") and line in said
+
+
+def test_all_that_is_wrong_is_said_at_once(downloaded, tmp_path, capsys):
+    shutil.copytree(downloaded, tmp_path / "net")
+    for place, value in (["dtype"], 3), (["input", "std"], 0), (["classes"], None):
+        changed_json(tmp_path / "net/net.json", *place, value=value)
+    assert checkpoint.main(["predict", str(tmp_path / "net/net.pt"), str(tmp_path)]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split("net.json: ")[1].split(":")[0] for line in said] == ["classes", "input.std", "dtype"]
+
+
+# Weights by hand, and what the line says of them.
+WEIGHTS = {
+    "whole numbers": (
+        lambda s: {n: v.int() for n, v in s.items()},
+        "of int32, but (6,) of float32 in this network",
+    ),
+    "other classes": (
+        lambda s: {**s, "fc3.bias": torch.zeros(3)},
+        "fc3.bias is (3,), but (4,) in this network",
+    ),
+    "one less": (lambda s: {n: v for n, v in s.items() if n != "fc3.bias"}, "fc3.bias is none, but (4,)"),
+    "nothing": (lambda s: {}, "holds no state_dict"),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_weights_of_another_form_are_refused(case, classifier, downloaded, tmp_path, capsys):
+    change, line = WEIGHTS[case]
+    shutil.copytree(downloaded, tmp_path / "net")
+    torch.save(change(torch.load(tmp_path / "net/net.pt")), tmp_path / "net/net.pt")
+    assert all(line in said for said in refusals(tmp_path / "net", classifier[0], capsys))
+
+
+def test_a_missing_description_is_named(downloaded, tmp_path, capsys):
+    shutil.copy(downloaded / "net.pt", tmp_path)
     assert checkpoint.main(["predict", str(tmp_path / "net.pt"), str(tmp_path)]) == 2
     assert "net.json: is missing" in capsys.readouterr().err
+
+
+# What a run's file may be made into by hand, and what the line says of it.
+RUN_JSON: dict[str, dict[tuple[str, ...], tuple[Any, str]]] = {
+    "summary.json": {
+        (): ({}, "{}: must be a mapping with validation.accuracy, "),
+        ("steps",): ("9", "steps: '9': must be a whole number"),
+        ("validation",): ([1], "validation.accuracy: None: must be a number"),
+        ("validation", "per_class_accuracy"): (
+            {"a": "b"},
+            "validation.per_class_accuracy: {'a': 'b'}: must be a",
+        ),
+        ("peak_memory_mib",): ([], "peak_memory_mib: []: must be a list of numbers"),
+    },
+    "run.json": {
+        (): ([], "[]: must be a mapping with config, "),
+        ("config",): (None, "config: None: must be a mapping"),
+        ("command",): ("train.py", "command: 'train.py': must be a list"),
+        ("machine",): (5, "machine.gpus: None: must be a list"),
+    },
+    "classification.json": {
+        (): (5, "5: must be a mapping with classes, "),
+        ("confusion",): ([[1]], "confusion: must have a row and a column for each of 4 classes"),
+        ("mistakes",): ([{}], "mistakes: [{}]: must be a list, of which each must have image"),
+        ("classes",): ([1, 2, 3, 4], "classes: [1, 2, 3, 4]: must be a list"),
+    },
+}
+
+
+@pytest.mark.parametrize("file", RUN_JSON)
+def test_a_report_names_the_file_that_it_cannot_read(file, classifier, tmp_path, capsys):
+    for number, (place, (value, line)) in enumerate(RUN_JSON[file].items()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for name in ("metrics.jsonl", *RUN_JSON):
+            shutil.copy(classifier[1].output / name, folder)
+        changed_json(folder / file, *place, value=value)
+        assert checkpoint.main(["report", str(folder)]) == 2, place
+        said = capsys.readouterr().err.splitlines()[0]
+        assert said.startswith(f"checkpoint.py: {folder / file}: {line}"), said
+        (folder / file).write_text("{")
+        assert checkpoint.main(["report", str(folder)]) == 2
+        assert f"{folder / file}: cannot be read (" in capsys.readouterr().err
+        assert not list(folder.glob("report*"))
+
+
+def test_every_exported_file_has_its_own_description(classifier, downloaded, tmp_path, capsys):
+    """So exports of one name do not describe each other; what earlier versions exported is still taken."""
+    root, run = classifier
+    other = tmp_path / "other"
+    shutil.copytree(downloaded, other)
+    changed_json(other / "net.json", "provenance", "steps", value=59)
+    torch.save({name: value / 2 for name, value in torch.load(other / "net.pt").items()}, other / "net.pt")
+    for name in ("x.pt", "x.onnx", "x.safetensors", "x.pth"):
+        source = other if name == "x.pt" else run.output
+        assert checkpoint.main(["export", str(source), str(tmp_path / name)]) == 0
+    described = {
+        path.name: json.loads(path.read_text())["provenance"]["steps"] for path in tmp_path.glob("*.json")
+    }
+    assert described == {"x.json": 59, "x.onnx.json": 60, "x.safetensors.json": 60, "x.pth.json": 60}
+    capsys.readouterr()
+    rows = {}
+    for name in ("x.pt", "x.safetensors", "x.pth"):
+        assert checkpoint.main(["predict", str(tmp_path / name), str(root / "test"), "--json"]) == 0
+        rows[name] = json.loads(capsys.readouterr().out)
+    assert rows["x.pth"] == rows["x.safetensors"] != rows["x.pt"]
+    # Of an earlier version: x.json beside each, and of another export in its place
+    (tmp_path / "x.safetensors.json").rename(tmp_path / "x.json")
+    assert checkpoint.main(["predict", str(tmp_path / "x.safetensors"), str(root / "test"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == rows["x.safetensors"]
+    assert checkpoint.main(["predict", str(tmp_path / "x.pt"), str(root / "test")]) == 2
+    assert "x.pt: its weights are not those that its JSON file describes" in capsys.readouterr().err
 
 
 def test_what_cannot_be_written_is_said_in_one_line(classifier, capsys):
