@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING
 from classify.config import command_line  # all else after the first line, for torch takes seconds to import
 
 if TYPE_CHECKING:
+    from classify.engine.trial_config import TrialConfig
     from harness.experiment import Experiment
 
 
@@ -98,13 +99,29 @@ def check(args: argparse.Namespace) -> int:
 
     slots = args.slots or experiment.slots
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, slots, device_type())
+    print_notes(notes(experiment, config))
     print(json.dumps(config.deepspeed, indent=2))
     return 0
 
 
+def notes(experiment: Experiment, config: TrialConfig) -> list[str]:
+    """What works, but may surprise, in a line each."""
+    steps = config.steps
+    on_length = [] if steps is None else experiment.length_notes(steps, config.epoch_steps, config.batch)
+    return [*experiment.notes(), *config.notes, *on_length]
+
+
+def print_notes(lines: list[str]) -> None:
+    """Prints each as a line on stderr."""
+    from harness.errors import printable
+
+    for line in lines:
+        print(f"train.py: note: {printable(line)}", file=sys.stderr)
+
+
 def run(args: argparse.Namespace) -> int:
     """Trains, and off a cluster writes the summary and prints the accuracy."""
-    from harness.cluster import cluster_experiment, on_cluster
+    from harness.cluster import cluster_experiment
     from harness.errors import InvalidInput, printable
     from harness.local.folder import default_output, shown
 
@@ -114,9 +131,6 @@ def run(args: argparse.Namespace) -> int:
     experiment = cluster_experiment() or load(args)
     if args.resume and not args.output:
         raise InvalidInput(f"--resume: {args.resume}: of which run? give its folder as --output")
-    if not on_cluster() and int(os.environ.get("RANK", 0)) == 0:
-        for note in experiment.notes():
-            print(f"train.py: note: {printable(note)}", file=sys.stderr)
     from classify.models import state_dicts  # after the file was checked, for these take seconds
     from classify.reports import overview, summary
     from harness.machine import peak_memory
@@ -137,6 +151,11 @@ def run(args: argparse.Namespace) -> int:
         lines = overview.describe(trial.config, trial.model_engine.module, context, checkpoint, args.test)
         if is_chief:
             print(*lines, sep="\n", flush=True)
+            print_notes(notes(experiment, trial.config))
+            if args.test and not trial.model_engine.get_lr()[0]:
+                print_notes(
+                    ["--test: the schedule begins with a learning rate of 0; the step changes no weight"]
+                )
         # Train
         fit = Trainer(trial, context).fit(
             **experiment.fit_arguments(trial.model_engine.train_batch_size()),

@@ -97,6 +97,23 @@ class Experiment:
         what = f"so less {self.metric} is better, as in Determined"
         return [f"searcher.smaller_is_better: None: {what}; false turns it"]
 
+    def length_notes(self, steps: int, epoch_steps: int, batch_size: int) -> list[str]:
+        """Says where the last validation comes right after another.
+
+        Args:
+            steps: optimizer steps of the whole training.
+            epoch_steps: those of an epoch.
+            batch_size: images, or other records, a step.
+        """
+        unit, number = self.period("min_validation_period") or ("batches", sys.maxsize)
+        factor = {"epochs": epoch_steps, "batches": 1, "records": 1 / batch_size}[unit]
+        period = max(1, int(number * factor))
+        rest = steps % period
+        if not 0 < rest * 10 < period or rest == steps:
+            return []
+        what = f"ends {rest} steps after the validation of step {steps - rest:,}, with another"
+        return [f"{LENGTH}: {steps:,} steps: {what}; {steps - rest} spare it"]
+
     def fit_arguments(self, batch_size: int) -> dict[str, Any]:
         """What ``Trainer.fit`` takes of the configuration.
 

@@ -186,6 +186,7 @@ def truncate_model(folder):
 
 
 TWO = [*DIGITS, *overrides(hyperparameters__max_length="{batches: 4}", min_checkpoint_period="{batches: 2}")]
+TWO += overrides(hyperparameters__overwrite_deepspeed_args__scheduler__params__warmup_num_steps=2)
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:

@@ -86,6 +86,23 @@ def schedule_errors(config: Mapping[str, Any]) -> list[str]:
     return []
 
 
+def schedule_notes(config: Mapping[str, Any], total: int | None) -> list[str]:
+    """Says where a schedule cannot get to its peak within the training.
+
+    Args:
+        config: the DeepSpeed configuration.
+        total: optimizer steps of the whole training; None if that is not known.
+    """
+    params = section_at(config, "scheduler", "params")
+    notes = []
+    for key in ("warmup_num_steps", "cycle_first_step_size"):
+        if total is not None and params.get(key, 0) > total:
+            what = f"the training has {total:,} steps, so the learning rate never gets to its peak"
+            mend = f"use less, e.g. {max(2, total // 10)}, or train for longer"
+            notes.append(f"scheduler.params.{key}: {params[key]}: {what}; {mend}")
+    return notes
+
+
 def section_at(config: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
     """The mapping at a path; empty where there is none."""
     for key in path:

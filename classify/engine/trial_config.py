@@ -17,6 +17,7 @@ from classify.config.hyperparameters import Hyperparameters
 from classify.engine import deepspeed_config
 from classify.engine.combinations import DTYPES, dtype_name, network_errors, zero_stage
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
+from classify.engine.learning_rate import schedule_notes
 from classify.images.sampler import step_sizes
 from classify.images.settings import DataSettings
 from classify.images.sources import Source
@@ -105,6 +106,11 @@ class TrialConfig:
         return self.processes // self.stages
 
     @property
+    def batch(self) -> int:
+        """Images in an optimizer step."""
+        return self.deepspeed[TOTAL_BATCH]
+
+    @property
     def micro_batch(self) -> int:
         """Images that a process trains on at a time."""
         return self.deepspeed[MICRO_BATCH]
@@ -128,6 +134,11 @@ class TrialConfig:
         if length is None:
             return None
         return _total_steps(length, self.source, self.deepspeed[TOTAL_BATCH], parts)
+
+    @property
+    def notes(self) -> list[str]:
+        """What works, but hardly as it was meant, in a line each."""
+        return schedule_notes(self.deepspeed, self.steps)
 
     @property
     def net(self) -> NetSpec:

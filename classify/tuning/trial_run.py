@@ -19,7 +19,7 @@ from classify.config.project import PROJECT
 from harness.local import metrics_log
 from harness.local.signals import STOP_WITH_PID
 
-_ERROR = re.compile(r"^train\.py: (.*)", re.MULTILINE)
+_ERROR = re.compile(r"^train\.py: (?!note: )(.*)", re.MULTILINE)
 _RANKS_CODE = re.compile(r"exitcode\s*: (-?\d+)")  # as torchrun reports it
 LAST_WORDS = 60  # seconds that a trial has to save its checkpoint when its search ends
 

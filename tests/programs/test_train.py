@@ -122,6 +122,9 @@ def test_test_mode_is_one_batch_of_everything(train):
         360,
     )  # one batch of the validation's
     assert (run.output / "checkpoints" / run.summary["checkpoint"] / "metadata.json").exists()
+    assert "length   1 step, for it is a test" in run.stdout.splitlines()
+    note = "train.py: note: --test: the schedule begins with a learning rate of 0; the step changes no weight"
+    assert run.stderr.splitlines() == [note]
 
 
 def test_check_prints_the_configuration(tmp_path):
@@ -136,6 +139,49 @@ def test_check_prints_the_configuration(tmp_path):
         micro = resolved["train_micro_batch_size_per_gpu"]
         assert resolved["train_batch_size"] == replicas * micro * resolved["gradient_accumulation_steps"]
         assert not run.output.exists()
+
+
+# What works but is not as it was meant, with 45 steps an epoch, and what the one line on stderr must name.
+D = "hyperparameters__overwrite_deepspeed_args__"
+LENGTH = "hyperparameters__max_length"
+NOTES = {
+    "warm-up": (
+        {LENGTH: "{epochs: 1}"},
+        "scheduler.params.warmup_num_steps: 90: the training has 45 steps, so the learning rate never gets to its"
+        " peak; use less, e.g. 4, or train for longer",
+    ),
+    "cycle": (
+        {LENGTH: "{epochs: 1}", f"{D}scheduler": "{type: OneCycle, params: {cycle_first_step_size: 46}}"},
+        "scheduler.params.cycle_first_step_size: 46: the training has 45 steps",
+    ),
+    "decay": (
+        {
+            LENGTH: "{epochs: 1}",
+            f"{D}scheduler": "{type: WarmupDecayLR, params: {total_num_steps: 99, warmup_num_steps: 46}}",
+        },
+        "scheduler.params.warmup_num_steps: 46: the training has 45 steps",
+    ),
+    "end": (
+        {LENGTH: "{batches: 93}", "min_validation_period": "{epochs: 2}"},
+        "hyperparameters.max_length: 93 steps: ends 3 steps after the validation of step 90, with another; 90 spare it",
+    ),
+    "end in images": (
+        {LENGTH: "{batches: 93}", "min_validation_period": "{records: 2880}"},
+        "hyperparameters.max_length: 93 steps: ends 3 steps after",
+    ),
+    "none": ({LENGTH: "{batches: 90}", "min_validation_period": "{epochs: 1}"}, None),
+    "none at half a period": ({LENGTH: "{batches: 135}", "min_validation_period": "{epochs: 2}"}, None),
+    "none without a period": ({LENGTH: "{batches: 93}", "min_validation_period": "{epochs: 0}"}, None),
+}
+
+
+def test_what_is_hardly_meant_is_noted(tmp_path):
+    rows = {name: [*DIGITS, "--check", *overrides(**settings)] for name, (settings, _) in NOTES.items()}
+    for name, run in train_many(tmp_path, rows).items():
+        assert run.code == 0, run.stderr
+        notes, expected = run.stderr.splitlines(), NOTES[name][1]
+        assert len(notes) == (expected is not None), (name, notes)
+        assert all(note.startswith(f"train.py: note: {expected}") for note in notes), (name, notes)
 
 
 # What is wrong on the command line, and what the one line on stderr must name.
