@@ -20,7 +20,6 @@ from classify.images.sampler import MicroBatchSampler
 from classify.images.settings import DataSettings
 from classify.images.sources import Source
 from classify.models import pretrained
-from harness.errors import InvalidInput
 
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that take 0 to 255 to [-1, 1]
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as torchvision's pretrained weights take them
@@ -76,11 +75,7 @@ class Images:
 
     def _load(self, split: str) -> ImageSet:
         decoded, place = load(self.settings, split, self.source), self._places[SPLITS.index(split)]
-        try:
-            return decoded if place.type == "cpu" else decoded.to(place)
-        except torch.cuda.OutOfMemoryError:
-            what = f"{decoded.images.nbytes / 2**20:,.0f} MiB of images do not fit beside the engine"
-            raise InvalidInput(f"data.device: {self.settings.device!r}: {what}; use cpu") from None
+        return decoded if place.type == "cpu" else decoded.to(place)
 
     @functools.cached_property
     def normalization(self) -> Normalization:

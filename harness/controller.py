@@ -62,7 +62,8 @@ class Controller(Loop):
             name = str(self.latest_checkpoint)
             with self.core_context.checkpoint.restore_path(name) as path:
                 self._check_checkpoint(pathlib.Path(path), name, self.identity())
-        super().run()
+        with explain_out_of_memory(self._step_in_words, self._memory_advice):
+            super().run()
 
     @override
     def _run(self) -> None:
@@ -74,7 +75,6 @@ class Controller(Loop):
             if self.context.get_stop_requested():
                 return  # early stopping had ended the run that this one resumes
             around.enter_context(self._profiled())
-            around.enter_context(explain_out_of_memory(self._step_in_words, self._memory_advice))
             if isinstance(preempt, LocalPreempt):
                 around.enter_context(preempt.gracefully())
             super()._run()
@@ -87,7 +87,7 @@ class Controller(Loop):
         return length * self.epoch_length if isinstance(self.max_length, pytorch.Epoch) else length
 
     def _step_in_words(self) -> str:
-        return f"in step {self.steps_done + 1}"
+        return f"in step {self.steps_done + 1}" if self.state else "before the first step"
 
     def _memory_advice(self) -> str:
         return "; ".join(each.advise_on_memory() for each in self.hooks or [TrialHooks(self.context)])

@@ -14,14 +14,17 @@ from support import all_at_once, execute, launcher, overrides
 from classify.engine import memory
 
 
-def test_no_memory_left_ends_with_what_to_change(tmp_path):
-    """A limit on data that a step of a large micro-batch exceeds: the real allocator fails."""
+@pytest.mark.parametrize(("decoded", "room"), [(True, 2**27), (False, 2**24)], ids=["step", "images"])
+def test_no_memory_left_ends_with_what_to_change(tmp_path, decoded, room):
+    """A limit on data that a step of a large micro-batch exceeds, or its images: the real allocator fails."""
     script = (
         "import resource, sys; import train; from harness.trainer import Trainer\n"
+        "import sklearn.datasets, sklearn.model_selection\n"  # whose libraries would wait for memory for ever
         "fit = Trainer.fit\n"
         "def limited(trainer, *rest, **more):\n"
+        f"    {decoded} and (trainer.trial.images.train, trainer.trial.images.test)\n"
         "    used = int(open('/proc/self/statm').read().split()[5]) * 4096\n"
-        "    resource.setrlimit(resource.RLIMIT_DATA, (used + 2**27, -1))\n"
+        f"    resource.setrlimit(resource.RLIMIT_DATA, (used + {room}, -1))\n"
         "    return fit(trainer, *rest, **more)\n"
         "Trainer.fit = limited\n"
         "sys.exit(train.main(sys.argv[1:]))"
@@ -33,7 +36,7 @@ def test_no_memory_left_ends_with_what_to_change(tmp_path):
     run = execute([*command, *big], tmp_path / "run")
     assert run.code == 1, run.stderr
     last = run.stderr.strip().splitlines()[-1]
-    assert "no memory left in step 1" in last
+    assert f"no memory left {'in step 1' if decoded else 'before the first step'}" in last
     assert "train_micro_batch_size_per_gpu: 128 with gradient_accumulation_steps: 2" in last
     assert last.index("train_micro_batch") < last.index("checkpoint_activations")
 
