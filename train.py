@@ -8,7 +8,7 @@
     another value:     --set data.dataset=digits
                        --set hyperparameters.overwrite_deepspeed_args.optimizer.params.lr=0.01
     one batch:         --test
-    look at steps:     --profile            (OUTPUT/profile.txt, and a trace in OUTPUT/tensorboard)
+    look at steps:     --profile            (OUTPUT/profile.txt, and a trace for TensorBoard)
     only check:        --check [--slots N]     (prints the DeepSpeed configuration that would be used)
 
 The run's folder (--output) holds summary.json, metrics.jsonl, the checkpoints, and net.pt: the trained

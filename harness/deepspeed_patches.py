@@ -106,10 +106,12 @@ def scale_fp16_loss_without_zero(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 def keep_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Keeps the norm by which fp32 gradients are clipped without ZeRO, for ``get_global_grad_norm()``.
+    """Keeps the norm of fp32 gradients without ZeRO, for ``get_global_grad_norm()``.
 
-    Where all ranks hold the same gradients torch's own clipping serves: the same but for rounding, in half
-    the time, and without DeepSpeed's sum over the ranks, which is for experts and parallel models.
+    DeepSpeed computes it to clip by it alone, and forgets it. Where all ranks hold the same gradients torch's
+    own clipping serves: the same but for rounding, in half the time, and without DeepSpeed's sum over the
+    ranks, which is for experts and parallel models. There it is computed without clipping, too, for 1 % of a
+    small step on a CPU; the gradients are only read.
     """
     replicated = engine.mpu is None and not engine.has_moe_layers
 
@@ -121,7 +123,19 @@ def keep_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> None:
             norm = clip_grad_norm_(parameters=parameters, max_norm=max_norm, mpu=engine.mpu)
             engine._global_grad_norm = norm
 
+    def take_norm(*_: object) -> None:
+        gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
+        engine._global_grad_norm = torch.nn.utils.get_total_norm(gradients)
+
     engine.clip_fp32_gradients = clip_fp32_gradients
+    is_plain = not (engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled())
+    if (
+        replicated
+        and is_plain
+        and not engine.gradient_clipping()
+        and hasattr(torch.nn.utils, "get_total_norm")
+    ):
+        engine.basic_optimizer.register_step_pre_hook(take_norm)
 
 
 def skip_reductions_over_one_rank(engine: deepspeed.DeepSpeedEngine) -> None:

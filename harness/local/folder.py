@@ -18,7 +18,7 @@ from harness.input_files import refused
 from harness.local import metrics_log
 
 FILES = ("run.json", metrics_log.FILE, "profile.txt", "summary.json")
-FOLDERS = ("checkpoints", "tensorboard")
+FOLDERS = ("checkpoints",)
 T = TypeVar("T")
 
 

@@ -52,7 +52,7 @@ class LocalMetrics(core.DummyTrainContext):
     """
 
     def __init__(self, output: pathlib.Path, experiment: Experiment) -> None:
-        super().__init__(output / "tensorboard")
+        super().__init__(output)  # TensorBoard's files, which it names after their folder
         self.output, self.experiment = output, experiment
         self.validation: dict[str, Any] = {}
         self._scores: dict[int, float] = {}  # the metric by step

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from support import PROJECT, overrides
+from support import PROJECT, overrides, train_many
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
 DIGITS = ["--config", str(PROJECT / "experiments/digits.yaml")]
 
@@ -15,10 +16,14 @@ SCALARS = {
 }  # fmt: skip
 
 
+def scalars(run):
+    return EventAccumulator(str(run.output), size_guidance={"scalars": 0}).Reload()
+
+
 def test_event_files_hold_every_series(mode_runs):
     _, _, runs = mode_runs
     for mode, run in runs.items():
-        events = EventAccumulator(str(run.output / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+        events = scalars(run)
         tags = events.Tags()
         assert set(tags["scalars"]) >= SCALARS, mode
         assert set(tags["images"]) == {"confusion_matrix", "hardest_mistakes"}, mode
@@ -32,6 +37,27 @@ def test_event_files_hold_every_series(mode_runs):
         assert [event.value for event in events.Scalars("loss/train")] == pytest.approx(losses), mode
         if mode != "fp16":
             assert {event.value for event in events.Scalars("loss_scale")} == {1.0}, mode
+
+
+def test_the_gradient_norm_is_there_without_clipping(tmp_path):
+    """And changes no weight: as with a limit that no gradient reaches."""
+    rows = {
+        str(limit): [
+            *DIGITS,
+            *overrides(
+                hyperparameters__max_length="{batches: 45}",
+                scheduling_unit=1,
+                hyperparameters__overwrite_deepspeed_args__gradient_clipping=limit,
+            ),
+        ]
+        for limit in (0, 10**9)
+    }
+    runs = train_many(tmp_path, rows)
+    norms = [[event.value for event in scalars(run).Scalars("gradient_norm")] for run in runs.values()]
+    assert norms[0] == norms[1] and len(set(norms[0])) > 40
+    assert len({run.summary["weights_sha256"] for run in runs.values()}) == 1
+    files = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Runs()
+    assert set(files) == set(rows)  # what TensorBoard calls them
 
 
 def test_every_mode_counts_the_whole_networks_parameters(mode_runs):
@@ -48,7 +74,7 @@ def test_a_profile_is_recorded(train):
     run = train(*DIGITS, "--profile", *overrides(hyperparameters__max_length="{batches: 30}"))
     assert run.code == 0, run.stderr
     assert "aten::convolution_backward" in (run.output / "profile.txt").read_text()
-    (trace,) = (run.output / "tensorboard").glob("*.pt.trace.json")
+    (trace,) = run.output.glob("*.pt.trace.json")
     assert "ProfilerStep#" in trace.read_text()
     short = train(*DIGITS, "--profile", *overrides(hyperparameters__max_length="{batches: 9}"))
     assert short.code == 0 and "no profile: its steps end with the 17th, and there were 9" in short.stderr
