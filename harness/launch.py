@@ -1,24 +1,27 @@
 """The entrypoint of a trial on a Determined cluster: ``python3 -m harness.launch python3 train.py``.
 
-A trial of one slot needs no launcher: its command takes the place of this process. One of several slots runs
-in Determined's launch layer, ``determined.launch.deepspeed``, with some functions replaced. In 0.38.1:
+In place of ``determined.launch.deepspeed``, which in Determined 0.38.1 does this:
 
-- It gives DeepSpeed's launcher 5 seconds to end after the workers, then sends it SIGTERM. On a busy host a
-  trial that has trained all its steps ends so with exit code 241. Here the end is awaited.
+- After the workers' end it gives DeepSpeed's launcher 5 seconds, then sends it SIGTERM. On a busy host a
+  trial that has trained all its steps so ends with exit code 241. Here the launcher's end is awaited.
+- Before the trial it imports torch and DeepSpeed three times. Here one slot needs no launcher: its command
+  takes the place of this process. Several slots of one host have DeepSpeed's launcher alone, within the
+  processes that ``determined.launch.torch_distributed`` puts around torch's.
 - DeepSpeed takes port 29500, so that of two trials that share a host's network one fails.
-- On one host DeepSpeed's runner, which takes seconds to import, does no more than start its launcher.
-- For several hosts the chief's environment becomes part of the command that ssh runs: in quotes, around which
+- On several hosts the chief's environment becomes part of the command that ssh runs: in quotes, around which
   DeepSpeed sets its own, and with the session's token, which is then in the log. Here every process has the
-  environment of the container that it runs in.
+  environment of the container that it runs in; all else is Determined's.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import os
 import pathlib
 import re
+import subprocess
 import sys
 import zlib
 from collections.abc import Callable
@@ -26,6 +29,7 @@ from typing import Any, NoReturn
 
 import determined as det
 from determined import constants
+from determined.launch import torch_distributed
 
 import harness
 
@@ -50,31 +54,33 @@ def main(command: Cmd) -> int:
         return 2
     if sum(info.container_slot_counts) <= 1:
         _become(command)
+    os.environ.update(USE_DEEPSPEED="1", DET_CHIEF_IP=info.container_addrs[0])
+    if len(info.container_addrs) == 1:
+        launcher = subprocess.Popen(on_this_host(info, command))
+        with det.util.forward_signals(launcher):
+            return launcher.wait()
     harness.choose_accelerator()
     from determined.launch import deepspeed as layer
 
-    patch(layer, info)
+    patch_for_several_hosts(layer, info)
     return layer.main(command)
 
 
-def patch(layer: Any, info: Any) -> None:
-    """Replaces functions of ``determined.launch.deepspeed``; those that a release lacks are left out.
-
-    Args:
-        layer: the module.
-        info: the trial's ``ClusterInfo``.
-    """
-    replacements: dict[str, Callable[..., Any]] = {"create_pid_server_cmd": _await_launcher}
-    if len(info.container_addrs) == 1:
-        replacements["create_run_command"] = _launch_here
-    else:
-        replacements["create_run_command"] = _run_on_port
-        replacements["create_pid_client_cmd"] = _run_in_container
-        replacements["create_deepspeed_env_file"] = _write_launcher_environment
-        _write_environment(layer, info)
-    for name, replacement in replacements.items():
-        if original := getattr(layer, name, None):
-            setattr(layer, name, functools.partial(replacement, original, info))
+def on_this_host(info: det.ClusterInfo, command: Cmd) -> Cmd:
+    """The command that runs another in each of several slots of one host."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else list(range(info.container_slot_counts[0]))
+    world = base64.urlsafe_b64encode(json.dumps({"localhost": devices}).encode()).decode()
+    master = ["--master_addr=127.0.0.1", f"--master_port={master_port(info)}"]
+    python, layer = ["python3", "-u", "-m"], torch_distributed
+    return [
+        *layer.create_pid_server_cmd(info.allocation_id, len(devices)),
+        *[*python, "deepspeed.launcher.launch", f"--world_info={world}", *master],
+        *["--no_python", "--no_local_rank"],
+        *[*python, *layer.create_pid_client_cmd(info.allocation_id)],
+        *layer.create_log_redirect_cmd(),
+        *command,
+    ]
 
 
 def master_port(info: det.ClusterInfo) -> int:
@@ -85,42 +91,44 @@ def master_port(info: det.ClusterInfo) -> int:
     return int(os.environ.get("C10D_PORT") or 20000 + zlib.crc32(info.allocation_id.encode()) % 10000)
 
 
-def _become(command: Cmd) -> NoReturn:
-    try:
-        os.execvp(command[0], command)
-    except OSError as error:
-        sys.exit(f"harness.launch: {command[0]}: {error.strerror}")
+def patch_for_several_hosts(layer: Any, info: Any) -> None:
+    """Replaces functions of ``determined.launch.deepspeed``; those that a release lacks are left out.
+
+    Args:
+        layer: the module.
+        info: the trial's ``ClusterInfo``.
+    """
+    replacements: dict[str, Callable[..., Any]] = {
+        "create_pid_server_cmd": _await_launcher,
+        "create_run_command": functools.partial(_run_on_port, master_port(info)),
+        "create_pid_client_cmd": _run_in_container,
+        "create_deepspeed_env_file": _write_launcher_environment,
+    }
+    for name, replacement in replacements.items():
+        if original := getattr(layer, name, None):
+            setattr(layer, name, functools.partial(replacement, original))
+    file = _environment_file()
+    file.touch(mode=0o600)
+    file.write_text(json.dumps(layer.filter_env_vars(os.environ)))
 
 
-def _await_launcher(original: Callable[..., Cmd], info: det.ClusterInfo, *args: Any) -> Cmd:
+def _await_launcher(original: Callable[..., Cmd], *args: Any) -> Cmd:
     command = original(*args)
     if "--on-exit" in command:
         command[command.index("--on-exit") + 1] = "WAIT"
     return command
 
 
-def _launch_here(original: Callable[..., Cmd], info: det.ClusterInfo, *args: Any) -> Cmd:
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.launcher import runner
-
-    visible = os.environ.get(get_accelerator().visible_devices_envs()[0])
-    devices = visible.split(",") if visible else list(range(info.container_slot_counts[0]))
-    launcher = [sys.executable, "-u", "-m", "deepspeed.launcher.launch"]
-    world = [f"--world_info={runner.encode_world_info({'localhost': devices})}"]
-    master = ["--master_addr=127.0.0.1", f"--master_port={master_port(info)}"]
-    return [*launcher, *world, *master, "--no_python", "--no_local_rank"]
-
-
-def _run_on_port(original: Callable[..., Cmd], info: det.ClusterInfo, *args: Any) -> Cmd:
+def _run_on_port(port: int, original: Callable[..., Cmd], *args: Any) -> Cmd:
     command = original(*args)
-    return [command[0], f"--master_port={master_port(info)}", *command[1:]]
+    return [command[0], f"--master_port={port}", *command[1:]]
 
 
-def _run_in_container(original: Callable[..., Cmd], info: det.ClusterInfo, *args: Any) -> Cmd:
+def _run_in_container(original: Callable[..., Cmd], *args: Any) -> Cmd:
     return ["python3", "-m", "harness.launch", IN_CONTAINER, *original(*args)]
 
 
-def _write_launcher_environment(original: Callable[[], None], info: det.ClusterInfo) -> None:
+def _write_launcher_environment(original: Callable[[], None]) -> None:
     from deepspeed.launcher import runner
 
     handed = {name: os.environ.get(name, "") for name in FOR_LAUNCHER}
@@ -128,16 +136,16 @@ def _write_launcher_environment(original: Callable[[], None], info: det.ClusterI
     pathlib.Path(runner.DEEPSPEED_ENVIRONMENT_NAME).write_text("".join(lines))
 
 
-def _write_environment(layer: Any, info: det.ClusterInfo) -> None:
-    """Keeps this container's environment for the processes that ssh starts in it."""
-    os.environ.update(USE_DEEPSPEED="1", DET_CHIEF_IP=info.container_addrs[0])
-    file = _environment_file()
-    file.touch(mode=0o600)
-    file.write_text(json.dumps(layer.filter_env_vars(os.environ)))
-
-
 def _environment_file() -> pathlib.Path:
+    """Where a container keeps its environment for the processes that ssh starts in it."""
     return pathlib.Path(constants.MANAGED_TRAINING_MODEL_COPY).with_name("environment.json")
+
+
+def _become(command: Cmd) -> NoReturn:
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"harness.launch: {command[0]}: {error.strerror}")
 
 
 if __name__ == "__main__":

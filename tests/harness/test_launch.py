@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import types
+from typing import Any
 
 import determined as det
 import pytest
@@ -18,13 +19,18 @@ from harness import launch
 BUSY = max(20, 2 * (os.cpu_count() or 1))  # processes that do nothing but compute
 
 
-def layer_for(addresses: list[str], slots: int, allocation: str = "1.task.0") -> types.SimpleNamespace:
-    """Determined's launch layer as this trial finds it, replaced where ``harness.launch`` does."""
-    layer = types.SimpleNamespace(**vars(deepspeed))
-    info = types.SimpleNamespace(
-        container_addrs=addresses, container_slot_counts=[slots] * len(addresses), allocation_id=allocation
+def cluster(hosts: int, slots: int = 2, allocation: str = "1.task.0") -> Any:
+    """What a container is told of its trial, as far as it is read here."""
+    addresses = [f"10.0.0.{host}" for host in range(hosts)]
+    return types.SimpleNamespace(
+        container_addrs=addresses, container_slot_counts=[slots] * hosts, allocation_id=allocation
     )
-    launch.patch(layer, info)
+
+
+def layer_of(info: Any) -> Any:
+    """Determined's launch layer for several hosts, replaced where ``harness.launch`` does."""
+    layer = types.SimpleNamespace(**vars(deepspeed))
+    launch.patch_for_several_hosts(layer, info)
     return layer
 
 
@@ -36,41 +42,42 @@ def own_environment(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("addresses", [["10.0.0.1"], ["10.0.0.1", "10.0.0.2"]])
-def test_the_launcher_is_waited_for(addresses):
+def test_the_launcher_is_waited_for():
     """A grace period is always slept, and after it the launcher is sent a signal, which is exit code 241."""
-    command = layer_for(addresses, 2).create_pid_server_cmd("1.task.0", 2)
-    assert command[command.index("--on-exit") + 1] == "WAIT"
-    assert command[command.index("--on-fail") + 1] == "SIGTERM"  # a worker that died still ends the others
+    for command in (
+        launch.on_this_host(cluster(hosts=1), ["train"]),
+        layer_of(cluster(hosts=2)).create_pid_server_cmd("1.task.0", 2),
+    ):
+        assert command[command.index("--on-exit") + 1] == "WAIT"
+        assert (
+            command[command.index("--on-fail") + 1] == "SIGTERM"
+        )  # a worker that died still ends the others
 
 
 def test_each_trial_has_a_port_of_its_own(monkeypatch):
     def port(allocation, hosts):
-        layer = layer_for([f"10.0.0.{host}" for host in range(hosts)], 2, allocation)
-        command = layer.create_run_command("10.0.0.0", "hostfile")
+        info = cluster(hosts, allocation=allocation)
+        if hosts == 1:
+            command = launch.on_this_host(info, ["train"])
+        else:
+            command = layer_of(info).create_run_command("10.0.0.0", "hostfile")
         (found,) = (each for each in command if each.startswith("--master_port="))
         assert hosts == 1 or command.index(found) < command.index("--")
         return int(found.partition("=")[2])
 
-    for hosts in (1, 2):
-        ports = {port(f"1.{number}.0", hosts) for number in range(5)}
-        assert len(ports) == 5 and all(1024 < each < 32768 for each in ports)  # below those that systems lend
-        assert port("1.0.0", hosts) in ports
+    ports = {port(f"1.{number}.0", hosts) for number in range(5) for hosts in (1, 2)}
+    assert len(ports) == 5 and all(1024 < each < 32768 for each in ports)  # below those that systems lend
     monkeypatch.setitem(os.environ, "C10D_PORT", "29403")  # kept by the master for this trial alone
     assert port("1.0.0", 1) == port("1.0.0", 2) == 29403
 
 
-@pytest.mark.parametrize(("visible", "devices"), [("", [0, 1]), ("2,GPU-7", ["2", "GPU-7"])])
+@pytest.mark.parametrize(("visible", "devices"), [("", [0, 1, 2]), ("2,GPU-7", ["2", "GPU-7"])])
 def test_one_host_has_a_process_a_slot(monkeypatch, visible, devices):
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", visible)
-    command = layer_for(["10.0.0.1"], 2).create_run_command("localhost", None)
+    command = launch.on_this_host(cluster(hosts=1, slots=3), ["train"])
     (world,) = (each for each in command if each.startswith("--world_info="))
-    assert json.loads(launch_world(world)) == {"localhost": devices}
-    assert {"--no_python", "--no_local_rank"} <= set(command)
-
-
-def launch_world(argument: str) -> bytes:
-    return base64.urlsafe_b64decode(argument.partition("=")[2])
+    assert json.loads(base64.urlsafe_b64decode(world.partition("=")[2])) == {"localhost": devices}
+    assert str(len(devices)) in command  # workers that the pid server knows
 
 
 def test_several_hosts_keep_their_environments_to_themselves(monkeypatch):
@@ -82,7 +89,7 @@ def test_several_hosts_keep_their_environments_to_themselves(monkeypatch):
     }
     for name, value in {**values, "PATH": "/bin:/usr/bin", "LD_LIBRARY_PATH": "/a b"}.items():
         monkeypatch.setitem(os.environ, name, value)
-    layer = layer_for(["10.0.0.1", "10.0.0.2"], 1)
+    layer = layer_of(cluster(hosts=2))
     layer.create_deepspeed_env_file()
     with open(deepspeed.runner.DEEPSPEED_ENVIRONMENT_NAME) as file:
         handed = file.read().splitlines()
@@ -92,7 +99,6 @@ def test_several_hosts_keep_their_environments_to_themselves(monkeypatch):
     assert kept.stat().st_mode & 0o777 == 0o600
     environment = json.loads(kept.read_text())
     assert values.items() <= environment.items()
-    assert (environment["USE_DEEPSPEED"], environment["DET_CHIEF_IP"]) == ("1", "10.0.0.1")
     prefix = layer.create_pid_client_cmd("1.task.0")[:4]
     assert prefix == ["python3", "-m", "harness.launch", "--in-container"]
 
