@@ -19,7 +19,10 @@ def main(config: str) -> None:
     print(f"experiment {experiment.id}")
     if experiment.wait() != client.ExperimentState.COMPLETED:
         sys.exit(f"experiment {experiment.id} did not complete; see: det experiment logs {experiment.id}")
-    checkpoint = experiment.list_checkpoints(max_results=1)[0]  # best first, by the searcher's metric
+    checkpoints = experiment.list_checkpoints(max_results=1)  # best first, by the searcher's metric
+    if not checkpoints:  # its configuration cannot work, which Determined shows as completed, too
+        sys.exit(f"experiment {experiment.id} trained nothing; see: det experiment logs {experiment.id}")
+    checkpoint = checkpoints[0]
     folder = checkpoint.download(f"checkpoints/{checkpoint.uuid}")
     subprocess.run([sys.executable, "checkpoint.py", "export", folder, "net.pt"], check=True)
 

@@ -4,6 +4,7 @@ import re
 import shlex
 
 import pytest
+from determined.cli import add_args, cli
 from support import PROJECT
 
 import baseline
@@ -41,6 +42,15 @@ def test_commands_are_those_of_the_programs(page):
         args = PARSERS[program](arguments)
         config = getattr(args, "config", None)
         assert config in (None, "FILE") or (PROJECT / config).exists(), config
+
+
+def test_commands_of_determined_are_its_own():
+    parser = cli.make_parser()
+    add_args(parser, cli.all_args_description)
+    found = re.findall(r"`(det (?!\.|deploy)[^`\n]+)`", (PROJECT / "docs/cluster.md").read_text())
+    assert len(found) > 9
+    for line in found:
+        parser.parse_args(shlex.split(line.replace("TRIAL", "1"))[1:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
