@@ -90,6 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"checkpoint.py: a path cannot be used ({one_line(error)}); mend that", file=sys.stderr)
         return 1 if error.errno in DISK_FULL else 2
+    except KeyboardInterrupt:
+        print("checkpoint.py: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

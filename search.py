@@ -15,7 +15,6 @@ a checkpoint. Exit codes: 0 done, 2 bad configuration, 130 interrupted, 1 anythi
 from __future__ import annotations
 
 import argparse
-import pathlib
 import sys
 import warnings
 from collections.abc import Sequence
@@ -39,7 +38,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = command_line.parser(__doc__, DEFAULT_CONFIG)
     parser.add_argument(
-        "--output", type=pathlib.Path, metavar="FOLDER", help="the search's folder (runs/<config>-<time>)"
+        "--output",
+        type=command_line.folder,
+        metavar="FOLDER",
+        help="its folder (runs/<config>-<time>)",
     )
     parser.add_argument("--parallel", type=int, default=1, metavar="N", help="trials at a time (%(default)s)")
     return parser.parse_args(argv)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pathlib
 import shlex
 import sys
 import time
@@ -40,7 +39,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.parser(__doc__, "const.yaml")
     add = parser.add_argument
     add("--resume", metavar="latest|UUID", help="go on from a checkpoint of --output")
-    add("--output", type=pathlib.Path, metavar="FOLDER", help="the run's folder (runs/<config>-<time>)")
+    add("--output", type=command_line.folder, metavar="FOLDER", help="its folder (runs/<config>-<time>)")
     add("--test", action="store_true", help="train, validate and save one batch")
     add("--check", action="store_true", help="check, print the DeepSpeed configuration, train nothing")
     add("--profile", action="store_true", help="record a few steps with torch's profiler")
@@ -54,6 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if not args.check and int(os.environ.get("RANK", 0)) == 0:
         print("starting: importing torch, DeepSpeed and Determined", flush=True)
+    try:
+        return do(args)
+    except KeyboardInterrupt:
+        print("train.py: interrupted; what was saved before is as it was", file=sys.stderr)
+        return 130
+
+
+def do(args: argparse.Namespace) -> int:
+    """Checks or trains; gives the exit code, also for errors of one line."""
     from harness.errors import InvalidInput, TrainingStopped, print_errors
 
     try:
@@ -63,9 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TrainingStopped as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("train.py: interrupted; what was saved before is as it was", file=sys.stderr)
-        return 130
 
 
 def load(args: argparse.Namespace) -> Experiment:

@@ -26,6 +26,8 @@ from harness.out_of_memory import explain_out_of_memory
 
 PROFILED_AFTER, PROFILED_STEPS = 10, 5  # steps that torch's profiler leaves out, and records
 
+MONITOR = "harness.monitor"  # which no callback of a trial is called
+
 FP16_TOLERANCE = 64  # steps in a row that fp16 may skip while its loss scale comes down
 
 
@@ -44,7 +46,7 @@ class Controller(Loop):
         self.last_metrics: dict[str, Any] = {}  # of a micro-batch
         tolerance = FP16_TOLERANCE if any(engine.fp16_enabled() for engine in self.engines) else 0
         self.monitor = NonFiniteLossMonitor(self.engines, self.calls_per_step, tolerance)
-        self.callbacks: dict[str, pytorch.PyTorchCallback] = {**self.callbacks, "monitor": self.monitor}
+        self.callbacks: dict[str, pytorch.PyTorchCallback] = {**self.callbacks, MONITOR: self.monitor}
         self.hooks = [each for each in self.callbacks.values() if isinstance(each, TrialHooks)]
 
     @property

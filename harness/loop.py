@@ -79,12 +79,15 @@ class Loop(det_ds.DeepSpeedTrialController):
         """Converts the position of a resumed run from steps to micro-batches, and shuffles by the seed.
 
         Raises:
-            InvalidInput: if the data is not enough for one optimizer step.
+            InvalidInput: if the data is not enough for one optimizer step, or for a batch of the validation.
         """
         steps = self.start_from_batch
         self.start_from_batch = steps * self.context.get_num_micro_batches_per_slot()
         with shuffled_by_seed(self.trial, self.context.get_trial_seed()):
-            super()._set_data_loaders()
+            try:
+                super()._set_data_loaders()
+            except StopIteration:
+                raise InvalidInput("validation data: holds no batch; use more, or smaller batches") from None
         self.start_from_batch = steps
         if not self.context._epoch_len:
             needed = self.context.get_num_micro_batches_per_slot()

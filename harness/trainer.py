@@ -12,6 +12,7 @@ from harness.checkpoints.store import LocalCheckpoints
 from harness.cluster import cluster_info, on_cluster
 from harness.context import TrialContext, init
 from harness.controller import Controller
+from harness.errors import UnusableCheckpoint, one_line
 from harness.local.folder import on_chief
 from harness.local.signals import LocalPreempt
 
@@ -83,7 +84,14 @@ class Trainer:
         metric, policy = context.experiment.metric, checkpoint_policy
         steps = context.get_initial_batch()
         if latest_checkpoint and not on_cluster():
-            steps = context._core.checkpoint.get_metadata(latest_checkpoint)["steps_completed"]
+            try:
+                steps = context._core.checkpoint.get_metadata(latest_checkpoint)["steps_completed"]
+            except (OSError, ValueError) as error:
+                mend = "give the UUID of a checkpoint of this run, or its folder"
+                reason = f"not found, or damaged ({one_line(error)})"
+                raise UnusableCheckpoint(
+                    f"latest_checkpoint: {latest_checkpoint!r}: {reason}; {mend}"
+                ) from error
         context.resumed_from = steps
         controller = Controller(
             records_steps=profiling_enabled,

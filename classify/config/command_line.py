@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import pathlib
+
+
+def folder(text: str) -> pathlib.Path:
+    """A folder of an option; an empty text, as of a shell's unset variable, is none."""
+    if not text:
+        raise argparse.ArgumentTypeError("'' is no folder; give one, or leave the option out")
+    return pathlib.Path(text)
 
 
 def parser(description: str | None, config: str, what: str = "experiment file") -> argparse.ArgumentParser:

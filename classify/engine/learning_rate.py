@@ -81,7 +81,9 @@ def schedule_errors(config: Mapping[str, Any]) -> list[str]:
         return ["scheduler.params.total_num_steps: missing; give it, or hyperparameters.max_length"]
     total, warmup = params["total_num_steps"], params.get("warmup_num_steps", 1000)  # DeepSpeed's default
     if warmup >= total:
-        what = f"leaves none of the {total} steps to decay in; use less, e.g. {max(2, total // 10)}"
+        less = f"use less, e.g. {max(2, total // 10)}"
+        mend = less if total > 2 else "train for more steps, or use WarmupLR"
+        what = f"leaves none of the {total} steps to decay in; {mend}"
         return [f"scheduler.params.warmup_num_steps: {warmup}: {what}"]
     return []
 

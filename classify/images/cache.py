@@ -24,6 +24,7 @@ from torchvision.transforms.v2 import functional
 
 from harness.errors import InvalidInput, one_line, printable
 from harness.host_lock import host_lock, lock_of, stand_in
+from harness.input_files import regular_file
 
 LARGE = 2**28  # bytes, from which on the place and the size are said before anything is written, too
 CHUNK = 500  # images in memory written at a time
@@ -43,14 +44,16 @@ class Cache:
     def __init__(self, root: pathlib.Path, name: str, size: tuple[int, int]) -> None:
         self.root, self.size, self.name = root, size, f"{name}-{size[0]}x{size[1]}"
 
-    def read(self, fingerprint: str) -> Kept | None:
-        """What is kept, or None if that is nothing, or of other files; waits for nobody.
+    def read(self, fingerprint: str, labels: Tensor | None = None) -> Kept | None:
+        """What is kept, or None if that is nothing, or of other files, or damaged; waits for nobody.
 
         Args:
             fingerprint: of what the images must have been decoded from.
+            labels: int64 (N,), where they are known.
         """
         for folder in (self.root, stand_in(self.root)):
-            if (kept := _read(folder / f".{self.name}.pt", fingerprint)) is not None:
+            kept = _read(folder / f".{self.name}.pt", fingerprint, self.size)
+            if kept is not None and (labels is None or torch.equal(kept[1], labels)):
                 return kept
         return None
 
@@ -68,7 +71,7 @@ class Cache:
             InvalidInput: if the disk is too small, or does not take it, or an image cannot be decoded.
         """
         with host_lock(self.root, self.name, "data.root") as folder:
-            if (kept := self.read(fingerprint)) is not None:
+            if (kept := self.read(fingerprint, labels)) is not None:
                 return kept
             shape = (len(labels), 3, *self.size)
             kept = _write(folder / f".{self.name}.pt", fingerprint, shape, labels, fill)
@@ -102,16 +105,18 @@ def clear(path: pathlib.Path) -> bool:
     return True
 
 
-def _read(cache: pathlib.Path, fingerprint: str) -> Kept | None:
+def _read(cache: pathlib.Path, fingerprint: str, size: Sequence[int]) -> Kept | None:
     raw = cache.with_suffix(".raw")
     try:
         before = _version(cache)
-        kept = torch.load(cache, map_location="cpu", weights_only=True)
-        if kept["fingerprint"] != fingerprint or raw.stat().st_size != math.prod(kept["shape"]):
+        kept = torch.load(regular_file(cache), map_location="cpu", weights_only=True)
+        labels, shape = kept["labels"], tuple(kept["shape"])
+        is_whole = shape == (len(labels), 3, *size) and regular_file(raw).stat().st_size == math.prod(shape)
+        if kept["fingerprint"] != fingerprint or not is_whole or labels.dtype != torch.int64:
             return None
-        images = _map(raw, kept["shape"])
+        images = _map(raw, shape)
         # Who writes it anew removes the .pt file first: if that is still the same one, so are the images
-        return (images, kept["labels"]) if _version(cache) == before else None
+        return (images, labels) if _version(cache) == before else None
     except Exception:  # a damaged file fails in many ways, and decoding again mends them all
         return None
 
@@ -137,7 +142,7 @@ def _write(
     fill: Callable[[pathlib.Path], None],
 ) -> Kept:
     raw, partial, sidecar = (cache.with_suffix(f".{kind}") for kind in ("raw", "partial", "sidecar"))
-    for file in (cache, raw, partial):
+    for file in (cache, raw, partial, sidecar):
         if file.is_dir():
             raise InvalidInput(f"{file}: is a folder, where decoded images are to be kept; move it")
         file.unlink(missing_ok=True)  # of other images; its room may be needed
@@ -156,7 +161,7 @@ def _write(
     finally:
         partial.unlink(missing_ok=True)
         sidecar.unlink(missing_ok=True)
-    mapped = _read(cache, fingerprint)
+    mapped = _read(cache, fingerprint, shape[2:])
     if mapped is None:
         raise InvalidInput(f"{cache}: cannot be read back after writing; check the disk")
     return mapped

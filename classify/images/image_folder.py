@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import os
@@ -69,7 +70,7 @@ class ImageFolder:
         fingerprint = _fingerprint(self.root / split, files, self.classes, size)
         labels = torch.tensor([label for _, label in files])
         fill = functools.partial(decode.decode_files, [path for path, _ in files], size, split)
-        return kept.read(fingerprint) or kept.write(fingerprint, labels, fill)
+        return kept.read(fingerprint, labels) or kept.write(fingerprint, labels, fill)
 
 
 def find_images(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
@@ -96,16 +97,31 @@ def find_images(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
 
 
 def _images_in(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """The images in a folder, at any depth, that are not hidden; raises OSError if it cannot be read."""
+    """The images in a folder, at any depth, that are not hidden.
+
+    Raises:
+        OSError: if it cannot be read, or holds a link to a folder that it lies in itself.
+    """
 
     def fail(error: OSError) -> None:
         raise error
 
     for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in folders:
+            if os.path.islink(link := os.path.join(place, name)) and _lies_in(link, place, folder):
+                raise OSError(errno.ELOOP, "a link to a folder that it lies in", link)
         for name in names:
             if name.lower().endswith(tuple(_EXTENSIONS)) and not name.startswith("."):
                 yield os.path.join(place, name)
+
+
+def _lies_in(link: str, place: str, folder: str | os.PathLike[str]) -> bool:
+    """Whether a link leads to a folder on the way to its own place, or to one around those."""
+    target = pathlib.Path(link).resolve()
+    way = [pathlib.Path(place), *pathlib.Path(place).parents]
+    way = way[: way.index(pathlib.Path(folder)) + 1]
+    return any(each.resolve().is_relative_to(target) for each in way)
 
 
 def _find_classes(root: pathlib.Path) -> list[str]:

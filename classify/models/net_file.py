@@ -85,10 +85,14 @@ def write(
             ) as file:  # or torch raises a RuntimeError of its own where it cannot be made
                 torch.save(dict(state), file)
         elif form == "safetensors":
+            from safetensors import SafetensorError
             from safetensors.torch import save_file
 
             tensors = {name: weight.contiguous() for name, weight in state.items()}
-            save_file(tensors, partial, _as_text(description))
+            try:
+                save_file(tensors, partial, _as_text(description))
+            except SafetensorError as error:  # where the file cannot be written
+                raise OSError(f"{path}: {one_line(error)}") from error
         else:
             _write_onnx(partial, state, description)
         text.write_text(json.dumps(description, indent=2) + "\n")

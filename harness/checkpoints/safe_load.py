@@ -31,6 +31,7 @@ _reconstruct: Any = np.zeros(0, dtype=np.uint32).__reduce__()[0]
 ALLOWED: list[Any] = [
     *(_reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))),
     *(LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address),
+    *(np.float64(1).__reduce__()[0], *(type(np.dtype(kind)) for kind in ("f4", "f8", "i4", "i8", "?"))),
     (_member_of_zero_stage, "builtins.getattr"),  # what to call where a file names this
 ]
 
@@ -55,9 +56,10 @@ def read(file: pathlib.Path) -> Any:
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch, zipfile and pickle raise each their own
         reason = why_unloadable(error)
-        raise InvalidInput(
-            f"{file}: cannot be loaded safely ({reason}); go on from another checkpoint"
-        ) from error
+        mend = "go on from another checkpoint"
+        if "Unsupported global" in reason:
+            mend = f"if the trial keeps that, allow it with torch.serialization.add_safe_globals; else {mend}"
+        raise InvalidInput(f"{file}: cannot be loaded safely ({reason}); {mend}") from error
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -45,8 +45,8 @@ def why_unusable(output: pathlib.Path, resumes: bool, writes: Sequence[str] = ()
     """
     for name in (*FILES, *writes, *FOLDERS):
         path, is_file = output / name, name not in FOLDERS
-        if path.exists() and path.is_dir() == is_file:
-            what = "a folder" if is_file else "no folder"
+        if os.path.lexists(path) and not (path.is_file() if is_file else path.is_dir()):
+            what = "no file" if is_file else "no folder"
             return f"--output: {path}: is {what}; move it, or give another folder"
         if path.exists() and not os.access(path, os.W_OK if is_file else os.R_OK | os.W_OK | os.X_OK):
             return f"--output: {path}: may not be written to; change that, or give another folder"
@@ -68,6 +68,8 @@ def locked_folder(output: pathlib.Path, writer: str) -> Iterator[None]:
         InvalidInput: if it cannot be made, or another writes there.
     """
     lock = filelock.FileLock(output / ".lock")
+    if str(output).encode(errors="replace") != os.fsencode(output):
+        raise InvalidInput(f"--output: {str(output)!r}: is no text in UTF-8; give another folder")
     try:
         output.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)

@@ -4,10 +4,11 @@ import pathlib
 from typing import Any
 
 import determined as det
+import numpy as np
 import pytest
 import torch
 from determined import pytorch
-from line_trial import ACCUMULATION, MICRO_BATCH, POINTS, LineTrial
+from line_trial import ACCUMULATION, MICRO_BATCH, POINTS, LineTrial, Points
 from support import PROJECT, Run, checkpoints, error_line, execute, launcher, truncate_model
 
 from harness.trainer import Trainer, init
@@ -161,6 +162,44 @@ def test_checkpoints_that_do_not_fit_are_refused_in_one_line(tmp_path):
     )
     truncate_model(saved)
     assert "mp_rank_00_model_states.pt: cannot be loaded safely" in error_line(go_on)
+
+
+def test_callbacks_keep_their_names_and_numpy_numbers(tmp_path):
+    """One that is called monitor is called; a state of numpy's numbers is loaded; another kind is named."""
+
+    class Trial(LineTrial):
+        kept: Any = np.float64(0.5)
+
+        def build_callbacks(self):
+            self.calls.state_dict = lambda: {"kept": self.kept}
+            self.calls.load_state_dict = lambda state: setattr(self, "loaded", state["kept"])
+            return {"monitor": self.calls}
+
+    class Other(Trial):
+        kept = pathlib.PurePosixPath("x")
+
+    short = {"max_length": pytorch.Batch(2)}
+    trial, _ = fit(tmp_path / "run", Trial, **short)
+    assert trial.calls.counts["start"] == 1
+    (saved,) = saved_in(tmp_path / "run").values()
+    more = {"resumes": True, "max_length": pytorch.Batch(3)}
+    trial, _ = fit(tmp_path / "run", Trial, latest_checkpoint=str(saved), **more)
+    assert trial.loaded == 0.5
+    fit(tmp_path / "other", Other, **short)
+    (saved,) = saved_in(tmp_path / "other").values()
+    line = error_line(lambda: fit(tmp_path / "other", Other, latest_checkpoint=str(saved), **more))
+    assert "allow it with torch.serialization.add_safe_globals" in line
+
+
+def test_what_is_no_checkpoint_and_no_data_is_one_line(tmp_path):
+    line = error_line(lambda: fit(tmp_path / "a", latest_checkpoint="nope"))
+    assert line.startswith("latest_checkpoint: 'nope': not found, or damaged")
+
+    class Empty(LineTrial):
+        def build_validation_data_loader(self):
+            return pytorch.DataLoader(Points(), POINTS + 1, drop_last=True)
+
+    assert error_line(lambda: fit(tmp_path / "b", Empty)).startswith("validation data: holds no batch")
 
 
 def test_too_little_data_for_a_step_is_one_line(tmp_path):

@@ -1,6 +1,7 @@
 """Which checkpoints are kept and offered, and when training ends early."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -32,13 +33,19 @@ def test_a_run_is_not_replaced(two_checkpoints, tmp_path):
     """Nor is a folder used whose parts are not what a run would write."""
     shutil.copytree(two_checkpoints.output, tmp_path / "again")
     (tmp_path / "odd/metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "pipe").mkdir()
+    os.mkfifo(tmp_path / "pipe/run.json")
+    (tmp_path / "loop").mkdir()
+    (tmp_path / "loop/checkpoints").symlink_to("checkpoints")
     before = contents(tmp_path / "again")
-    runs = train_many(tmp_path, {"again": TWO, "odd": TWO})
-    assert [run.code for run in runs.values()] == [2, 2]
+    runs = train_many(tmp_path, dict.fromkeys(["again", "odd", "pipe", "loop"], TWO))
+    assert [run.code for run in runs.values()] == [2] * 4
     assert (
         "holds a run; give another folder, or go on with it: train.py --resume latest" in runs["again"].stderr
     )
-    assert "metrics.jsonl: is a folder" in runs["odd"].stderr
+    assert "metrics.jsonl: is no file" in runs["odd"].stderr
+    assert "run.json: is no file" in runs["pipe"].stderr
+    assert "loop/checkpoints: is no folder" in runs["loop"].stderr
     assert contents(tmp_path / "again") == before
 
 

@@ -115,6 +115,10 @@ def test_change_is_noticed(folder, change, wanted):
     assert len(caches(folder)) == 1
 
 
+def changed(cache, **values):
+    torch.save({**torch.load(cache, weights_only=True), **values}, cache)
+
+
 @table(
     "damage",
     half=(lambda cache: os.truncate(cache, cache.stat().st_size // 2),),
@@ -126,6 +130,11 @@ def test_change_is_noticed(folder, change, wanted):
     no_cache=(lambda cache: torch.save([1, 2], cache),),
     half_of_the_pixels=(lambda cache: os.truncate(cache.with_suffix(".raw"), 100),),
     no_pixels=(lambda cache: cache.with_suffix(".raw").unlink(),),
+    other_labels=(lambda cache: changed(cache, labels=torch.tensor([1, 1, 0, 0])),),
+    labels_of_no_class=(lambda cache: changed(cache, labels=torch.full((4,), 9)),),
+    fewer_labels=(lambda cache: changed(cache, labels=torch.tensor([1])),),
+    another_shape=(lambda cache: changed(cache, shape=[8, 3, 16, 32]),),
+    a_pipe=(lambda cache: [make(cache) for make in (os.unlink, os.mkfifo)],),
 )
 def test_damaged_cache_is_mended(folder, damage):
     read(folder)
@@ -187,8 +196,19 @@ def test_every_file_that_cannot_be_read_is_named_at_once(folder):
 
 
 def test_a_folder_in_the_caches_place_is_named(folder):
-    (folder / ".images-train-32x32.raw").mkdir()
-    assert error_line(read, folder).startswith(f"{folder}/.images-train-32x32.raw: is a folder")
+    for ending in ("raw", "sidecar"):
+        file = folder / f".images-train-32x32.{ending}"
+        file.mkdir()
+        assert error_line(read, folder).startswith(f"{file}: is a folder")
+        file.rmdir()
+
+
+def test_a_link_in_the_caches_place_is_not_followed(folder, tmp_path):
+    other = tmp_path / "other"
+    other.write_text("kept")
+    (folder / ".images-train-32x32.sidecar").symlink_to(other)
+    assert greys(read(folder)) == TRAIN
+    assert other.read_text() == "kept"
 
 
 @table(
@@ -213,6 +233,14 @@ def test_a_folder_in_the_caches_place_is_named(folder):
     link=(lambda root: (root / "train/b/0.png").symlink_to("nowhere"), ["{}/train/b/0.png:", "No such file"]),
     pipe=(lambda root: os.mkfifo(root / "train/b/0.png"), ["{}/train/b/0.png:", "is no file"]),
     name=(lambda root: os.mkdir(os.fsencode(root / "train") + b"/\xff"), ["{}/train:", "no UTF-8 name"]),
+    loop=(
+        lambda root: (root / "train/a/again").symlink_to(".."),
+        ["data.root: {}:", "that it lies in", "a/again"],
+    ),
+    loops=(
+        lambda root: [(root / "train/a" / name).symlink_to(".") for name in ("one", "two")],
+        ["data.root: {}:", "a link to a folder that it lies in"],
+    ),
     text=(
         lambda root: (root / "train/b/0.png").write_text("a\nb"),
         ["{}/train/b/0.png:", "not a readable image"],
