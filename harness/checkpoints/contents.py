@@ -222,7 +222,7 @@ def _check_partitions(
         if found is None:
             raise InvalidInput(f"{folder / name}: is missing; {MEND}")
         states.append(found["optimizer_state_dict"])
-        if _form(states[rank]) != _form(states[0]) or _padded_sizes(states[rank]) != _padded_sizes(states[0]):
+        if _form(states[rank]) != _form(states[0]) or not _are_of_one_size(states[rank], states[0]):
             raise InvalidInput(f"{folder / name}: is not partitioned as rank 0's; {MEND}")
         weights = f"zero_pp_rank_{rank}_{place}_model_states.pt"  # where ZeRO 3 partitions them, too
         own, first = held.get(weights), held.get(f"zero_pp_rank_0_{place}_model_states.pt")
@@ -230,15 +230,23 @@ def _check_partitions(
             raise InvalidInput(f"{folder / weights}: is missing, or not like rank 0's; {MEND}")
     shapes = [shape for group in main.get("param_shapes") or [] for shape in group.values()]
     least = sum(math.prod(shape) for shape in shapes)
-    if not nvme and len(states) * sum(_padded_sizes(states[0])) < least:
+    if not nvme and len(states) * sum(padded for _, padded in _sizes(states[0])) < least:
         raise InvalidInput(f"{folder}: its partitions hold less than the network's {least:,} weights; {MEND}")
 
 
-def _padded_sizes(state: Mapping[str, Any]) -> list[int]:
-    """Weights of a rank's partition in each parameter group, with those that DeepSpeed leaves out again."""
+def _sizes(state: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Weights of a rank's partition in each parameter group, without and with DeepSpeed's padding."""
     flat = state.get(PARTITION, state.get("fp32_flat_groups", []))
     padding = state.get("group_paddings", [0] * len(flat))
-    return [each.numel() + pad for each, pad in zip(flat, padding, strict=True)]
+    return [(each.numel(), each.numel() + pad) for each, pad in zip(flat, padding, strict=True)]
+
+
+def _are_of_one_size(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    sizes, others = (
+        _sizes(one),
+        _sizes(other),
+    )  # bf16's file has the padding among the weights, ZeRO's has not
+    return len(sizes) == len(others) and all(set(a) & set(b) for a, b in zip(sizes, others, strict=True))
 
 
 def _form(value: Any) -> Any:
