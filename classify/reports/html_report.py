@@ -91,6 +91,14 @@ class FinishedRun:
         entries = [each for each in self.metrics if each["group"] == group and metric in each]
         return [each["steps_completed"] for each in entries], [each[metric] for each in entries]
 
+    @property
+    def best(self) -> tuple[float, int]:
+        """The highest accuracy of all validations, and the first step that had it."""
+        steps, accuracies = self.series("validation", "accuracy")
+        last = self.summary["validation"]["accuracy"], self.summary["steps"]
+        found = [*zip(accuracies, steps, strict=True), last]
+        return max(found, key=lambda each: (each[0], -each[1]))
+
 
 def _is_mistake(value: Any) -> bool:
     keys = ("image", "predicted", "label")
@@ -194,6 +202,7 @@ def _shown(run: FinishedRun, confusion: bytes) -> dict[str, Any]:
         "name": run.name,
         "validation": run.summary["validation"],
         "steps": run.summary["steps"],
+        "best": run.best,
         "data": f"dataset {(run.described['config'].get('data') or {}).get('dataset', 'cifar10')}",
         "confusion": _text(confusion),
         "mistakes": mistakes,
@@ -207,7 +216,9 @@ def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
     def row(label: str, text: Any) -> tuple[str, list[str]]:
         return label, [text(run.summary, run.described["machine"]) for run in runs]
 
+    best = [f"{accuracy:.4f} after {step:,} steps" for accuracy, step in (run.best for run in runs)]
     return [
+        ("best accuracy", best),
         row("accuracy", lambda s, m: f"{s['validation']['accuracy']:.4f}"),
         row("validation loss", lambda s, m: f"{s['validation']['loss']:.4f}"),
         row("epochs", lambda s, m: f"{s['epochs']}"),
@@ -250,6 +261,9 @@ def _curves(runs: Sequence[FinishedRun]) -> dict[str, Figure]:
                 axes.plot(*run.series("validation", "accuracy"), label=name or "validation", **style)
             else:
                 axes.plot(*run.series("training", "learning_rate"), color=colour, label=name)
+        if title == "loss" and not alone:  # which line is which, whatever its colour
+            axes.plot([], [], color="grey", alpha=0.5, label="training")
+            axes.plot([], [], color="grey", marker="o", markersize=4, label="validation")
         if title != "learning rate" or not alone:
             axes.legend(fontsize="small", frameon=False)
         axes.set_title(title)

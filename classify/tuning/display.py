@@ -12,8 +12,11 @@ import sys
 from collections.abc import Iterator
 
 import matplotlib
+import numpy as np
 import optuna
-from matplotlib import pyplot
+from matplotlib import pyplot, ticker
+from matplotlib.axis import Axis
+from matplotlib.colors import ListedColormap
 from optuna.distributions import FloatDistribution
 from optuna.trial import FrozenTrial, TrialState
 from rich import box
@@ -45,6 +48,7 @@ class SearchDisplay:
         self.console = Console(markup=False, emoji=False)  # names are text: [b] in one is no markup
         self.live_table: Live | None = None
         self.steps: dict[int, int] = {}
+        self.changed: list[str] = []  # files of code
 
     # ------------------------------------------------------------------------------------------ while it runs
 
@@ -68,6 +72,22 @@ class SearchDisplay:
         if not self.live_table:
             trial = self._trials()[number]
             print(printable(f"trial {number}: {self._values(trial)}"), flush=True)
+
+    def tell_changes(self, number: int, begun: dict[str, str], now: dict[str, str]) -> None:
+        """Says, once for each set of files, that a trial starts with other code than the search did.
+
+        Args:
+            number: of the trial.
+            begun: digests of the files of code when the search began, by name.
+            now: those of today.
+        """
+        files = sorted(name for name in begun.keys() | now.keys() if begun.get(name) != now.get(name))
+        if not files or files == self.changed:
+            return
+        self.changed = files
+        mend = "compare it with the trials before as far as that does not matter, or start a new search"
+        what = f"{', '.join(files)} changed since the search began"
+        print(f"search.py: note: trial {number}: {what}; {mend}", file=sys.stderr)
 
     def ended(self, number: int) -> None:
         """Says how a trial has ended, and brings the CSV file up to date."""
@@ -169,14 +189,24 @@ class SearchDisplay:
             value = self._score(trial)
             study.add_trial(optuna.create_trial(value=value, params=params, distributions=distributions))
         with pyplot.rc_context({"figure.figsize": (9, 5), "figure.dpi": 120}):
-            optuna.visualization.matplotlib.plot_optimization_history(study, target_name=self.metric)
+            history = optuna.visualization.matplotlib.plot_optimization_history(
+                study, target_name=self.metric
+            )
+            history.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
             yield self._save("history.png")
             varied = [name for name in self.names if len({trial.params[name] for trial in scored}) > 1]
             if len(varied) > 1:
                 short = [self._short(name) for name in varied]
-                optuna.visualization.matplotlib.plot_parallel_coordinate(
+                axes = optuna.visualization.matplotlib.plot_parallel_coordinate(
                     study, short, target_name=self.metric
                 )
+                for lines in axes.collections:  # Optuna's colours begin with white
+                    blues = pyplot.get_cmap("Blues")(np.linspace(0.35, 1, 256))
+                    is_reversed = lines.get_cmap().name.endswith("_r")
+                    lines.set_cmap(ListedColormap(blues[::-1] if is_reversed else blues))
+                for each in axes.figure.axes:
+                    each.grid(visible=False)  # white, and across the lines
+                    _spread_ticks(each.yaxis)
                 yield self._save("parallel-coordinates.png")
             numbers = [
                 name for name in varied if isinstance(scored[0].distributions[name], FloatDistribution)
@@ -202,6 +232,7 @@ class SearchDisplay:
                 axes.plot([], [], "o", color=colour, label=label)
             if getattr(scored[0].distributions[name], "log", False):
                 axes.set_xscale("log")
+                _spread_ticks(axes.xaxis)
             axes.set_xlabel(self._short(name))
             if group:
                 axes.legend(title=self._short(group), fontsize="small", title_fontsize="small")
@@ -242,6 +273,17 @@ class SearchDisplay:
             if sum(other == short or other.endswith(f".{short}") for other in self.names) == 1:
                 return short
         return str(name)
+
+
+def _spread_ticks(axis: Axis) -> None:
+    """Labels a logarithmic axis by its decades alone, or where it has none or one, by a few round numbers."""
+    if axis.get_scale() != "log":
+        return
+    axis.set_minor_formatter(ticker.NullFormatter())
+    low, high = sorted(axis.get_view_interval())
+    if high / low < 20:
+        axis.set_major_locator(ticker.MaxNLocator(4))
+        axis.set_major_formatter(ticker.FormatStrFormatter("%.4g"))
 
 
 def _order(value: object) -> tuple[bool, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from classify.config import experiment_file
+from classify.config.project import PROJECT
 from classify.engine.trial_config import TrialConfig
 from classify.images.sources import Source
 from classify.tuning import searchers, space
@@ -62,6 +64,8 @@ class SearchRunner:
             mend = "give another folder, or the same file and --set"
             raise InvalidInput(f"--output: {output}: holds another search; {mend}")
         self.study.set_user_attr("experiment", described)
+        if "code" not in self.study.user_attrs:
+            self.study.set_user_attr("code", code_digests())
         self.config = self.output / "search.yaml"
         self.config.write_text(json.dumps(search.experiment.config, indent=2))  # JSON is YAML
         self.display = SearchDisplay(self.study, search, self.output)
@@ -158,6 +162,7 @@ class SearchRunner:
             self.used[number], self.devices = self.devices[:slots], self.devices[slots:]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.used[number]))
         self.running[number] = run
+        self.display.tell_changes(number, self.study.user_attrs["code"], code_digests())
         run.start(environment)
         self.display.started(number)
 
@@ -208,6 +213,17 @@ class SearchRunner:
         self.study.tell(number, self.better(scores) if state == TrialState.COMPLETE else None, state=state)
         self._enqueue_missing()  # another in the place of an invalid one
         self.display.ended(number)
+
+
+def code_digests() -> dict[str, str]:
+    """The SHA-256 of every file of code that a trial may run, and of the project's DeepSpeed configurations.
+
+    A trial runs the files as they are when it starts.
+    """
+    packages = (each.parent.rglob("*.py") for each in PROJECT.glob("*/__init__.py"))
+    others = (PROJECT.glob(pattern) for pattern in ("*.py", "*.json", "experiments/*.json"))
+    files = itertools.chain(*others, *packages)
+    return {str(each.relative_to(PROJECT)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -7,6 +7,8 @@ from support import PROJECT, overrides, train_many
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
+from classify.reports import html_report
+
 DIGITS = ["--config", str(PROJECT / "experiments/digits.yaml")]
 
 
@@ -58,6 +60,30 @@ def test_the_gradient_norm_is_there_without_clipping(tmp_path):
     assert len({run.summary["weights_sha256"] for run in runs.values()}) == 1
     files = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Runs()
     assert set(files) == set(rows)  # what TensorBoard calls them
+
+
+def finished_run(name, accuracies):
+    validations = [
+        {"group": "validation", "steps_completed": 10 * i, "loss": 1 / i, "accuracy": accuracy}
+        for i, accuracy in enumerate(accuracies, 1)
+    ]
+    training = [{"group": "training", "steps_completed": i, "loss": 1 / i} for i in range(1, 31)]
+    summary = {"steps": 10 * len(accuracies), "validation": {"accuracy": accuracies[-1]}}
+    return html_report.FinishedRun(name, summary, {}, {}, [*training, *validations])
+
+
+def test_a_report_says_the_best_beside_the_last_and_which_line_is_which():
+    runs = [finished_run("a", [0.5, 0.7, 0.7, 0.6]), finished_run("b", [0.5, 0.9])]
+    assert [run.best for run in runs] == [(0.7, 20), (0.9, 20)]
+    for shown, labels in (
+        (runs[:1], ["training", "validation"]),
+        (runs, ["a", "b", "training", "validation"]),
+    ):
+        (axes,) = html_report._curves(shown)["loss"].axes
+        legend = axes.get_legend()
+        assert legend and [text.get_text() for text in legend.get_texts()] == labels
+        lines = {line.get_label(): line for line in axes.get_lines()}
+        assert lines["training"].get_marker() == "None" and lines["validation"].get_marker() == "o"
 
 
 def test_every_mode_counts_the_whole_networks_parameters(mode_runs):

@@ -13,12 +13,15 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import optuna
 import pytest
+from matplotlib import pyplot
 from support import PROJECT, TIME_LIMIT, Run, error_line, execute
 
 import search
-from classify.tuning import display, searchers, specification
+from classify.tuning import display, runner, searchers, space, specification
+from classify.tuning.display import SearchDisplay
 from harness.errors import InvalidInput
 
 GRID = "experiments/search-grid.yaml"
@@ -195,6 +198,66 @@ def test_brackets_are_determineds(chosen, shares):
     """The numbers of master/pkg/searcher/adaptive_asha.go for 16 trials of 16 epochs."""
     section = {"name": "adaptive_asha", "max_trials": 16, "max_time": 16, "divisor": 4, **chosen}
     assert searchers.brackets(section, 1) == [searchers.Bracket(*share) for share in shares]
+
+
+@pytest.mark.parametrize(("least", "most"), [(-3.0, -2.9), (-3.0, -2.0), (-4.0, -1.0)])
+def test_plots_have_labels_apart_whole_trials_and_no_white_line(tmp_path, monkeypatch, least, most):
+    changes = [f"{LR}={{type: log, base: 10, minval: {least}, maxval: {most}}}"]
+    loaded = specification.load(str(PROJECT / ASHA), changes, 1)
+    distributions = space.space(loaded.ranges)
+    study = optuna.create_study(direction="maximize")
+    for number, drawn in enumerate(itertools.islice(loaded.draws(), 4)):
+        study.add_trial(
+            optuna.create_trial(
+                value=number / 4,
+                params={name: drawn[name] for name in distributions},
+                distributions=distributions,
+                intermediate_values={9: number / 4},
+                user_attrs={"outcome": "complete"},
+            )
+        )
+    figures = {}
+
+    def keep(self, name):
+        figures[name] = pyplot.gcf()
+        pyplot.savefig(tmp_path / name)
+        return name
+
+    monkeypatch.setattr(SearchDisplay, "_save", keep)
+    assert SearchDisplay(study, loaded, tmp_path).finish() == 0
+    assert all(tick == int(tick) for tick in figures["history.png"].axes[0].get_xticks())
+    for axes in (axes for figure in figures.values() for axes in figure.axes):
+        axis = axes.xaxis if axes.get_xscale() == "log" else axes.yaxis
+        labels = [*axis.get_majorticklabels(), *axis.get_minorticklabels()]
+        boxes = [each.get_window_extent() for each in labels if each.get_text() and each.get_visible()]
+        seen = [box for box in boxes if axes.figure.bbox.overlaps(box)]
+        assert len(seen) > 1 and not [
+            pair for pair in itertools.combinations(seen, 2) if pair[0].overlaps(pair[1])
+        ]
+    (lines,) = figures["parallel-coordinates.png"].axes[0].collections
+    assert np.asarray(lines.get_edgecolor())[:, :3].min(axis=1).max() < 0.7  # white is 1
+    pyplot.close("all")
+
+
+def test_a_trial_that_starts_with_other_code_is_told_once(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runner, "PROJECT", tmp_path)
+    for name in ("net.py", "mine/__init__.py", "mine/deep/loss.py", "data/photos.py", "experiments/a.json"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    begun = runner.code_digests()
+    assert set(begun) == {"net.py", "mine/__init__.py", "mine/deep/loss.py", "experiments/a.json"}
+    (tmp_path / "net.py").write_text("2")
+    (tmp_path / "mine/deep/loss.py").unlink()
+    (tmp_path / "mine/new.py").write_text("3")
+    study = optuna.create_study()
+    display = SearchDisplay(study, specification.load(str(PROJECT / GRID), [], 1), tmp_path)
+    for number in (1, 2, 3):
+        display.tell_changes(number, begun, runner.code_digests())
+        if number == 2:
+            (tmp_path / "net.py").write_text("1")
+    first, second = capsys.readouterr().err.splitlines()
+    assert "trial 1: mine/deep/loss.py, mine/new.py, net.py changed since the search began" in first
+    assert "trial 3: mine/deep/loss.py, mine/new.py changed since" in second
 
 
 # ------------------------------------------------------------------------------------------------ real searches
