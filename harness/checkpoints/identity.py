@@ -99,7 +99,9 @@ def check_engines(path: pathlib.Path, name: str, engines: int) -> None:
     held = len(list(path.glob("model*/")))
     if held != engines:
         reason = f"Failed to load deepspeed checkpoint. It holds {held} engines, and the trial has {engines}"
-        raise InvalidInput(f"--resume: {name}: {reason}; go on with the trial that saved it")
+        raise InvalidInput(
+            f"--resume: {name}: {reason}; go on from another checkpoint, or with the trial that saved it"
+        )
 
 
 def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:

@@ -191,7 +191,7 @@ DAMAGE = {
     "no engine": (
         signed_again(lambda folder: shutil.rmtree(folder / "model0")),
         [],
-        ["model0: is missing", MEND],
+        ["It holds 0 engines, and the trial has 1", MEND],
     ),
     "a file that would be loaded first": (
         signed_again(lambda folder: torch.save({}, folder / "checkpoint.pt")),
