@@ -245,7 +245,8 @@ def test_nothing_is_decoded_before_all_else_is_known_to_be_right(tmp_path, folde
     resumed = train_many(
         tmp_path, {"run": [*DIGITS, *images, *short, "--set=data.resize=40", "--resume=latest"]}
     )
-    assert (resumed["run"].code, len(resumed["run"].stderr.splitlines())) == (2, 1), resumed["run"].stderr
+    errors = [line for line in resumed["run"].stderr.splitlines() if "note: " not in line]
+    assert (resumed["run"].code, len(errors)) == (2, 1), resumed["run"].stderr
     assert "data.resize: [40, 40]: checkpoint" in resumed["run"].stderr
     larger = [*images, "--set", "data.resize=40"]
     weights = ["--weights", str(tmp_path / "other.pt"), "--output", str(tmp_path / "baseline")]
