@@ -26,7 +26,8 @@ def default_output(name: str) -> pathlib.Path:
     """A new folder for a run: ``runs/<name>-<time>``; of a file's path, the name without its ending."""
     first = pathlib.Path(f"runs/{pathlib.Path(name).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
-    return next(folder for folder in itertools.chain([first], others) if not folder.exists())
+    # Not Path.exists, which fails for a name that is too long
+    return next(folder for folder in itertools.chain([first], others) if not os.path.exists(folder))
 
 
 def shown(path: pathlib.Path) -> str:

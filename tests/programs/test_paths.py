@@ -90,12 +90,12 @@ def refusals(tmp_path_factory):
         "classes": ["a", "b"],
         "input": size,
         "dtype": "float32",
+        "provenance": {"steps": 1},
     }
     net_file.write(folder / "net.pt", state_dicts.of_module(Net(2)), description)
     checkpoint = folder / "checkpoint"
     checkpoint.mkdir()
-    weights = state_dicts.of_module(Net(2))
-    net_file.write(checkpoint / "net.pt", weights, {**description, "provenance": {"steps": 1}})
+    net_file.write(checkpoint / "net.pt", state_dicts.of_module(Net(2)), description)
     (checkpoint / "metadata.json").write_text('{"steps_completed": 1}')
     # Folders that may not be entered, or only looked into, or not be written to; of another user, or of nobody
     closed, listed, read_only = folder / "closed", folder / "listed", folder / "read-only"
@@ -166,7 +166,7 @@ def test_a_path_that_cannot_be_used_is_one_line_and_exit_code_2(refusals):
         name: result
         for name, result in done.items()
         if result[0] != 2
-        or result[1]
+        or result[1] not in ("", "starting: importing torch, DeepSpeed and Determined\n")
         or len(result[2].splitlines()) != 1
         or not result[2].startswith(begins[name])
     }

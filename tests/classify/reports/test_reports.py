@@ -8,6 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
 from classify.reports import html_report
+from classify.reports.finished_run import FinishedRun
 
 DIGITS = ["--config", str(PROJECT / "experiments/digits.yaml")]
 
@@ -69,7 +70,7 @@ def finished_run(name, accuracies):
     ]
     training = [{"group": "training", "steps_completed": i, "loss": 1 / i} for i in range(1, 31)]
     summary = {"steps": 10 * len(accuracies), "validation": {"accuracy": accuracies[-1]}}
-    return html_report.FinishedRun(name, summary, {}, {}, [*training, *validations])
+    return FinishedRun(name, summary, {}, {}, [*training, *validations])
 
 
 def test_a_report_says_the_best_beside_the_last_and_which_line_is_which():
