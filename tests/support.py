@@ -70,7 +70,7 @@ def launcher(name: str, processes: int) -> list[str]:
 
 
 def execute(command: list[str], output: pathlib.Path, *, cwd: pathlib.Path = PROJECT, **env: str) -> Run:
-    """Runs a command to its end; kills it and all its children when the time is up."""
+    """Runs a command to its end; kills it and all its children when the time is up, and shows what they said."""
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -82,6 +82,9 @@ def execute(command: list[str], output: pathlib.Path, *, cwd: pathlib.Path = PRO
     )
     try:
         stdout, stderr = process.communicate(timeout=TIME_LIMIT)
+    except subprocess.TimeoutExpired as error:
+        print(*(text.decode(errors="replace") for text in (error.stdout, error.stderr) if text), sep="\n")
+        raise
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
