@@ -25,6 +25,7 @@ HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that take 0 to 255 to [-1,
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as torchvision's pretrained weights take them
 SPLITS = ("train", "test")
 SAMPLE = 10_000  # images of which a dataset's statistics are taken
+FOR_WEIGHTS = 5_000  # images from which a network may initialise itself
 
 Normalization = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation of each channel
 
@@ -86,6 +87,12 @@ class Images:
         """Inputs (B, 3, H, W) float32 on the training device of images (B, 3, H, W) uint8."""
         inputs = as_inputs(images.to(self.device, non_blocking=True), *self.normalization)
         return inputs.contiguous(memory_format=torch.channels_last) if channels_last else inputs
+
+    def sample(self) -> Tensor:
+        """Inputs (N, 3, H, W) float32 on the CPU of at most 5,000 training images, evenly spaced."""
+        images = self.train
+        chosen = torch.arange(0, len(images), -(-len(images) // FOR_WEIGHTS), device=images.images.device)
+        return as_inputs(images.center_crop(images.images.index_select(0, chosen)).cpu(), *self.normalization)
 
     def training_sampler(self, batch_size: int, micro_batches_per_step: int) -> MicroBatchSampler:
         """Which training images make a micro-batch, shuffled by (seed, epoch)."""

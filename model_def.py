@@ -71,7 +71,8 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         self.mixup = make_mixup(config.hyper.mixup, config.hyper.cutmix, config.net.num_classes)
         # Network, in the form that its mode needs, and engine
         with building(config, images.gpu_bytes):
-            net = build_network(config, self._pipeline_loss)
+            sample = None if getattr(context, "resumes", False) else images.sample
+            net = build_network(config, self._pipeline_loss, sample)
             parameters = trainable_parameters(net, config)
             engine, *_ = deepspeed.initialize(model=net, model_parameters=parameters, config=config.deepspeed)
         self.model_engine = context.wrap_model_engine(engine)

@@ -31,11 +31,13 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
     Attributes:
         output: off a cluster, the run's folder.
         experiment: what the experiment configuration says.
+        resumes: whether a checkpoint's weights will replace the first ones.
         resumed_from: optimizer steps of the run that this one goes on with.
     """
 
     output: pathlib.Path | None = None
     experiment: Experiment
+    resumes = False
     resumed_from = 0
     _tbd_writer: Any
 
@@ -132,7 +134,7 @@ def init(
     output = ranks.broadcast(pathlib.Path(os.path.realpath(output or default_output("trial"))))
     with (
         own_folder(output, ranks, resumes, writes),
-        _locally(experiment, ranks, output, enable_tensorboard_logging) as context,
+        _locally(experiment, ranks, output, resumes, enable_tensorboard_logging) as context,
     ):
         yield context
 
@@ -156,6 +158,7 @@ def _on_cluster(
             steps_completed=info.trial._steps_completed,
             enable_tensorboard_logging=logs_tensorboard,
         )
+        context.resumes = info.latest_checkpoint is not None
         with cluster.errors_end_the_trial():
             cluster.log_from_chief(core_context.distributed.rank == 0)
             cluster.check_slots(core_context.distributed.size)
@@ -164,7 +167,11 @@ def _on_cluster(
 
 @contextlib.contextmanager
 def _locally(
-    experiment: Experiment, distributed: core.DistributedContext, output: pathlib.Path, logs_tensorboard: bool
+    experiment: Experiment,
+    distributed: core.DistributedContext,
+    output: pathlib.Path,
+    resumes: bool,
+    logs_tensorboard: bool,
 ) -> Iterator[TrialContext]:
     seed_everything(experiment.seed)
     storage, tensorboard = output / "checkpoints", core.TensorboardMode.MANUAL
@@ -191,5 +198,5 @@ def _locally(
             torch.cuda.device_count(),
             enable_tensorboard_logging=logs_tensorboard,
         )
-        context.output = output
+        context.output, context.resumes = output, resumes
         yield context

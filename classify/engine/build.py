@@ -28,12 +28,16 @@ from harness.out_of_memory import explain_out_of_memory
 PipelineLoss = Callable[[Tensor, Tensor], Tensor]  # of logits (B, C) and labels
 
 
-def build_network(config: TrialConfig, pipeline_loss: PipelineLoss) -> nn.Module:
+def build_network(
+    config: TrialConfig, pipeline_loss: PipelineLoss, sample: Callable[[], Tensor] | None
+) -> nn.Module:
     """Makes the network in the form that the configuration asks for: plain, of experts, or cut into stages.
 
     Args:
         config: the trial's.
         pipeline_loss: what the last stage of a pipeline computes.
+        sample: gives inputs (N, 3, H, W), for a network with a method ``initialize_from_images``; None where
+            a checkpoint's weights will replace the first ones.
 
     Raises:
         InvalidInput: if its weights cannot be had, or are of another network.
@@ -43,10 +47,14 @@ def build_network(config: TrialConfig, pipeline_loss: PipelineLoss) -> nn.Module
         # Micro-batches of one image are filled up, for DeepSpeed's experts need two.
         padded = max(2, config.micro_batch)
         net: nn.Module = NetMoE(config.net.num_classes, micro_batch=padded, **hyper.experts)
-        _load_weights(net, config)
+        if hyper.weights:
+            _load_weights(net, config)
         return net
     net = registry.build(config.net)
-    _load_weights(net, config)
+    if hyper.weights:
+        _load_weights(net, config)
+    elif sample and (initialize := getattr(net, "initialize_from_images", None)):
+        initialize(sample())
     if hyper.sync_batchnorm:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     if hyper.checkpoint_activations:
@@ -59,8 +67,7 @@ def build_network(config: TrialConfig, pipeline_loss: PipelineLoss) -> nn.Module
 def _load_weights(net: nn.Module, config: TrialConfig) -> None:
     """Starts from ``hyperparameters.weights``, where given, and says what stays at random."""
     chosen = config.hyper.weights
-    if not chosen:
-        return
+    assert chosen
     label = f"hyperparameters.weights: {chosen}"
     skipped = state_dicts.load_pretrained(net, pretrained.read(config.hyper.net, chosen), label)
     if skipped and torch.distributed.get_rank() == 0:

@@ -110,6 +110,9 @@ class ClassifierHooks(TrialHooks):
     @override
     def identity(self) -> Mapping[str, Mapping[str, Any]]:
         hyper, data = self.config.hyper, self.config.data
+        augment = json.loads(json.dumps(vars(data.augment)))
+        if data.augment.edge == "zeros":
+            del augment["edge"]  # which older checkpoints do not have
         net = {
             "hyperparameters.net": "net" if hyper.has_experts else hyper.net,
             "hyperparameters.net_args": dict(hyper.net_args or {}),
@@ -124,7 +127,7 @@ class ClassifierHooks(TrialHooks):
         }
         position = {
             "data: training images": self.config.source.count("train"),
-            "data.augment": json.loads(json.dumps(vars(data.augment))),
+            "data.augment": augment,
             "data.resize": list(data.stored_size),
             "data.normalize": [self.mean, self.std],
             "hyperparameters.label_smoothing": hyper.label_smoothing,

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from classify.config.rules import is_number
+from classify.config.rules import is_number, one_of
 from harness.errors import InvalidInput, nearest
+
+_CHOICES = {"flip": one_of(False, True, "alternating"), "edge": one_of("zeros", "reflection")}
 
 
 @dataclass(frozen=True)
@@ -26,17 +28,19 @@ class Augmentation:
     that the others draw what they did, and a step in ``Augmenter.__call__``.
 
     Attributes:
-        flip: mirror half of the images.
-        crop: shift by up to so many pixels in each direction; zeros come in at the edge. Where
-            ``data.resize`` keeps larger images than the network sees, these are cropped at a random place
-            in any case.
+        flip: mirror half of the images, drawn anew in every epoch; or ``alternating``: a half drawn for the
+            first epoch, and the other half in every second one (https://arxiv.org/abs/2404.00498).
+        crop: shift by up to so many pixels in each direction. Where ``data.resize`` keeps larger images
+            than the network sees, these are cropped at a random place in any case.
+        edge: what a shift by ``crop`` brings in: ``zeros``, or the image's ``reflection``.
         resized_crop: crop a random part of the image and scale it to its size: the least and the largest
             part of the area, e.g. [0.08, 1], with sides of 3:4 to 4:3 (https://arxiv.org/abs/1409.4842).
         cutout: put zeros in a square of so many pixels at a random place (https://arxiv.org/abs/1708.04552).
     """
 
-    flip: bool = False
+    flip: bool | str = False
     crop: int = 0
+    edge: str = "zeros"
     resized_crop: tuple[float, float] | None = None
     cutout: int = 0
 
@@ -52,8 +56,8 @@ class Augmentation:
                 errors.append(
                     f"data.augment.{key}: {value!r}: unknown key; {nearest(key, cls.__annotations__)}"
                 )
-            elif key == "flip" and not isinstance(value, bool):
-                errors.append(f"data.augment.flip: {value!r}: must be true or false")
+            elif key in _CHOICES and not _CHOICES[key].is_valid(value):
+                errors.append(f"data.augment.{key}: {value!r}: {_CHOICES[key].message}")
             elif key == "resized_crop" and value is not None:
                 numbers = (
                     isinstance(value, (list, tuple)) and len(value) == 2 and all(is_number(v) for v in value)
@@ -65,6 +69,11 @@ class Augmentation:
                 errors.append(
                     f"data.augment.{key}: {value!r}: must be a whole number of pixels from 0 to {size}"
                 )
+        if "edge" in section and not section.get("crop"):
+            errors.append(f"data.augment.edge: {section['edge']!r}: does nothing without crop; set that, too")
+        if section.get("edge") == "reflection" and section.get("crop") == size:
+            most = f"an image of {size} pixels has a reflection of {size - 1}"
+            errors.append(f"data.augment.crop: {size}: {most}; use less, or edge: zeros")
         if section.get("crop") and section.get("resized_crop"):
             errors.append(
                 f"data.augment.crop: {section['crop']!r}: resized_crop crops already; give one of them"
@@ -135,7 +144,7 @@ class Augmenter:
 
         A row at a time, which ``index_select`` copies as a whole: several times faster than an index a pixel.
         """
-        padded = F.pad(images, (self.augmentation.crop,) * 4)
+        padded = _padded(images, self.augmentation.crop, self.augmentation.edge)
         either = torch.cat([padded, padded.flip(3)]) if self.augmentation.flip else padded
         (height, width), (seen, across) = padded.shape[2:], self.size
         down, right = self._shifts.index_select(1, indices)
@@ -150,7 +159,10 @@ class Augmenter:
         """Draws for every image of the set, in a fixed order, whatever the batches."""
         random, chosen = np.random.default_rng((self.seed, epoch, 1)), self.augmentation
         self._epoch = epoch
-        flips = (random.random(self.count) < 0.5) & chosen.flip
+        flips = (random.random(self.count) < 0.5) & bool(chosen.flip)
+        if chosen.flip == "alternating":
+            first = np.random.default_rng((self.seed, 0, 1)).random(self.count) < 0.5
+            flips = first if epoch % 2 == 0 else ~first
         self._flips = torch.from_numpy(flips).to(device)
         self._shifts = self._places(random, [0, 0], self.room).to(device)
         low, half = -(chosen.cutout // 2), (chosen.cutout + 1) // 2
@@ -174,3 +186,14 @@ class Augmenter:
                 [random.integers(low, high + 1, self.count) for low, high in zip(least, most, strict=True)]
             )
         )
+
+
+def _padded(images: Tensor, border: int, edge: str) -> Tensor:
+    """Images (B, 3, h, w) uint8 with a border of zeros, or of their reflection (torch's is for floats)."""
+    if edge == "zeros" or not border:
+        return F.pad(images, (border,) * 4)
+    for axis in (2, 3):
+        last = images.shape[axis] - 1
+        places = torch.arange(-border, last + border + 1, device=images.device).abs()
+        images = images.index_select(axis, last - (last - places).abs())
+    return images

@@ -13,6 +13,7 @@ import torchvision
 from torch import nn
 
 import net as own
+from classify.models import net_airbench  # noqa: F401 - which registers itself
 from harness.errors import InvalidInput, one_line
 
 MOE = "net-moe"  # the name of Net with experts, which classify/models/net_moe.py makes
@@ -97,12 +98,12 @@ def on_meta_device(spec: NetSpec) -> nn.Module:
 
 def prefers_channels_last(name: str) -> bool:
     """Whether a forward pass is faster in that memory format, and sure to work: ``view`` may refuse it."""
-    return name == "net" or name not in own.NETS
+    return name in ("net", "airbench") or name not in own.NETS
 
 
 def trains_faster_channels_last(name: str, device: str) -> bool:
     """Whether training is faster in that memory format; for torchvision's it depends on the batch."""
-    return name == "net" and device == "cpu"
+    return name in ("net", "airbench") and device == "cpu"
 
 
 def logits(outputs: Any) -> Any:

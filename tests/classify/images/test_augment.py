@@ -34,10 +34,17 @@ def test_a_flip_mirrors_about_half(images):
     assert 20 < sum(mirrored) < 44
 
 
-def test_a_crop_shifts_by_at_most_so_much_and_fills_with_zeros(images):
+def test_an_alternating_flip_mirrors_the_other_half_in_every_second_epoch(images):
+    first, second, third, fourth = (augmented(images, epoch, flip="alternating") for epoch in range(4))
+    assert torch.equal(first, augmented(images, flip=True))
+    assert torch.equal(second, first.flip(3)) and torch.equal(third, first) and torch.equal(fourth, second)
+
+
+@pytest.mark.parametrize(("edge", "mode"), [("zeros", "constant"), ("reflection", "reflect")])
+def test_a_crop_shifts_by_at_most_so_much_and_fills_the_edge(images, edge, mode):
     shifts = set()
-    for after, before in zip(augmented(images, crop=2), images, strict=True):
-        padded = torch.nn.functional.pad(before, (2,) * 4)
+    for after, before in zip(augmented(images, crop=2, edge=edge), images, strict=True):
+        padded = torch.nn.functional.pad(before.float(), (2,) * 4, mode=mode)
         found = [
             (down, right)
             for down in range(5)
@@ -106,7 +113,10 @@ def test_a_loader_augments_by_the_epoch_it_is_in(images):
     [
         ([], "data.augment: []: must be a mapping"),
         ({"flipp": True}, "data.augment.flipp: True: unknown key; did you mean 'flip'?"),
-        ({"flip": 1}, "data.augment.flip: 1: must be true or false"),
+        ({"flip": 1}, "data.augment.flip: 1: must be one of False, True, alternating"),
+        ({"crop": 1, "edge": "mirror"}, "data.augment.edge: 'mirror': must be one of zeros, reflection"),
+        ({"edge": "zeros"}, "data.augment.edge: 'zeros': does nothing without crop"),
+        ({"crop": 32, "edge": "reflection"}, "data.augment.crop: 32: an image of 32 pixels has a reflection"),
         ({"crop": -1}, "data.augment.crop: -1: must be a whole number of pixels from 0 to 32"),
         ({"cutout": 33}, "data.augment.cutout: 33: must be a whole number of pixels from 0 to 32"),
     ],
