@@ -22,6 +22,7 @@ from harness.errors import InvalidInput
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 
 
+JOINED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 TIME_LIMIT = 500  # seconds a run may take
 
 
@@ -69,12 +70,17 @@ def launcher(name: str, processes: int) -> list[str]:
     return [sys.executable, "-m", module, f"{count}={processes}", f"--master_port={free_port()}"]
 
 
+def environment(**more: str) -> dict[str, str]:
+    """That of a new process: without what a trial sets that ran in this one, which would be a launcher's."""
+    return {key: value for key, value in os.environ.items() if key not in JOINED} | more
+
+
 def execute(command: list[str], output: pathlib.Path, *, cwd: pathlib.Path = PROJECT, **env: str) -> Run:
     """Runs a command to its end; kills it and all its children when the time is up, and shows what they said."""
     process = subprocess.Popen(
         command,
         cwd=cwd,
-        env={**os.environ, **env},
+        env=environment(**env),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from containers import ENTRYPOINT, SMALL, container
 from master import Master
-from support import execute, free_port
+from support import environment, execute, free_port
 
 # On Debian the hostname's address is of the loopback, as it is in a namespace for want of another.
 CHIEF, OTHER = "10.213.7.1", "10.213.7.2"
@@ -56,7 +56,7 @@ def test_a_trial_on_two_hosts(tmp_path, namespace):
     with Master(OTHER) as master:
         for rank, address in enumerate(hosts):
             folder = tmp_path / address
-            environment = container(
+            variables = container(
                 folder,
                 master,
                 1,
@@ -66,12 +66,12 @@ def test_a_trial_on_two_hosts(tmp_path, namespace):
                 config={"entrypoint": "python3 -m harness.launch bash record.sh"},
             )
             (folder / "model/record.sh").write_text(f"{RECORD}\nexec python3 train.py\n")
-            hosts[address]["environment"] = {**environment, **ports, **mine, "TEST_HOSTS": json.dumps(hosts)}
+            hosts[address]["environment"] = {**variables, **ports, **mine, "TEST_HOSTS": json.dumps(hosts)}
             hosts[address]["environment"]["HOST_OF_ITS_OWN"] = address
         other = subprocess.Popen(
             ["bash", "-c", ENTRYPOINT],
             cwd=tmp_path / OTHER / "model",
-            env={**os.environ, **hosts[OTHER]["environment"]},
+            env=environment(**hosts[OTHER]["environment"]),
             start_new_session=True,
         )
         try:
@@ -86,8 +86,8 @@ def test_a_trial_on_two_hosts(tmp_path, namespace):
     output = run.stdout + run.stderr
     assert "identifier" not in output and "secret-token" not in output
     for rank, address in enumerate(hosts):
-        environment = json.loads((tmp_path / CHIEF / f"model/environment-{rank}").read_text())
+        recorded = json.loads((tmp_path / CHIEF / f"model/environment-{rank}").read_text())
         expected = {**mine, "HOST_OF_ITS_OWN": address, "DET_SESSION_TOKEN": "secret-token"}
-        assert expected.items() <= environment.items()
+        assert expected.items() <= recorded.items()
         config = hosts[address]["environment"]["DET_EXPERIMENT_CONFIG"]
-        assert environment["DET_EXPERIMENT_CONFIG"] == config
+        assert recorded["DET_EXPERIMENT_CONFIG"] == config

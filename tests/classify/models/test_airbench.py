@@ -1,5 +1,7 @@
 """The network of the CIFAR-10 recipes: its first weights, which images give, and its training in every form."""
 
+from typing import Any
+
 import pytest
 import torch
 from modes import DEEPSPEED, FIXED, losses
@@ -29,7 +31,7 @@ def test_its_first_convolution_whitens_the_images():
         F.avg_pool2d(mixed, 3, 1) * torch.tensor([3.0, 1.0, 0.5]).view(3, 1, 1)
         + 0.2 * mixed[:, :1, 1:-1, 1:-1]
     )
-    net = registry.build(NetSpec("airbench", 10, (10, 10), {"width": 2}))
+    net: Any = registry.build(NetSpec("airbench", 10, (10, 10), {"width": 2}))
     net.initialize_from_images(images)
     filters = net.whiten.weight
     assert torch.equal(filters[12:], -filters[:12]) and not filters.requires_grad
@@ -40,7 +42,7 @@ def test_its_first_convolution_whitens_the_images():
 
 
 def test_its_other_filters_pass_their_channels_on():
-    net = registry.build(NetSpec("airbench", 10, (32, 32), {"width": 32}))
+    net: Any = registry.build(NetSpec("airbench", 10, (32, 32), {"width": 32}))
     images = torch.rand(2, 24, 8, 8)
     assert torch.allclose(F.conv2d(images, net.groups[0].convs[0].weight[:24], padding=1), images, atol=1e-6)
 
