@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import data
 from classify.config.experiment_fields import check, experiment_of
-from classify.engine.build import build_network, building, trainable_parameters
+from classify.engine.build import build_network, building, engine_arguments
 from classify.engine.hooks import ClassifierHooks
 from classify.engine.trial_config import TrialConfig
 from classify.images.mixup import apply_mixup, make_mixup
@@ -32,6 +32,7 @@ from classify.reports.callbacks import make_callbacks
 from classify.reports.metrics import ClassificationMetrics, Throughput
 from harness.deepspeed_patches import data_parallel_rank
 from harness.local.local_mode import LocalTestMode
+from harness.schedules import learning_rate
 
 Batches = Iterator[pytorch.TorchData] | None  # none on the middle stages of a pipeline
 
@@ -73,8 +74,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         with building(config, images.gpu_bytes):
             sample = None if getattr(context, "resumes", False) else images.sample
             net = build_network(config, self._pipeline_loss, sample)
-            parameters = trainable_parameters(net, config)
-            engine, *_ = deepspeed.initialize(model=net, model_parameters=parameters, config=config.deepspeed)
+            engine, *_ = deepspeed.initialize(model=net, **engine_arguments(net, config))
         self.model_engine = context.wrap_model_engine(engine)
         self.accumulation = engine.gradient_accumulation_steps()
         parts = config.replicas * self.accumulation
@@ -112,7 +112,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         """
         micro_batches = self._inputs(dataloader_iter, batch_idx)
         step_size = self.train_sampler.step_size(batch_idx)
-        metrics: dict[str, Any] = {"learning_rate": self.model_engine.get_lr()[0]}
+        metrics: dict[str, Any] = {"learning_rate": learning_rate(self.model_engine)}
         if self.context.use_pipeline_parallel:
             self.throughput.update(step_size)
             return {"loss": self.model_engine.train_batch(micro_batches).detach(), **metrics}

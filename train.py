@@ -139,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
     from classify.models import state_dicts  # after the file was checked, for these take seconds
     from classify.reports import overview, summary
     from harness.machine import peak_memory
+    from harness.schedules import learning_rate
     from harness.trainer import Trainer, find_checkpoint, init
     from model_def import CIFARTrial
 
@@ -157,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
         if is_chief:
             print(*lines, sep="\n", flush=True)
             print_notes(notes(experiment, trial.config))
-            if args.test and not trial.model_engine.get_lr()[0]:
+            if args.test and not learning_rate(trial.model_engine):
                 print_notes(
                     ["--test: the schedule begins with a learning rate of 0; the step changes no weight"]
                 )

@@ -23,6 +23,7 @@ from harness.local.progress import LocalMetrics
 from harness.local.signals import LocalPreempt
 from harness.loop import Loop
 from harness.out_of_memory import explain_out_of_memory
+from harness.schedules import learning_rate
 
 PROFILED_AFTER, PROFILED_STEPS = 10, 5  # steps that torch's profiler leaves out, and records
 
@@ -112,7 +113,7 @@ class Controller(Loop):
         except Exception as error:  # DeepSpeed's for this is a bare Exception
             if "loss scale already at minimum" not in str(error):
                 raise
-            where = f"in step {batch_idx + 1} (learning rate {self.engines[0].get_lr()[0]:g})"
+            where = f"in step {batch_idx + 1} (learning rate {learning_rate(self.engines[0]):g})"
             raise self.monitor.stopped(f"the gradients overflow at the least loss scale {where}") from error
         self.last_metrics = metrics[-1] if metrics else {}
         return metrics

@@ -32,6 +32,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import clip_grad_norm_
 
 from harness.errors import one_line
+from harness.schedules import FACTOR
 
 # ----------------------------------------------------------------------------------------------- the process
 
@@ -213,7 +214,10 @@ def keep_configured_hyperparameters(engine: deepspeed.DeepSpeedEngine) -> Iterat
         yield  # a schedule of the trial's own keeps its place as it likes
         return
     clipping = getattr(engine.optimizer, "clip_grad", None)
-    groups = [{key: group[key] for key in optimizer.defaults} for group in optimizer.param_groups]
+    settings = {*optimizer.defaults, FACTOR}
+    groups = [
+        {key: value for key, value in group.items() if key in settings} for group in optimizer.param_groups
+    ]
     if schedule:
         load, schedule.last_batch_iteration = schedule.load_state_dict, None
         schedule.load_state_dict = lambda state: load(state) if state else None

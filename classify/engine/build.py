@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import sys
@@ -17,6 +18,7 @@ from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
 from classify.engine import memory
+from classify.engine.optimizer_rules import schedule_maker
 from classify.engine.trial_config import TrialConfig
 from classify.models import pretrained, recompute, registry, state_dicts
 from classify.models.net_moe import NetMoE
@@ -24,6 +26,7 @@ from classify.models.stages import layers_of
 from harness.deepspeed_patches import clip_stages_together, partition_for_zero3
 from harness.errors import InvalidInput, one_line, printable
 from harness.out_of_memory import explain_out_of_memory
+from harness.schedules import GroupSchedule
 
 PipelineLoss = Callable[[Tensor, Tensor], Tensor]  # of logits (B, C) and labels
 
@@ -93,7 +96,18 @@ def _cut_into_stages(net: nn.Module, config: TrialConfig, pipeline_loss: Pipelin
     return stage
 
 
-def trainable_parameters(net: nn.Module, config: TrialConfig) -> Any:
+def engine_arguments(net: nn.Module, config: TrialConfig) -> dict[str, Any]:
+    """What ``deepspeed.initialize`` takes beside the network: parameters, schedule and configuration."""
+    # DeepSpeed makes a configured schedule itself, for ZeRO's optimizer, which torch's do not take.
+    lr, make = config.deepspeed["optimizer"]["params"]["lr"], schedule_maker(config.deepspeed)
+    return {
+        "model_parameters": _trainable_parameters(net, config),
+        "lr_scheduler": functools.partial(GroupSchedule, lr=lr, make=make),
+        "config": {key: value for key, value in config.deepspeed.items() if key != "scheduler"},
+    }
+
+
+def _trainable_parameters(net: nn.Module, config: TrialConfig) -> Any:
     """What the optimizer gets: the parameters, those of experts in groups of their own."""
     parameters = filter(lambda parameter: parameter.requires_grad, net.parameters())
     if not (config.hyper.has_experts and config.hyper.moe_param_group):

@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from classify.engine.optimizer_rules import optimizer_class, rules, schedule_class
+from classify.engine.optimizer_rules import LENGTHS, TORCH_SCHEDULES, optimizer_class, rules, schedule_class
 
-# Where each schedule keeps its peak; WarmupCosineLR scales the optimizer's learning rate and so has none.
-PEAK_KEYS = {"WarmupLR": "warmup_max_lr", "WarmupDecayLR": "warmup_max_lr", "OneCycle": "cycle_max_lr"}
+# Where each schedule keeps its peak; the others scale the optimizer's learning rate and so have none.
+PEAK_KEYS = {
+    "WarmupLR": "warmup_max_lr",
+    "WarmupDecayLR": "warmup_max_lr",
+    "OneCycle": "cycle_max_lr",
+    "OneCycleLR": "max_lr",
+}
 LEAST_KEYS = {"WarmupLR": "warmup_min_lr", "WarmupDecayLR": "warmup_min_lr", "OneCycle": "cycle_min_lr"}
 LONGEST_WARMUP = 1000  # steps, where the file gives none
 
@@ -29,19 +34,19 @@ def follow_learning_rate(config: dict[str, Any], overrides: Mapping[str, Any]) -
     scheduler, optimizer = config.get("scheduler") or {}, config.get("optimizer") or {}
     peak, least = (keys.get(scheduler.get("type", "")) for keys in (PEAK_KEYS, LEAST_KEYS))
     lr = (optimizer.get("params") or {}).get("lr")
-    if peak is None or least is None or lr is None:
+    if peak is None or lr is None:
         return
     params = scheduler.setdefault("params", {})
     lr_overridden = "lr" in section_at(overrides, "optimizer", "params")
     overridden = section_at(overrides, "scheduler", "params")
     if peak not in params or (lr_overridden and peak not in overridden):
-        if params.get(peak) and least in params and least not in overridden:
+        if least is not None and params.get(peak) and least in params and least not in overridden:
             params[least] *= lr / params[peak]
         params[peak] = lr
 
 
 def follow_length(config: dict[str, Any], total: int | None) -> None:
-    """Fits the schedule's lengths to the training where they are not given.
+    """Fits the schedule's lengths to the training where they are not given, or given as shares of it.
 
     Args:
         config: the DeepSpeed configuration, which is changed.
@@ -56,21 +61,35 @@ def follow_length(config: dict[str, Any], total: int | None) -> None:
         cls = optimizer_class(config["optimizer"]["type"])
         if cls is not None and "betas" not in rules(cls):
             params.setdefault("cycle_momentum", False)  # it cycles the first beta
+    elif scheduler["type"] == "OneCycleLR":
+        params.setdefault("cycle_momentum", False)
     if total is None:
         return
+    params.update({key: max(1, round(params[key] * total)) for key in _shares(params)})
     takes = rules(schedule_class(scheduler["type"]))
-    if "total_num_steps" in takes:
-        params.setdefault("total_num_steps", total)
+    for key in ("total_num_steps", "total_steps", "total_iters", "T_max"):
+        if key in takes and params.get(key) is None:
+            params[key] = total
     if "warmup_num_steps" in takes:
         params.setdefault("warmup_num_steps", min(LONGEST_WARMUP, max(2, total // 10)))
     if "cycle_first_step_size" in takes:
         params.setdefault("cycle_first_step_size", max(1, total // 2))
 
 
+def _shares(params: Mapping[str, Any]) -> list[str]:
+    """The lengths that are shares of the training."""
+    return [key for key in LENGTHS if 0 < (params.get(key) or 0) < 1]
+
+
 def schedule_errors(config: Mapping[str, Any]) -> list[str]:
     """Checks the schedule's rates and lengths against each other, once they are all there."""
     section = config.get("scheduler") or {}
     params = section.get("params", {})
+    if shares := _shares(params):
+        what = "is a share of a training without a length; give hyperparameters.max_length"
+        return [f"scheduler.params.{key}: {params[key]}: {what}" for key in shares]
+    if section.get("type") in TORCH_SCHEDULES:
+        return _torch_errors(section["type"], params)
     if section.get("type") == "OneCycle" and params["cycle_min_lr"] > params["cycle_max_lr"]:
         low, high = params["cycle_min_lr"], params["cycle_max_lr"]
         what = f"more than cycle_max_lr ({high}); use less, e.g. {high / 10:g}"
@@ -85,6 +104,17 @@ def schedule_errors(config: Mapping[str, Any]) -> list[str]:
         mend = less if total > 2 else "train for more steps, or use WarmupLR"
         what = f"leaves none of the {total} steps to decay in; {mend}"
         return [f"scheduler.params.warmup_num_steps: {warmup}: {what}"]
+    return []
+
+
+def _torch_errors(kind: str, params: Mapping[str, Any]) -> list[str]:
+    length = {"OneCycleLR": "total_steps", "CosineAnnealingLR": "T_max"}.get(kind, "total_iters")
+    if length not in params:
+        return [f"scheduler.params.{length}: missing; give it, or hyperparameters.max_length"]
+    total, rise = params[length], params.get("pct_start", 0.3)
+    if kind == "OneCycleLR" and rise * total == 1:  # torch divides by what is left of it, less a step
+        what = f"is 1 of {total} steps, and torch wants 0 or more than 1; use {min(1.0, 2 / total):g}"
+        return [f"scheduler.params.pct_start: {rise}: {what}"]
     return []
 
 

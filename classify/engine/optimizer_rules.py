@@ -5,6 +5,7 @@ Parameters and ranges are those of the classes in the installed torch and DeepSp
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,9 +14,14 @@ import torch
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-from classify.config.rules import ANY, BOOL, Rule, is_finite, is_number, number, one_of, optional, whole
+from classify.config.rules import ANY, BOOL, Rule, is_count, is_finite, is_number, number, one_of, optional
 from harness.errors import nearest, one_line
+from harness.schedules import GroupSchedule
 
+TORCH_SCHEDULES = ("OneCycleLR", "LinearLR", "PolynomialLR", "CosineAnnealingLR")
+# The parameters of schedules that count steps.
+LENGTHS = """warmup_num_steps total_num_steps cycle_first_step_size cycle_second_step_size decay_step_size
+    lr_range_test_step_size total_steps total_iters T_max""".split()
 ADAM_SWITCHES = (
     "torch_adam",
     "adam_w_mode",
@@ -47,13 +53,28 @@ def optimizer_names() -> list[str]:
 
 
 def schedule_class(name: str) -> Any:
-    """DeepSpeed's class of a schedule, or None if there is none of that name."""
+    """The class of a schedule, DeepSpeed's or torch's, or None if there is none of that name."""
+    if name in TORCH_SCHEDULES:
+        return getattr(torch.optim.lr_scheduler, name)
     return getattr(lr_schedules, name) if name in lr_schedules.VALID_LR_SCHEDULES else None
+
+
+def schedule_maker(config: Mapping[str, Any]) -> Callable[[Any], Any] | None:
+    """What makes a configuration's schedule for an optimizer; None if it has none."""
+    section = config.get("scheduler")
+    if section is None:
+        return None
+    return functools.partial(schedule_class(section["type"]), **section.get("params", {}))
 
 
 RATE = number(0, 1e6, "1e6")
 _SHARE = number(0, 1)
 _RATIO = Rule(lambda v: v == 1 or is_number(v, 0, 1), "must be a number from 0 to 1")
+_DIVISOR = Rule(lambda v: is_number(v, 0, 1e300) and v > 0, "must be a number above 0")
+_LENGTH = Rule(
+    lambda v: is_count(v, 1) or (is_number(v, 0, 1) and v > 0),
+    "must be a whole number of at least 1, or a share of the training between 0 and 1",
+)
 _NEVER = Rule(lambda v: v is False, "DeepSpeed's steps do not go with it; remove it")
 
 
@@ -70,14 +91,16 @@ _PARAMS: dict[str, Rule] = {
     **dict.fromkeys(
         "lr_range_test_min_lr lr_range_test_step_rate decay_lr_rate decay_mom_rate".split(), RATE
     ),
-    **dict.fromkeys("momentum cycle_min_mom cycle_max_mom".split(), _SHARE),
-    **dict.fromkeys("cos_min_ratio warmup_min_ratio".split(), _RATIO),
-    **dict.fromkeys("warmup_num_steps total_num_steps lr_range_test_step_size".split(), whole(1)),
-    **dict.fromkeys("cycle_first_step_size cycle_second_step_size".split(), whole(1)),
+    **dict.fromkeys("max_lr eta_min".split(), RATE),
+    **dict.fromkeys("momentum cycle_min_mom cycle_max_mom base_momentum max_momentum".split(), _SHARE),
+    **dict.fromkeys("cos_min_ratio warmup_min_ratio pct_start".split(), _RATIO),
+    **dict.fromkeys("div_factor final_div_factor".split(), _DIVISOR),
+    **dict.fromkeys(LENGTHS, _LENGTH),
     **dict.fromkeys("capturable differentiable".split(), _NEVER),
     **dict.fromkeys("foreach fused".split(), optional(BOOL)._replace(message="must be true, false or null")),
     **dict.fromkeys(ADAM_SWITCHES, BOOL),
-    "decay_step_size": whole(0),
+    "decay_step_size": Rule(lambda v: v == 0 or _LENGTH.is_valid(v), _LENGTH.message),
+    "anneal_strategy": one_of("cos", "linear"),
     "betas": Rule(_are_betas, "must be two numbers from 0 to below 1"),
     "warmup_type": one_of("log", "linear"),
 }
@@ -85,7 +108,8 @@ _PARAMS: dict[str, Rule] = {
 
 def rules(cls: Any) -> dict[str, Rule]:
     """The parameters that an optimizer's or a schedule's class takes, and the rule of each."""
-    given = {"self", "params", "optimizer", "last_batch_iteration"}
+    given = {"self", "params", "optimizer", "last_batch_iteration", "last_epoch", "verbose"}
+    given |= {"epochs", "steps_per_epoch"}  # another way to say total_steps
     takes = {name: each.default for name, each in inspect.signature(cls.__init__).parameters.items()}
     return {name: _rule(name, default) for name, default in takes.items() if name not in given}
 
@@ -163,7 +187,8 @@ def scheduler_errors(config: Mapping[str, Any]) -> list[str]:
     section = config.get("scheduler")
     if section is None:
         return []
-    return _section_errors("scheduler", section, lr_schedules.VALID_LR_SCHEDULES, _scheduler_parameters)
+    names = [*lr_schedules.VALID_LR_SCHEDULES, *TORCH_SCHEDULES]
+    return _section_errors("scheduler", section, names, _scheduler_parameters)
 
 
 def _scheduler_parameters(name: str) -> dict[str, Rule] | None:
@@ -185,8 +210,7 @@ def built_errors(config: Mapping[str, Any]) -> list[str]:
         return []
     section = config["scheduler"]
     try:
-        schedule = schedule_class(section["type"])(optimizer, **section.get("params", {}))
-        schedule.step()
+        GroupSchedule(optimizer, optimizer.defaults["lr"], schedule_maker(config)).step()
     except Exception as error:
         given = section.get("params", {})
         return [f"scheduler.params: {given!r}: {section['type']} refuses them ({one_line(error)}); mend them"]

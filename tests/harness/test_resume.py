@@ -114,7 +114,15 @@ def test_new_values_hold_after_a_resume(tmp_path):
         overrides(scheduling_unit=1, hyperparameters__max_length=f"{{batches: {n}}}") for n in (3, 6)
     )
     constant, warm = "scheduler=null", "scheduler={type: WarmupLR, params: {warmup_num_steps: 9}}"
+    cycle, over = (
+        f"scheduler={{type: OneCycleLR, params: {{cycle_momentum: true, {n}}}}}"
+        for n in ("total_steps: 6", "total_steps: 3")
+    )
+    line = "scheduler={type: LinearLR, params: {start_factor: 1, end_factor: 0}}"  # as long as the training
     changes = {
+        "cycle": ([cycle], []),
+        "cycle that is over": ([over], []),
+        "longer line": ([line, "zero_optimization.stage=1"], []),
         "same": ([constant], []),
         "rate": ([constant], ["optimizer.params.lr=0.0005"]),
         "decay": ([constant], ["optimizer.params.weight_decay=0.3"]),
@@ -132,6 +140,7 @@ def test_new_values_hold_after_a_resume(tmp_path):
     assert [run.code for run in runs.values()] == [0] * len(runs)
     rows = {name: [*row(rest, *before, *then), *LATEST] for name, (before, then) in changes.items()}
     straight = {"warm": row(rest, warm), "lower": row(rest, warm, "optimizer.params.lr=0.0005")}
+    straight |= {"whole cycle": row(rest, cycle), "whole line": row(rest, line)}
     runs = train_many(tmp_path, {**rows, **straight})
     assert [run.code for run in runs.values()] == [0] * len(runs)
     rates = {
@@ -140,8 +149,8 @@ def test_new_values_hold_after_a_resume(tmp_path):
     }
     assert rates["rate"] == [0.002] * 3 + [0.0005] * 3
     assert rates["schedule"][3:] == rates["warm"][3:] and rates["lower schedule"][3:] == rates["lower"][3:]
-    assert (
-        len({run.summary["weights_sha256"] for name, run in runs.items() if name != "stage 1"})
-        == len(runs) - 1
-    )
-    assert runs["stage 1"].summary["weights_sha256"] == runs["same"].summary["weights_sha256"]
+    assert rates["longer line"][3:] == rates["whole line"][3:]
+    assert rates["cycle that is over"][3:] == rates["cycle that is over"][2:3] * 3
+    weights = {name: run.summary["weights_sha256"] for name, run in runs.items()}
+    assert len(set(weights.values())) == len(runs) - 2
+    assert weights["stage 1"] == weights["same"] and weights["cycle"] == weights["whole cycle"]
