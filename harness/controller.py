@@ -97,7 +97,9 @@ class Controller(Loop):
 
     @override
     def after_step(self, boundaries: list[pytorch._TrainBoundary]) -> None:
-        """Shows the progress, and has a signal end the training after this step, not at the next report."""
+        """Calls the hooks, shows the progress, and has a signal end the training after this step."""
+        for each in self.hooks:
+            each.on_optimizer_step()
         if self.local:
             self.local.step(self.steps_done, self.last_metrics)
         preempt = self.core_context.preempt
@@ -173,6 +175,8 @@ class Controller(Loop):
             )
             around.enter_context(safe_load.allowed_globals())
             super()._load(loadable)
+            for each in self.hooks:
+                each.on_checkpoint_load_end(load_path)
             contents.check_loaded(self.engines)
 
     def _check_checkpoint(self, path: pathlib.Path, name: str, mine: Identity) -> None:

@@ -54,6 +54,16 @@ class TrialHooks(StepCounter):
     To add files to a checkpoint, override Determined's ``on_checkpoint_write_end``; every rank calls it.
     """
 
+    def on_optimizer_step(self) -> None:
+        """Called on every rank after every optimizer step, and before what a period has come for."""
+
+    def on_checkpoint_load_end(self, checkpoint_dir: pathlib.Path) -> None:
+        """Called on every rank when the engines have loaded a checkpoint.
+
+        Args:
+            checkpoint_dir: its folder, as it was written.
+        """
+
     def identity(self) -> Mapping[str, Mapping[str, Any]]:
         """Settings that must match on resume, beside the engine's own.
 

@@ -13,8 +13,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from classify.config.options import Options, WeightAverage
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, one_of, optional, whole
-from harness.errors import InvalidInput, nearest
+from harness.errors import ErrorList, nearest
 from harness.experiment import LENGTH_UNITS, unit_errors
 
 
@@ -102,6 +103,11 @@ class Hyperparameters:
     cutmix: float = _setting(0.0, _BETA)
     """The same of CutMix (https://arxiv.org/abs/1905.04899)."""
 
+    weight_average: WeightAverage | None = dataclasses.field(
+        default=None, metadata={"rule": ANY, "options": WeightAverage}
+    )
+    """An average of the weights, to be validated and kept, or to go on from."""
+
     channels_last: bool | None = _setting(None, BOOL)
     """Whether images have that memory format; if not given, where it is known to be faster."""
     checkpoint_activations: bool = _setting(False, BOOL)
@@ -164,17 +170,21 @@ class Hyperparameters:
             InvalidInput: with a line for each that is wrong.
         """
         given = {key: hparams[key] for key in RULES if key in hparams}
-        errors = [
+        errors = ErrorList()
+        errors.lines += [
             f"hyperparameters.{key}: {value!r}: {RULES[key].message}"
             for key, value in given.items()
             if not RULES[key].is_valid(value)
         ]
+        for key, options in OPTIONS.items():
+            if given.get(key) is not None:
+                with errors.collecting():
+                    given[key] = options.parse(f"hyperparameters.{key}", given[key])
         net = given.get("net", cls.net)
         if net not in nets:
             mend = f"{nearest(net, nets)}, or register it in net.py"
-            errors.append(f"hyperparameters.net: {net!r}: no such network; {mend}")
-        if errors:
-            raise InvalidInput(errors)
+            errors.lines.append(f"hyperparameters.net: {net!r}: no such network; {mend}")
+        errors.raise_any()
         return cls._of(hparams, given)
 
     @classmethod
@@ -195,6 +205,11 @@ class Hyperparameters:
 
 RULES: dict[str, Rule] = {
     field.name: field.metadata["rule"] for field in dataclasses.fields(Hyperparameters) if field.metadata
+}
+OPTIONS: dict[str, type[Options]] = {  # the mappings
+    field.name: field.metadata["options"]
+    for field in dataclasses.fields(Hyperparameters)
+    if "options" in field.metadata
 }
 FORM = ("deepspeed_config", "overwrite_deepspeed_args")
 EXPERTS = ("num_experts", "ep_world_size", "mlp_type", "top_k", "min_capacity", "noisy_gate_policy")

@@ -130,6 +130,7 @@ def combination_errors(config: Mapping[str, Any], hyper: Hyperparameters, device
     errors = [
         *_stage_errors(config, hyper),
         *_precision_errors(config),
+        *_average_errors(config, hyper),
         *_device_errors(config, hyper, device),
         *(error for what in ("offload_optimizer", "offload_param") for error in _nvme_errors(config, what)),
     ]
@@ -171,6 +172,25 @@ def _precision_errors(config: Mapping[str, Any]) -> Iterator[str]:
         first = 1 if enabled(config, "fp16") else 2
         what = f"DeepSpeed has {name} with {dtype} from ZeRO stage {first} on"
         yield f"zero_optimization.stage: {stage}: {what}; use that, or another optimizer"
+
+
+def _average_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[str]:
+    """Where an average of the weights has no fp32 weights in memory to follow."""
+    if hyper.weight_average is None:
+        return
+    section = config.get("zero_optimization") or {}
+    for what in ("offload_optimizer", "offload_param"):
+        if (section.get(what) or {}).get("device") == "nvme":
+            yield f"zero_optimization.{what}.device: 'nvme': does not go with weight_average; use device: cpu"
+    if (section.get("offload_optimizer") or {}).get("super_offload"):
+        key = "zero_optimization.offload_optimizer.super_offload"
+        yield f"{key}: True: does not go with weight_average; set it to false"
+    if section.get("zenflow"):
+        yield "zero_optimization.zenflow: does not go with weight_average; remove one of them"
+    for name in ("fp16", "bf16", "bfloat16"):
+        key = f"{name.replace('bfloat', 'bf')}_master_weights_and_grads"
+        if (config.get(name) or {}).get(key):
+            yield f"{name}.{key}: True: weight_average needs fp32 weights; set it to false"
 
 
 def _device_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: str) -> Iterator[str]:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.utils import groups, safe_get_full_fp32_param
+from deepspeed.utils import (
+    groups,
+    safe_get_full_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_local_fp32_param,
+)
 from torch import Tensor
+from torch.nn import functional as F
 
 from classify.models.state_dicts import kept_buffers
 
@@ -21,7 +27,9 @@ _EXPERT = re.compile(
 
 @torch.no_grad()
 def gather_full_state_dict(
-    engine: deepspeed.DeepSpeedEngine, stage_layers: Sequence[str] | None = None
+    engine: deepspeed.DeepSpeedEngine,
+    stage_layers: Sequence[str] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Gives every weight of the network on the CPU in fp32: the optimizer's master copy where it keeps one.
 
@@ -30,11 +38,12 @@ def gather_full_state_dict(
     Args:
         engine: the engine.
         stage_layers: the names of a pipeline's layers, by which its weights are called.
+        buffers: what to give in the place of buffers of the engine's network, by its names.
 
     Returns:
         The weights and buffers by name, in the order of the names.
     """
-    masters = dict(_master_weights(engine))
+    masters = _masters_of_parameters(engine)
     held: dict[str, Tensor] = {}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         whole = safe_get_full_fp32_param(parameter)
@@ -42,11 +51,11 @@ def gather_full_state_dict(
             with GatheredParameters([parameter]):
                 whole = parameter.detach().clone()
         if whole is None:
-            whole = masters.get(id(parameter), parameter)
+            whole = masters.get(parameter, parameter)
         shape = getattr(parameter, "ds_shape", parameter.shape)
-        held[_plain_name(engine, name, stage_layers)] = whole.detach().float().cpu().reshape(shape)
-    for name, buffer in kept_buffers(engine.module):
-        held[_plain_name(engine, name, stage_layers)] = buffer.detach().float().cpu()
+        held[plain_name(engine, name, stage_layers)] = whole.detach().float().cpu().reshape(shape)
+    for name, buffer in {**dict(kept_buffers(engine.module)), **(buffers or {})}.items():
+        held[plain_name(engine, name, stage_layers)] = buffer.detach().float().cpu()
     if stage_layers or engine.has_moe_layers:  # ranks hold different weights
         everyone: list[Any] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(everyone, held)
@@ -54,17 +63,75 @@ def gather_full_state_dict(
     return dict(sorted(held.items()))
 
 
-def _master_weights(engine: deepspeed.DeepSpeedEngine) -> Iterator[tuple[int, Tensor]]:
-    """The fp32 copies that DeepSpeed's 16-bit optimizers keep without ZeRO, by the parameter's identity."""
+@torch.no_grad()
+def scatter_full_state_dict(
+    engine: deepspeed.DeepSpeedEngine, state: Mapping[str, Tensor], stage_layers: Sequence[str] | None = None
+) -> None:
+    """Puts whole weights into those that the optimizer steps: the inverse of ``gather_full_state_dict``.
+
+    The network computes with them after ``update_network``. Frozen weights and buffers stay as they are.
+
+    Args:
+        engine: the engine.
+        state: the weights by name; may hold more.
+        stage_layers: the names of a pipeline's layers.
+    """
+    masters = _masters_of_parameters(engine)
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            continue
+        whole = state[plain_name(engine, name, stage_layers)]
+        if hasattr(parameter, "ds_id"):  # of ZeRO 3; DeepSpeed's own cannot set one that it had to pad
+            share, rank = parameter.ds_tensor.numel(), torch.distributed.get_rank(parameter.ds_process_group)
+            padded = F.pad(whole.flatten(), (0, share * (rank + 1) - whole.numel()))
+            safe_set_local_fp32_param(parameter, padded.narrow(0, share * rank, share))
+        elif hasattr(parameter, "_hp_mapping"):
+            safe_set_full_fp32_param(parameter, whole)
+        else:
+            master = masters.get(parameter, parameter)
+            master.copy_(whole.view_as(master))
+
+
+def master_weights(engine: deepspeed.DeepSpeedEngine) -> list[Tensor]:
+    """The fp32 tensors that this rank's optimizer steps: its share of them, where ZeRO partitions them."""
+    shares = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # of ZeRO 3
+    if shares is not None:
+        return list(shares)
+    return [weight for group in engine.basic_optimizer.param_groups for weight in group["params"]]
+
+
+@torch.no_grad()
+def update_network(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Has the network compute with ``master_weights`` as they are now, as after a step.
+
+    Every rank has to call it, for each updates the others with its share.
+    """
+    optimizer = engine.optimizer
+    if engine.zero_optimization_stage() == 3:
+        optimizer.checkpoint_event_prologue()  # partitions every parameter ...
+        for index in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        optimizer.checkpoint_event_epilogue()  # ... and gathers those that stay whole
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+    else:
+        for parameter, master in _masters_of_parameters(engine).items():
+            parameter.copy_(master.view_as(parameter))
+
+
+def _masters_of_parameters(engine: deepspeed.DeepSpeedEngine) -> dict[Tensor, Tensor]:
+    """The fp32 copies that DeepSpeed's 16-bit optimizers keep without ZeRO, by the parameter."""
     optimizer = engine.optimizer
     halves = [] if engine.zero_optimization() else getattr(optimizer, "fp16_groups", [])
     flat = getattr(optimizer, "fp32_groups_flat", None)
+    masters: dict[Tensor, Tensor] = {}
     for index, group in enumerate(halves):
         wholes = optimizer.unflatten(flat[index], group) if flat is not None else optimizer.fp32_groups[index]
-        yield from zip(map(id, group), wholes, strict=True)
+        masters.update(zip(group, wholes, strict=True))
+    return masters
 
 
-def _plain_name(engine: deepspeed.DeepSpeedEngine, name: str, stage_layers: Sequence[str] | None) -> str:
+def plain_name(engine: deepspeed.DeepSpeedEngine, name: str, stage_layers: Sequence[str] | None) -> str:
     """What the plain network calls a weight that a pipeline's or an expert's rank calls by its own number."""
     if stage_layers:
         index, _, rest = name.partition(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import time
@@ -18,7 +19,8 @@ from classify.config.project import PROJECT
 from classify.engine import memory
 from classify.engine.full_weights import gather_full_state_dict
 from classify.engine.trial_config import TrialConfig
-from classify.models import net_file
+from classify.engine.weight_average import WeightAverage
+from classify.models import net_file, state_dicts
 from classify.models.registry import MOE
 from harness import machine
 from harness.hooks import Code, TrialHooks
@@ -29,6 +31,8 @@ NOT_EXPORTED = ("ep_world_size", "noisy_gate_policy")  # which one process that 
 class ClassifierHooks(TrialHooks):
     """Writes the network into every checkpoint, whole and in fp32, and says what a checkpoint is of.
 
+    Where an average of the weights is asked for, it is that which is written, and validated.
+
     Args:
         context: the trial's.
         config: the trial's.
@@ -38,9 +42,11 @@ class ClassifierHooks(TrialHooks):
 
     Attributes:
         started: when training began, by ``time.perf_counter``.
+        average: of the weights, if it is asked for.
     """
 
     started = 0.0
+    average: WeightAverage | None = None
 
     def __init__(
         self,
@@ -54,10 +60,34 @@ class ClassifierHooks(TrialHooks):
         self.config, self.engine = config, engine
         self.mean, self.std = (list(each) for each in normalization)
         self.images_on_gpu = images_on_gpu
+        self._validation = contextlib.ExitStack()
+        if how := config.hyper.weight_average:
+            assert config.steps
+            self.average = WeightAverage(engine, how, config.steps, config.stage_layers)
 
     @override
     def on_training_start(self) -> None:
         self.started = time.perf_counter()
+
+    @override
+    def on_optimizer_step(self) -> None:
+        if self.average:
+            self.average.update()
+
+    @override
+    def on_validation_start(self) -> None:
+        if self.average:
+            self._validation.enter_context(self.average.in_place())
+
+    @override
+    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+        self._validation.close()
+
+    @override
+    def on_checkpoint_load_end(self, checkpoint_dir: pathlib.Path) -> None:
+        """Goes on from the average; where the checkpoint is of none, its network is where one starts."""
+        if self.average:
+            self.average.load_state_dict(state_dicts.read(str(checkpoint_dir / net_file.NAMES[0])))
 
     @override
     def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:
@@ -68,7 +98,10 @@ class ClassifierHooks(TrialHooks):
 
         Every rank has to call it, for the weights are gathered from all of them.
         """
-        weights = gather_full_state_dict(self.engine, self.config.stage_layers)
+        if self.average:
+            weights = self.average.state_dict()
+        else:
+            weights = gather_full_state_dict(self.engine, self.config.stage_layers)
         if self.context.distributed.rank == 0:
             net_file.write(path, weights, self.describe_network())
         return weights
@@ -83,7 +116,7 @@ class ClassifierHooks(TrialHooks):
             net["net_args"] = dict(hyper.net_args)
         if hyper.has_experts:
             net.update({key: value for key, value in hyper.experts.items() if key not in NOT_EXPORTED})
-        experiment = experiment_of(self.context)
+        experiment, average = experiment_of(self.context), hyper.weight_average
         return {
             "net": net,
             "classes": list(config.source.classes),
@@ -103,6 +136,7 @@ class ClassifierHooks(TrialHooks):
                 "processes": torch.distributed.get_world_size(),
                 "zero_stage": int(self.engine.zero_optimization_stage()),
                 "train_batch_size": self.engine.train_batch_size(),
+                **({"weight_average": vars(average)} if average else {}),
                 **machine.versions(),
             },
         }

@@ -48,6 +48,11 @@ def describe(
         if is_test
         else f"{_count(steps, 'step')}: {steps / config.epoch_steps:.4g} epochs of {config.epoch_steps:,}",
     }
+    if how := config.hyper.weight_average:
+        kind = "lookahead, " if how.lookahead else ""
+        period = "every step" if how.every == 1 else f"every {how.every:,} steps"
+        decay = f"decay {'up to ' * how.rising}{how.decay:g}"
+        lines["average"] = f"of the weights, which is validated and kept: {kind}{decay}, {period}"
     if checkpoint:
         lines["length"] += f"; goes on from checkpoint {checkpoint}"
     if context.output:

@@ -3,7 +3,7 @@
 from ruamel.yaml import YAML
 
 from classify.config.hyperparameters import Hyperparameters
-from classify.engine.combinations import network_errors
+from classify.engine.combinations import combination_errors, network_errors
 from classify.models import registry
 
 
@@ -18,3 +18,11 @@ def test_errors_of_hyperparameters():
         hyper = Hyperparameters.parse(YAML(typ="safe").load(f"{{{chosen}}}"), registry.names())
         (line,) = network_errors(hyper, 2)
         assert part in line
+
+
+def test_no_average_of_weights_on_a_disk():
+    hyper = Hyperparameters.parse({"weight_average": {}}, registry.names())
+    for what in ("offload_optimizer", "offload_param"):
+        config = {"zero_optimization": {"stage": 3, what: {"device": "nvme", "nvme_path": "/tmp"}}}
+        (line,) = [each for each in combination_errors(config, hyper, "cpu") if "weight_average" in each]
+        assert line.startswith(f"zero_optimization.{what}.device: 'nvme': ")

@@ -1,0 +1,117 @@
+"""An average of the weights beside those that are trained, in every mode, in fp32.
+
+Each rank averages the fp32 weights that its own optimizer steps, so the average is partitioned as they are.
+Running statistics are averaged, too, as timm's EMA does: they belong to the weights of their step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import deepspeed
+import torch
+from torch import Tensor
+from torch.optim import swa_utils
+
+from classify.config import options
+from classify.engine.full_weights import (
+    gather_full_state_dict,
+    master_weights,
+    plain_name,
+    scatter_full_state_dict,
+    update_network,
+)
+from classify.models.state_dicts import kept_buffers
+from harness.deepspeed_patches import broadcast_buffers
+
+
+class WeightAverage:
+    """Follows an engine's weights; every rank has to make each call.
+
+    Args:
+        engine: the engine, with the weights from which the average starts.
+        how: the options.
+        total_steps: optimizer steps of the whole training.
+        stage_layers: the names of a pipeline's layers.
+    """
+
+    def __init__(
+        self,
+        engine: deepspeed.DeepSpeedEngine,
+        how: options.WeightAverage,
+        total_steps: int,
+        stage_layers: Sequence[str] | None = None,
+    ) -> None:
+        self.engine, self.how = engine, how
+        self.total_steps, self.stage_layers = total_steps, stage_layers
+        self._masters = [weight.detach().clone() for weight in master_weights(engine)]
+        self._buffers = {name: each.detach().float().clone() for name, each in self._engine_buffers().items()}
+        self._steps = self._steps_done()
+
+    def update(self) -> None:
+        """Takes in the weights after an optimizer step, where it is time; skipped ones do not count."""
+        steps, before = self._steps_done(), self._steps
+        self._steps = steps
+        if steps == before or steps % self.how.every:
+            return
+        buffers = self._engine_buffers()
+        weights = [*master_weights(self.engine), *(each.float() for each in buffers.values())]
+        average = swa_utils.get_ema_multi_avg_fn(self.how.decay_after(steps, self.total_steps))
+        average([*self._masters, *self._buffers.values()], weights, None)
+        if self.how.lookahead:
+            with torch.no_grad():
+                _copy(self._masters, master_weights(self.engine))
+                _copy(self._buffers.values(), buffers.values())
+            update_network(self.engine)
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Has the network compute with the average inside, the first rank's running statistics among it."""
+        buffers = self._engine_buffers()
+        trained = [each.clone() for each in buffers.values()]
+        self._exchange_masters()
+        _copy(self._buffers.values(), buffers.values())
+        update_network(self.engine)
+        broadcast_buffers(self.engine)
+        yield  # what fails inside ends the training, and the ranks no longer wait for each other
+        self._exchange_masters()
+        _copy(trained, buffers.values())
+        update_network(self.engine)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole average by the network's names, on the CPU in fp32, gathered from all ranks."""
+        self._exchange_masters()
+        whole = gather_full_state_dict(self.engine, self.stage_layers, self._buffers)
+        whole = {name: weight.clone() for name, weight in whole.items()}  # they may be the engine's own
+        self._exchange_masters()
+        return whole
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Goes on from an average that ``state_dict`` gave, for whatever ranks and ZeRO stage."""
+        self._exchange_masters()
+        scatter_full_state_dict(self.engine, state, self.stage_layers)
+        self._exchange_masters()
+        for name, average in self._buffers.items():
+            average.copy_(state[plain_name(self.engine, name, self.stage_layers)])
+        self._steps = self._steps_done()
+
+    def _steps_done(self) -> int:
+        return self.engine.global_steps - self.engine.skipped_steps
+
+    def _engine_buffers(self) -> dict[str, Tensor]:
+        """Running statistics and the like; counts are not averaged."""
+        return {name: each for name, each in kept_buffers(self.engine.module) if each.is_floating_point()}
+
+    @torch.no_grad()
+    def _exchange_masters(self) -> None:
+        for average, weight in zip(self._masters, master_weights(self.engine), strict=True):
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
+
+
+@torch.no_grad()
+def _copy(source: Iterable[Tensor], target: Iterable[Tensor]) -> None:
+    for one, other in zip(source, target, strict=True):
+        other.copy_(one)
