@@ -3,6 +3,7 @@
     a file for plain PyTorch:  python3 checkpoint.py export RUN_OR_CHECKPOINT net.pt [--format FORMAT]
     classify images:           python3 checkpoint.py predict net.pt IMAGE_OR_FOLDER... [--json]
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
+    by several views:          the last two with --tta mirror,shift=1 (test-time augmentation)
     look at runs:              python3 checkpoint.py report RUN [RUN...] [--output report.html]
     decoded images kept:       python3 checkpoint.py caches [FOLDER...] [--clear]
 
@@ -19,7 +20,7 @@ import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from classify.config import command_line
@@ -27,6 +28,8 @@ from harness.errors import DISK_FULL, ErrorList, InvalidInput, one_line, print_e
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from classify.config.options import TestTimeAugmentation
 
 FORMATS = ("pt", "safetensors", "onnx")
 BATCH = 500  # images classified at a time
@@ -56,8 +59,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--json", action="store_true", help="print a JSON list with the probability of every class"
     )
 
+    _add_tta(one)
+
     one = commands.add_parser("evaluate", help="validate a network")
     one.add_argument("net", metavar="NET", type=pathlib.Path)
+    _add_tta(one)
     command_line.add_experiment_options(one, "const.yaml")
     one.add_argument("--json", action="store_true", help="print the validation as in summary.json")
 
@@ -77,6 +83,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     one.add_argument("--clear", action="store_true", help="remove them")
     return parser.parse_args(argv)
+
+
+def _add_tta(parser: argparse.ArgumentParser) -> None:
+    meaning = "average the scores of views of each image: mirrored, shifted by N pixels"
+    parser.add_argument("--tta", metavar="mirror,shift=N", help=meaning)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,17 +137,20 @@ def predict(args: argparse.Namespace) -> None:
 
     from classify.images.decode import decode_image
     from classify.images.image_folder import find_images
+    from classify.images.views import view_scores
     from classify.models import net_file
 
     net, description = net_file.read(args.net)
+    how = _views(args.tta, description)
     files, size = find_images(args.images), tuple(description["input"]["resize"])
     decoded, errors = [], ErrorList()
     for file in files:
         with errors.collecting():
             decoded.append(torch.from_numpy(decode_image(file, size).copy()))
     errors.raise_any()
-    images = torch.stack(decoded)
-    probabilities = torch.cat([logits.softmax(1) for logits in classify(net, description, images)])
+    batches, classify = as_in_validation(net, description, torch.stack(decoded))
+    scores = [view_scores(classify, inputs, how)[1] for inputs in batches]
+    probabilities = torch.cat(scores).softmax(1)
     classes = description["classes"]
     if args.json:
         rows = [
@@ -145,12 +159,15 @@ def predict(args: argparse.Namespace) -> None:
                 "class": classes[int(row.argmax())],
                 "probability": float(row.max()),
                 "probabilities": dict(zip(classes, row.tolist(), strict=True)),
+                **({"test_time_augmentation": vars(how)} if how else {}),
             }
             for file, row in zip(files, probabilities, strict=True)
         ]
         print(json.dumps(rows, indent=2))
     else:
         _print_predictions(files, probabilities, classes)
+        if how:
+            print(f"by the mean scores of several views of each image (test-time augmentation: {how})")
 
 
 def _print_predictions(files: Sequence[pathlib.Path], probabilities: Tensor, classes: Sequence[str]) -> None:
@@ -174,19 +191,20 @@ def evaluate(args: argparse.Namespace) -> None:
     from classify.images.settings import DataSettings
     from classify.models import net_file
     from classify.reports.metrics import ClassificationMetrics
-    from classify.reports.summary import validation_summary
+    from classify.reports.summary import accuracies, validation_summary
 
     net, description = net_file.read(args.net)
+    how = _views(args.tta, description)
     settings = DataSettings.parse(experiment_file.read(args.config, args.overrides).get("data"))
     stored = tuple(description["input"]["resize"])  # whatever size the experiment file names now
     source = data.load(dataclasses.replace(settings, image_size=stored, resize=None), "test")
     if list(source.classes) != description["classes"]:
         differ = f"its classes ({', '.join(source.classes[:12])}) are not those of {args.net}"
         raise InvalidInput(f"data: {args.config}: {differ}; give its own data")
-    metrics = ClassificationMetrics(source.classes)
-    batches = classify(net, description, source.images)
-    for logits, labels in zip(batches, source.labels.split(BATCH), strict=True):
-        metrics.update(logits, labels)
+    metrics = ClassificationMetrics(source.classes, how=how)
+    batches, classify = as_in_validation(net, description, source.images)
+    for inputs, labels in zip(batches, source.labels.split(BATCH), strict=True):
+        metrics.classify(classify, inputs, labels)
     counted = metrics.cross_slot_reduce([metrics.per_slot_reduce()])
     validation = validation_summary(counted, source.classes)
     if args.json:
@@ -195,11 +213,13 @@ def evaluate(args: argparse.Namespace) -> None:
     for name, accuracy in validation["per_class_accuracy"].items():
         print(f"{printable(name):>20}  {accuracy:.4f}")
     print(f"loss {validation['loss']:.4f}  images {validation['images']:,}")
-    print(f"accuracy {validation['accuracy']:.4f}")
+    print(*accuracies(validation), sep="\n")
 
 
-def classify(net: nn.Module, description: dict[str, Any], images: Tensor) -> list[Tensor]:
-    """Gives float32 logits (B, C) for uint8 images (N, 3, h, w), computed as in the validation."""
+def as_in_validation(
+    net: nn.Module, description: dict[str, Any], images: Tensor
+) -> tuple[Iterator[Tensor], Callable[[Tensor], Tensor]]:
+    """Gives inputs (B, 3, H, W) of uint8 images (N, 3, h, w), and what makes logits (B, C) of a batch."""
     import torch
     from torchvision.transforms.v2 import functional
 
@@ -208,13 +228,23 @@ def classify(net: nn.Module, description: dict[str, Any], images: Tensor) -> lis
 
     seen = description["input"]
     size, dtype = [seen["height"], seen["width"]], getattr(torch, description["dtype"])
-    turned = prefers_channels_last(description["net"]["name"])  # as in validation
+    turned = prefers_channels_last(description["net"]["name"])
     form = torch.channels_last if turned else torch.contiguous_format
     net = net.to(dtype)
-    with torch.no_grad():
-        crops = (functional.center_crop(batch, size) for batch in images.split(BATCH))
-        inputs = (as_inputs(crop, seen["mean"], seen["std"]) for crop in crops)
-        return [logits(net(each.to(dtype, memory_format=form))).float() for each in inputs]
+    crops = (functional.center_crop(batch, size) for batch in images.split(BATCH))
+    inputs = (as_inputs(crop, seen["mean"], seen["std"]).to(dtype, memory_format=form) for crop in crops)
+    return inputs, torch.no_grad()(lambda each: logits(net(each)).float())
+
+
+def _views(text: str | None, description: dict[str, Any]) -> TestTimeAugmentation | None:
+    """What ``--tta`` asks for, of images of the described size."""
+    from classify.images import views
+
+    if text is None:
+        return None
+    how = views.parse(text, "--tta")
+    views.check_shift("--tta", how, (description["input"]["height"], description["input"]["width"]))
+    return how
 
 
 def report(args: argparse.Namespace) -> None:

@@ -81,7 +81,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         self.train_sampler = images.training_sampler(engine.train_batch_size(), parts)
         # Metrics, reduced over all ranks; the network in checkpoints
         self.throughput = context.wrap_reducer(Throughput(), for_validation=False)
-        metrics = ClassificationMetrics(config.source.classes, self.throughput)
+        metrics = ClassificationMetrics(config.source.classes, self.throughput, config.views)
         self.metrics = context.wrap_reducer(metrics, for_training=False)
         self.hooks = ClassifierHooks(context, config, engine, images.normalization, images.gpu_bytes)
 
@@ -135,7 +135,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
             self.model_engine.eval_batch(micro_batches)
         else:
             inputs, labels = next(micro_batches)
-            self.metrics.update(logits(self.model_engine(inputs)).float(), labels)
+            self.metrics.classify(lambda each: logits(self.model_engine(each)).float(), inputs, labels)
         return {}
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from classify.config.options import TTA_METRIC
 from classify.config.rules import BOOL, TEXT, Rule, is_count, one_of, whole
 from harness.errors import InvalidInput, nearest
 from harness.experiment import LENGTH, LENGTH_UNITS, PERIOD_UNITS, Experiment, unit_errors
@@ -40,7 +41,7 @@ SEARCHERS = {
     "adaptive_asha": [*_HALVING, "mode", "max_rungs", "bracket_rungs"],
 }
 SAMPLED_TYPES = ("int", "double", "log", "categorical")
-METRICS = ("accuracy", "loss", "images_per_second")
+METRICS = ("accuracy", TTA_METRIC, "loss", "images_per_second")
 DEFAULT_METRIC = {"metric": "accuracy", "smaller_is_better": False}
 
 

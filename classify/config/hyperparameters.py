@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from classify.config.options import Options, WeightAverage
+from classify.config.options import TTA_METRIC, Options, TestTimeAugmentation, WeightAverage
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, one_of, optional, whole
 from harness.errors import ErrorList, nearest
 from harness.experiment import LENGTH_UNITS, unit_errors
@@ -48,7 +48,7 @@ def _is_early_stopping(value: Any) -> bool:
     return (
         is_count(value.get("patience"), 1)
         and is_number(value.get("min_improvement", 0))
-        and (metric in ("loss", "accuracy") or str(metric).startswith("accuracy/"))
+        and (metric in ("loss", "accuracy", TTA_METRIC) or str(metric).startswith("accuracy/"))
     )
 
 
@@ -107,6 +107,10 @@ class Hyperparameters:
         default=None, metadata={"rule": ANY, "options": WeightAverage}
     )
     """An average of the weights, to be validated and kept, or to go on from."""
+    test_time_augmentation: TestTimeAugmentation | None = dataclasses.field(
+        default=None, metadata={"rule": ANY, "options": TestTimeAugmentation}
+    )
+    """Views of each image, by whose mean scores validations classify it once more."""
 
     channels_last: bool | None = _setting(None, BOOL)
     """Whether images have that memory format; if not given, where it is known to be faster."""

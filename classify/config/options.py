@@ -11,6 +11,8 @@ from typing_extensions import Self, override
 from classify.config.rules import BOOL, Rule, number, whole
 from harness.errors import InvalidInput, nearest
 
+TTA_METRIC = "accuracy_tta"  # of a validation, by test-time augmentation
+
 
 class Options:
     """A dataclass that is read from a mapping.
@@ -96,3 +98,25 @@ class WeightAverage(Options):
             return self.decay * min(1.0, steps / total) ** 3 if self.rising else self.decay
         updates = steps // self.every - 1  # before this one
         return min(self.decay, (1 + updates) / (10 + updates))
+
+
+@dataclass(frozen=True)
+class TestTimeAugmentation(Options):
+    """Views of each image that is classified, whose scores are averaged."""
+
+    EXAMPLE = "{mirror: true, shift: 1}"
+    RULES: ClassVar[Mapping[str, Rule]] = {"mirror": BOOL, "shift": whole(0)}
+
+    mirror: bool = False
+    """The image and its mirror image."""
+    shift: int = 0
+    """The image, and the same shifted by so many pixels up and left, and down and right."""
+
+    @override
+    def contradiction(self) -> str | None:
+        if not (self.mirror or self.shift):
+            return ": has no view but the image itself; set mirror: true, or shift: 1, or remove it"
+        return None
+
+    def __str__(self) -> str:
+        return ", ".join(["mirror"] * self.mirror + [f"shift {self.shift}"] * bool(self.shift))

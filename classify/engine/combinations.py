@@ -65,6 +65,9 @@ def network_errors(hyper: Hyperparameters, processes: int) -> list[str]:
         errors.append(f"{HYPER}channels_last: True: {what}")
     if stages > 1 and not errors:
         errors += _pipeline_errors(hyper, stages)
+    if hyper.test_time_augmentation and stages > 1:
+        what = "does not go with a pipeline; use checkpoint.py evaluate --tta, or pipe_parallel_size: 1"
+        errors.append(f"{HYPER}test_time_augmentation: {what}")
     if "partition_method" in hyper.given and stages == 1:
         what = "does nothing without a pipeline; set hyperparameters.pipe_parallel_size: 2 or more"
         errors.append(f"{HYPER}partition_method: {hyper.partition_method!r}: {what}")

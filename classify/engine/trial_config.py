@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from classify.config.hyperparameters import Hyperparameters
+from classify.config.options import TTA_METRIC, TestTimeAugmentation
 from classify.engine import deepspeed_config
 from classify.engine.combinations import DTYPES, dtype_name, network_errors, zero_stage
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
 from classify.engine.learning_rate import schedule_notes
+from classify.images import views
 from classify.images.sampler import step_sizes
 from classify.images.settings import DataSettings
 from classify.images.sources import Source
@@ -87,6 +89,9 @@ class TrialConfig:
             steps = None if length is None else functools.partial(_total_steps, length, source)
             with errors.collecting():
                 deepspeed = deepspeed_config.resolve(merged, hyper, processes, device, steps)
+        if how := hyper.test_time_augmentation:
+            with errors.collecting():
+                views.check_shift("hyperparameters.test_time_augmentation", how, data.image_size)
         with errors.collecting():
             _check_metrics(hyper, experiment.get("searcher") or {}, source.classes)
         errors.raise_any()
@@ -144,6 +149,11 @@ class TrialConfig:
     def net(self) -> NetSpec:
         """The network."""
         return NetSpec(self.hyper.net, len(self.source.classes), self.data.image_size, self.hyper.net_args)
+
+    @property
+    def views(self) -> TestTimeAugmentation | None:
+        """The views by which validations classify each image once more; None if that is not asked for."""
+        return self.hyper.test_time_augmentation
 
     @property
     def dtype(self) -> torch.dtype:
@@ -237,12 +247,15 @@ def _total_steps(length: Mapping[str, int], source: Source, batch_size: int, par
 def _check_metrics(hyper: Hyperparameters, searcher: Mapping[str, Any], classes: tuple[str, ...]) -> None:
     """Refuses a metric that no validation will report, with the nearest one that there is."""
     known = ["loss", "accuracy", *(f"accuracy/{name}" for name in classes)]
+    if hyper.test_time_augmentation:
+        known.append(TTA_METRIC)
+    hints = {TTA_METRIC: "set hyperparameters.test_time_augmentation: {mirror: true}"}
     chosen = {
         "searcher.metric": (searcher.get("metric"), [*known, "images_per_second"]),
         "hyperparameters.early_stopping.metric": ((hyper.early_stopping or {}).get("metric"), known),
     }
     errors = [
-        f"{key}: {metric!r}: no validation reports it; {nearest(metric, names)}"
+        f"{key}: {metric!r}: no validation reports it; {hints.get(metric) or nearest(metric, names)}"
         for key, (metric, names) in chosen.items()
         if metric is not None and metric not in names
     ]

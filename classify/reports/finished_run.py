@@ -11,6 +11,7 @@ from typing import Any
 
 from PIL import Image
 
+from classify.config.options import TTA_METRIC
 from classify.config.rules import (
     MAPPING,
     NUMBER,
@@ -42,6 +43,7 @@ def _is_mistake(value: Any) -> bool:
 FILES: dict[str, dict[str, Rule]] = {
     "summary.json": {
         "validation.accuracy": NUMBER,
+        f"validation.{TTA_METRIC}": optional(NUMBER),
         "validation.loss": NUMBER,
         "validation.images": whole(0),
         "validation.per_class_accuracy": mapping_of(NUMBER),

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from ruamel.yaml import YAML
 
+from classify.config.options import TTA_METRIC
 from classify.reports import figures
 from classify.reports.finished_run import FinishedRun
 from harness.errors import InvalidInput, printable
@@ -95,10 +96,13 @@ def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
     def row(label: str, text: Any) -> tuple[str, list[str]]:
         return label, [text(run.summary, run.described["machine"]) for run in runs]
 
+    by_views = [run.summary["validation"].get(TTA_METRIC) for run in runs]
+    shown = ["-" if each is None else f"{each:.4f}" for each in by_views]
     best = [f"{accuracy:.4f} after {step:,} steps" for accuracy, step in (run.best for run in runs)]
     return [
         ("best accuracy", best),
         row("accuracy", lambda s, m: f"{s['validation']['accuracy']:.4f}"),
+        *([("accuracy by test-time augmentation", shown)] if set(by_views) != {None} else []),
         row("validation loss", lambda s, m: f"{s['validation']['loss']:.4f}"),
         row("epochs", lambda s, m: f"{s['epochs']}"),
         row("optimizer steps", lambda s, m: f"{s['steps']:,}"),

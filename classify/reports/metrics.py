@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,9 @@ from determined import pytorch
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
+
+from classify.config.options import TTA_METRIC, TestTimeAugmentation
+from classify.images.views import view_scores
 
 
 class Throughput(pytorch.MetricReducer):
@@ -70,6 +73,7 @@ class ClassificationMetrics(pytorch.MetricReducer):
     Args:
         classes: the class names.
         throughput: of the training, to be reported with every validation, so that a search can go by it.
+        how: views, by whose mean scores ``classify`` counts each image once more.
 
     Attributes:
         order: int64 (N,), the images in the order in which this rank sees them; the mistakes are told by it.
@@ -78,9 +82,14 @@ class ClassificationMetrics(pytorch.MetricReducer):
             the hardest first, each with ``loss``, ``image`` (its index), ``predicted`` and ``label``.
     """
 
-    def __init__(self, classes: Sequence[str], throughput: Throughput | None = None) -> None:
+    def __init__(
+        self,
+        classes: Sequence[str],
+        throughput: Throughput | None = None,
+        how: TestTimeAugmentation | None = None,
+    ) -> None:
         self.classes = tuple(classes)
-        self.throughput = throughput
+        self.throughput, self.how = throughput, how
         self.order: Tensor | None = None
         self.confusion = np.zeros((len(self.classes),) * 2, dtype=np.int64)
         self.mistakes: list[dict[str, Any]] = []
@@ -90,6 +99,20 @@ class ClassificationMetrics(pytorch.MetricReducer):
     def reset(self) -> None:
         self._counts: Tensor | None = None
         self._seen = 0
+        self._right_by_views: Tensor | int = 0
+
+    def classify(self, net: Callable[[Tensor], Tensor], inputs: Tensor, labels: Tensor) -> None:
+        """Classifies a batch and adds it.
+
+        Args:
+            net: gives logits (B, C) float32 of inputs.
+            inputs: (B, 3, H, W), normalised.
+            labels: (B,) int64.
+        """
+        logits, by_views = view_scores(net, inputs, self.how)
+        self.update(logits, labels)
+        if self.how:
+            self._right_by_views = self._right_by_views + (by_views.argmax(1) == labels).sum()
 
     @torch.no_grad()
     def update(self, logits: Tensor, labels: Tensor) -> None:
@@ -119,31 +142,36 @@ class ClassificationMetrics(pytorch.MetricReducer):
         self._which = which[:, chosen]
 
     @override
-    def per_slot_reduce(self) -> tuple[np.ndarray, float, list[dict[str, Any]]]:
+    def per_slot_reduce(self) -> tuple[np.ndarray, float, list[dict[str, Any]], int]:
         if self._counts is None:
-            return np.zeros((len(self.classes),) * 2, dtype=np.int64), 0.0, []
+            return np.zeros((len(self.classes),) * 2, dtype=np.int64), 0.0, [], 0
         counts = self._counts.view(len(self.classes), -1).cpu().numpy()
         mistakes = []
         for loss, place, *names in zip(self._hardest.tolist(), *self._which.tolist(), strict=True):
             if loss >= 0:
                 image = place if self.order is None else int(self.order[place])
                 mistakes.append({"loss": loss, "image": image, "predicted": names[0], "label": names[1]})
-        return counts, self._loss.item(), mistakes
+        return counts, self._loss.item(), mistakes, int(self._right_by_views)
 
     @override
     def cross_slot_reduce(
-        self, per_slot_metrics: list[tuple[np.ndarray, float, list[dict[str, Any]]]]
+        self, per_slot_metrics: list[tuple[np.ndarray, float, list[dict[str, Any]], int]]
     ) -> dict[str, Any]:
-        """Gives ``accuracy``, ``loss``, ``images``, ``accuracy/<class>`` and the throughput, as numbers."""
-        self.confusion = confusion = np.sum([counts for counts, _, _ in per_slot_metrics], axis=0)
-        everyones = [each for _, _, mistakes in per_slot_metrics for each in mistakes]
+        """Gives ``accuracy``, ``loss``, ``images``, ``accuracy/<class>`` and the throughput, as numbers.
+
+        With views also ``accuracy_tta``, that by their mean scores.
+        """
+        self.confusion = confusion = np.sum([counts for counts, *_ in per_slot_metrics], axis=0)
+        everyones = [each for _, _, mistakes, _ in per_slot_metrics for each in mistakes]
         self.mistakes = sorted(everyones, key=lambda each: (-each["loss"], each["image"]))[:MISTAKES]
         images = int(confusion.sum())
         metrics: dict[str, Any] = {
             "accuracy": int(confusion.trace()) / max(images, 1),
-            "loss": sum(loss for _, loss, _ in per_slot_metrics) / max(images, 1),
+            "loss": sum(loss for _, loss, *_ in per_slot_metrics) / max(images, 1),
             "images": images,
         }
+        if self.how:
+            metrics[TTA_METRIC] = sum(right for *_, right in per_slot_metrics) / max(images, 1)
         for name, row, right in zip(self.classes, confusion.sum(1), confusion.diagonal(), strict=True):
             metrics[f"accuracy/{name}"] = int(right) / max(int(row), 1)
         if self.throughput:

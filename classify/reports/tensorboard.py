@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from classify.config.options import TTA_METRIC
 from classify.images.image_set import ImageSet
 from classify.models import registry
 from classify.reports import figures
@@ -90,9 +91,12 @@ class TensorBoardLog(StepCounter):
         of_classes = {
             f"accuracy_of_class/{name}": metrics[f"accuracy/{name}"] for name in self.metrics.classes
         }
-        self._add(
-            {"loss/validation": metrics["loss"], "accuracy/validation": metrics["accuracy"], **of_classes}
-        )
+        scalars = {
+            "loss/validation": "loss",
+            "accuracy/validation": "accuracy",
+            "accuracy/validation_tta": TTA_METRIC,
+        }
+        self._add({**{name: metrics.get(key) for name, key in scalars.items()}, **of_classes})
         self._validated_step = self.steps
         if time.monotonic() - self._drawn_at >= FIGURES_SHARE * self._took:
             self._draw()

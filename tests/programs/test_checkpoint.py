@@ -104,8 +104,24 @@ def test_predict_agrees_with_evaluate(classifier, tmp_path, capsys):
     assert checkpoint.main(["evaluate", str(net), *DIGITS, *data, "--json"]) == 0
     validation = json.loads(capsys.readouterr().out)
     assert validation["accuracy"] == sum(right) / 80 == run.summary["validation"]["accuracy"]
-    assert checkpoint.main(["predict", str(net), str(root / "test/digit 2/119.png")]) == 0
-    assert "digit" in capsys.readouterr().out
+    picture = str(root / "test/digit 2/119.png")
+    assert checkpoint.main(["predict", str(net), picture]) == 0
+    said = capsys.readouterr().out
+    assert "digit" in said and "augmentation" not in said
+    views = ["--tta", "mirror,shift=2"]
+    assert checkpoint.main(["predict", str(net), picture, *views]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert (
+        said == "by the mean scores of several views of each image (test-time augmentation: mirror, shift 2)"
+    )
+    assert checkpoint.main(["predict", str(net), str(root / "test"), "--json", *views]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    right = [row["class"] == pathlib.Path(row["image"]).parent.name for row in rows]
+    assert all(row["test_time_augmentation"] == {"mirror": True, "shift": 2} for row in rows)
+    assert checkpoint.main(["evaluate", str(net), *DIGITS, *data, "--json", *views]) == 0
+    assert json.loads(capsys.readouterr().out) == {**validation, "accuracy_tta": sum(right) / 80}
+    assert checkpoint.main(["predict", str(net), picture, "--tta", "shift=99"]) == 2
+    assert capsys.readouterr().err.startswith("checkpoint.py: --tta.shift: 99: ")
 
 
 def test_the_export_needs_torch_and_net_py_alone(classifier, tmp_path):

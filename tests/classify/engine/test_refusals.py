@@ -138,6 +138,14 @@ BAD = {
         1,
         ["zero_optimization.offload_optimizer.super_offload: True: ", "weight_average"],
     ),
+    "views of nothing": (["hyperparameters.test_time_augmentation={}"], 1, ["hyperparameters.test_time_augmentation: ", "mirror: true"]),
+    "views of an unknown kind": (["hyperparameters.test_time_augmentation={miror: true}"], 1, ["test_time_augmentation.miror: True: ", "'mirror'"]),
+    "views shifted out of the image": (["hyperparameters.test_time_augmentation={shift: 32}"], 1, ["test_time_augmentation.shift: 32: ", "at most 31"]),
+    "views in a pipeline": (["hyperparameters.pipe_parallel_size=2", "hyperparameters.test_time_augmentation={mirror: true}"], 2, ["test_time_augmentation: ", "pipeline"]),
+    "metric of no views": (["searcher.metric=accuracy_tta"], 1, ["searcher.metric: 'accuracy_tta': ", "set hyperparameters.test_time_augmentation"]),
+    "patience with no views": (
+        ["hyperparameters.early_stopping={metric: accuracy_tta, patience: 2}"], 1, ["early_stopping.metric: 'accuracy_tta': ", "test_time_augmentation"]
+    ),
     "length beyond measure": (["hyperparameters.max_length={epochs: 100000000000000000000}"], 1, ["max_length.epochs", "100000000000000000000"]),
     "images beyond measure": (["data.image_size=20000"], 1, ["data.image_size", "20000", "512"]),
     "metric of no class": (["searcher.metric=accuracy/ten"], 1, ["searcher.metric", "'accuracy/ten'"]),

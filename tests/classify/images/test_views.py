@@ -1,0 +1,139 @@
+"""Test-time augmentation: the scores of views, and real runs whose other metrics it leaves as they are."""
+
+import json
+
+import pytest
+import torch
+from modes import mode_rows
+from support import DIGITS, error_line, overrides, train_many
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.nn import functional as F
+
+import checkpoint
+from classify.config.options import TestTimeAugmentation as Views
+from classify.images.views import check_shift, parse, view_scores, views
+
+
+def mirrored(net, inputs):
+    return 0.5 * net(inputs) + 0.5 * net(inputs.flip(-1))
+
+
+def by_airbench(net, inputs):
+    """As cifar10-airbench has it: half of all by the images, half by those shifted by a pixel."""
+    padded, size = F.pad(inputs, (1,) * 4, "reflect"), inputs.shape[-1]
+    shifted = [padded[:, :, :size, :size], padded[:, :, 2:, 2:]]
+    translated = torch.stack([mirrored(net, each) for each in shifted]).mean(0)
+    return 0.5 * mirrored(net, inputs) + 0.5 * translated
+
+
+def by_places(net, inputs):
+    """Of images shifted by 3 pixels, each pixel taken by itself from where it was, reflected at the edge."""
+
+    def shifted(by):
+        rows, columns = (
+            torch.tensor([size - 1 - abs(size - 1 - abs(each + by)) for each in range(size)])
+            for size in inputs.shape[2:]
+        )
+        return inputs[:, :, rows][:, :, :, columns]
+
+    return 0.5 * net(inputs) + 0.25 * net(shifted(3)) + 0.25 * net(shifted(-3))
+
+
+@pytest.mark.parametrize(
+    ("how", "expected", "count"),
+    [
+        (Views(mirror=True), mirrored, 2),
+        (Views(shift=3), by_places, 3),
+        (Views(mirror=True, shift=1), by_airbench, 6),
+    ],
+)
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_the_scores_of_views(how, expected, count, form):
+    torch.manual_seed(0)
+    inputs = torch.randn(5, 3, 8, 8).to(memory_format=form)
+    inputs = inputs if how.mirror and how.shift else inputs[:, :, :, :6]
+    height, width = inputs.shape[2:]
+    features = torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten()
+    net = torch.nn.Sequential(*features, torch.nn.Linear(4 * (height - 2) * (width - 2), 10)).double()
+    seen = []
+
+    def classify(each):
+        seen.append(each)
+        torch.rand(1)  # as some networks draw
+        return net(each.double())
+
+    with torch.no_grad():
+        torch.manual_seed(1)
+        plain, mean = view_scores(classify, inputs, how)
+        after = torch.rand(1)
+        assert torch.equal(plain, net(inputs.double()))
+        assert torch.allclose(mean, expected(lambda each: net(each.double()), inputs))
+        torch.manual_seed(1)
+        assert view_scores(classify, inputs, None)[1].equal(plain)
+    assert torch.equal(torch.rand(1), after)
+    assert len(seen) == count + 1
+    assert all(each.shape == inputs.shape for each in seen)
+    assert sum(weight for _, weight in views(inputs, how)) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    {
+        "mirrr": "--tta.mirrr: True: unknown key; did you mean 'mirror'?",
+        "mirror=maybe": "--tta.mirror: 'maybe': must be true or false",
+        "shift": "--tta.shift: True: must be a whole number of at least 0",
+        "shift=-1": "--tta.shift: '-1': must be a whole number of at least 0",
+        "shift=0": "--tta: has no view but the image itself; ",
+        "": "--tta.: True: unknown key; use one of mirror, shift",
+        "shift=8": "--tta.shift: 8: images have 8 pixels; use at most 7",
+    }.items(),
+)
+def test_what_is_refused(text, said):
+    assert error_line(lambda: check_shift("--tta", parse(text, "--tta"), (8, 9))).startswith(said)
+
+
+TTA = "accuracy_tta"
+ON = overrides(hyperparameters__test_time_augmentation="{mirror: true, shift: 1}")
+BY_IT = overrides(searcher__metric=TTA, hyperparameters__early_stopping=f"{{metric: {TTA}, patience: 9}}")
+SHORT = overrides(hyperparameters__max_length="{batches: 12}", min_validation_period="{batches: 6}")
+TIMES = ("images_per_second", "time")
+
+
+def validations(run):
+    entries = [entry for entry in run.metrics if entry["group"] == "validation"]
+    return [{key: value for key, value in entry.items() if key not in TIMES} for entry in entries]
+
+
+@pytest.mark.parametrize(("processes", "modes"), [(1, ("digits", "moe")), (2, ("digits", "zero3", "bf16"))])
+def test_it_adds_an_accuracy_and_changes_no_other_metric(tmp_path, capsys, processes, modes):
+    """Counted in one process and in two, and by the program, in batches of other sizes."""
+    rows = {mode: [*mode_rows(processes)[mode], *SHORT] for mode in modes}
+    rows |= {f"{mode} by views": [*row, *ON, *BY_IT] for mode, row in rows.items()}
+    runs = train_many(tmp_path, rows, processes)
+    for name, run in runs.items():
+        assert run.code == 0, f"{name}: {run.stderr}"
+    for mode in modes:
+        plain, run = runs[mode], runs[f"{mode} by views"]
+        validation = run.summary["validation"]
+        accuracy, others = validation[TTA], {k: v for k, v in validation.items() if k != TTA}
+        assert others == plain.summary["validation"], mode
+        assert run.summary["weights_sha256"] == plain.summary["weights_sha256"], mode
+        found = validations(run)
+        assert [each.pop(TTA) for each in found][-1] == accuracy
+        assert found == validations(plain)
+        last = [f"{TTA} {accuracy:.4f}", f"accuracy {validation['accuracy']:.4f}"]
+        assert run.stdout.splitlines()[-2:] == last and TTA not in plain.stdout
+        events = EventAccumulator(str(run.output)).Reload()
+        assert events.Scalars("accuracy/validation_tta")[-1].value == pytest.approx(accuracy)
+        if mode == "moe":  # which needs a process group of its own
+            continue
+        command = ["evaluate", str(run.output / "net.pt"), *DIGITS, "--tta", "mirror,shift=1"]
+        assert checkpoint.main(command) == 0
+        assert capsys.readouterr().out.splitlines()[-2:] == last
+        assert checkpoint.main([*command, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)[TTA] == accuracy, mode
+    folders = [str(runs[name].output) for name in ("digits", "digits by views")]
+    assert checkpoint.main(["report", *folders, "--output", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    accuracy = runs["digits by views"].summary["validation"][TTA]
+    assert f"<td>accuracy by test-time augmentation</td><td>-</td><td>{accuracy:.4f}</td>" in page
