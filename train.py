@@ -94,7 +94,7 @@ def load(args: argparse.Namespace) -> Experiment:
 
 def check(args: argparse.Namespace) -> int:
     """Checks the experiment file for a number of processes and prints the DeepSpeed configuration."""
-    from harness.errors import InvalidInput
+    from harness.errors import InvalidInput, printable
 
     if args.slots is not None and args.slots < 1:
         raise InvalidInput(f"--slots: {args.slots}: must be at least 1")
@@ -105,6 +105,8 @@ def check(args: argparse.Namespace) -> int:
     slots = args.slots or experiment.slots
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, slots, device_type())
     print_notes(notes(experiment, config))
+    for line in config.described_groups:
+        print(f"train.py: parameters {printable(line)}", file=sys.stderr)
     print(json.dumps(config.deepspeed, indent=2))
     return 0
 
@@ -196,6 +198,7 @@ def run(args: argparse.Namespace) -> int:
                     "weights_sha256": state_dicts.sha256(weights),
                     "checkpoint": fit.checkpoint,
                     "peak_memory_mib": peaks,  # of each rank
+                    "parameter_groups": trial.config.described_groups,
                 },
             )
     return 0

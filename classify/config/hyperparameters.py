@@ -8,12 +8,12 @@ together is in ``classify/engine/combinations.py``; what must be the same after 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from classify.config.options import TTA_METRIC, Options, TestTimeAugmentation, WeightAverage
+from classify.config.parameter_groups import entry_errors, is_pattern
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, one_of, optional, whole
 from harness.errors import ErrorList, nearest
 from harness.experiment import LENGTH_UNITS, unit_errors
@@ -31,14 +31,7 @@ def _is_beta(value: Any) -> bool:
 def _is_partition_method(value: Any) -> bool:
     if not isinstance(value, str):
         return False
-    return value in ("parameters", "uniform") or (value.startswith("type:") and _is_pattern(value[5:]))
-
-
-def _is_pattern(text: str) -> bool:
-    try:
-        return bool(text) and re.compile(text) is not None
-    except re.error:
-        return False
+    return value in ("parameters", "uniform") or (value.startswith("type:") and is_pattern(value[5:]))
 
 
 def _is_early_stopping(value: Any) -> bool:
@@ -111,6 +104,10 @@ class Hyperparameters:
         default=None, metadata={"rule": ANY, "options": TestTimeAugmentation}
     )
     """Views of each image, by whose mean scores validations classify it once more."""
+    weight_decay_on: str = _setting("all", one_of("all", "weights"))
+    """``weights`` for no decay of biases, norms and other weights of one dimension."""
+    parameter_groups: tuple[Mapping[str, Any], ...] = _setting((), ANY)
+    """Parameters by patterns of their names: each with its ``lr_factor``, ``weight_decay``, or ``frozen``."""
 
     channels_last: bool | None = _setting(None, BOOL)
     """Whether images have that memory format; if not given, where it is known to be faster."""
@@ -184,6 +181,7 @@ class Hyperparameters:
             if given.get(key) is not None:
                 with errors.collecting():
                     given[key] = options.parse(f"hyperparameters.{key}", given[key])
+        errors.lines += entry_errors(given.get("parameter_groups"))
         net = given.get("net", cls.net)
         if net not in nets:
             mend = f"{nearest(net, nets)}, or register it in net.py"

@@ -18,7 +18,9 @@ from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
 from classify.engine import memory
+from classify.engine.full_weights import name_in_stage
 from classify.engine.optimizer_rules import schedule_maker
+from classify.engine.parameter_groups import are_plain, freeze, optimizer_groups
 from classify.engine.trial_config import TrialConfig
 from classify.models import pretrained, recompute, registry, state_dicts
 from classify.models.net_moe import NetMoE
@@ -52,12 +54,14 @@ def build_network(
         net: nn.Module = NetMoE(config.net.num_classes, micro_batch=padded, **hyper.experts)
         if hyper.weights:
             _load_weights(net, config)
+        freeze(net.named_parameters(), config.groups)
         return net
     net = registry.build(config.net)
     if hyper.weights:
         _load_weights(net, config)
     elif sample and (initialize := getattr(net, "initialize_from_images", None)):
         initialize(sample())
+    freeze(net.named_parameters(), config.groups)
     if hyper.sync_batchnorm:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     if hyper.checkpoint_activations:
@@ -108,12 +112,15 @@ def engine_arguments(net: nn.Module, config: TrialConfig) -> dict[str, Any]:
 
 
 def _trainable_parameters(net: nn.Module, config: TrialConfig) -> Any:
-    """What the optimizer gets: the parameters, those of experts in groups of their own."""
-    parameters = filter(lambda parameter: parameter.requires_grad, net.parameters())
-    if not (config.hyper.has_experts and config.hyper.moe_param_group):
-        return parameters
-    group = {"params": list(parameters), "name": "parameters"}
-    return split_params_into_different_moe_groups_for_optimizer(group)
+    """What the optimizer gets: the parameters, in groups, those of experts in groups of their own."""
+    named = net.named_parameters()
+    if layers := config.stage_layers:
+        named = ((name_in_stage(name, layers), parameter) for name, parameter in named)
+    groups = optimizer_groups(named, config.groups)
+    if config.hyper.has_experts and config.hyper.moe_param_group:
+        split = split_params_into_different_moe_groups_for_optimizer(groups)
+        return [group for group in split if group["params"]]
+    return groups[0]["params"] if are_plain(config.groups) else groups
 
 
 @contextlib.contextmanager

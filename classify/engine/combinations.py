@@ -15,7 +15,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from classify.config.hyperparameters import EXPERTS_ONLY, Hyperparameters
 from classify.engine.deepspeed_keys import HYPER, MICRO_BATCH, errors_of_whole
-from classify.engine.optimizer_rules import optimizer_class, optimizer_names
+from classify.engine.optimizer_rules import optimizer_class, optimizer_names, rules
 from classify.models.registry import MOE, NetSpec, on_meta_device
 from classify.models.stages import layers_of
 from harness.errors import InvalidInput
@@ -132,6 +132,7 @@ def combination_errors(config: Mapping[str, Any], hyper: Hyperparameters, device
     """What of a configuration, whose keys are right by themselves, does not go together."""
     errors = [
         *_stage_errors(config, hyper),
+        *_group_errors(config, hyper),
         *_precision_errors(config),
         *_average_errors(config, hyper),
         *_device_errors(config, hyper, device),
@@ -157,6 +158,20 @@ def _stage_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator
     if hyper.has_experts and stage > 0 and not hyper.moe_param_group:
         what = f"ZeRO stage {stage} needs a group of parameters each for experts; set it to true"
         yield f"{HYPER}moe_param_group: False: {what}"
+
+
+def _group_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[str]:
+    """What of the parameter groups the optimizer does not take."""
+    name = (config.get("optimizer") or {}).get("type", "")
+    cls = optimizer_class(name)
+    if cls is None or "weight_decay" in rules(cls):
+        return
+    mend = f"{name} has no weight decay; remove it, or use another optimizer"
+    if hyper.weight_decay_on != "all":
+        yield f"{HYPER}weight_decay_on: {hyper.weight_decay_on!r}: {mend}"
+    for index, entry in enumerate(hyper.parameter_groups or ()):
+        if "weight_decay" in entry:
+            yield f"{HYPER}parameter_groups[{index}].weight_decay: {entry['weight_decay']!r}: {mend}"
 
 
 def _precision_errors(config: Mapping[str, Any]) -> Iterator[str]:

@@ -131,11 +131,16 @@ def _masters_of_parameters(engine: deepspeed.DeepSpeedEngine) -> dict[Tensor, Te
     return masters
 
 
+def name_in_stage(name: str, stage_layers: Sequence[str]) -> str:
+    """What the plain network calls a weight that a pipeline calls by the number of its layer."""
+    index, _, rest = name.partition(".")
+    return f"{stage_layers[int(index)]}.{rest}"
+
+
 def plain_name(engine: deepspeed.DeepSpeedEngine, name: str, stage_layers: Sequence[str] | None) -> str:
     """What the plain network calls a weight that a pipeline's or an expert's rank calls by its own number."""
     if stage_layers:
-        index, _, rest = name.partition(".")
-        return f"{stage_layers[int(index)]}.{rest}"
+        return name_in_stage(name, stage_layers)
     found = _EXPERT.match(name)
     if not found:
         return name

@@ -18,6 +18,7 @@ from classify.config.experiment_fields import experiment_of
 from classify.config.project import PROJECT
 from classify.engine import memory
 from classify.engine.full_weights import gather_full_state_dict
+from classify.engine.parameter_groups import summarise
 from classify.engine.trial_config import TrialConfig
 from classify.engine.weight_average import WeightAverage
 from classify.models import net_file, state_dicts
@@ -156,6 +157,7 @@ class ClassifierHooks(TrialHooks):
             "hyperparameters.ep_world_size": hyper.ep_world_size,
             "hyperparameters.pipe_parallel_size": hyper.pipe_parallel_size,
             "hyperparameters.partition_method": hyper.partition_method,
+            "hyperparameters.parameter_groups and weight_decay_on": summarise(self.config.groups),
             "data: classes": list(self.config.source.classes),
             "data.image_size": list(data.image_size),
         }

@@ -19,6 +19,7 @@ from classify.engine import deepspeed_config
 from classify.engine.combinations import DTYPES, dtype_name, network_errors, zero_stage
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
 from classify.engine.learning_rate import schedule_notes
+from classify.engine.parameter_groups import Group, are_plain, assign
 from classify.images import views
 from classify.images.sampler import step_sizes
 from classify.images.settings import DataSettings
@@ -145,6 +146,24 @@ class TrialConfig:
         """What works, but hardly as it was meant, in a line each."""
         return schedule_notes(self.deepspeed, self.steps)
 
+    @functools.cached_property
+    def groups(self) -> tuple[Group, ...]:
+        """How the optimizer treats the network's parameters; raises ``InvalidInput`` as ``assign`` does."""
+        if self.hyper.has_experts:
+            from classify.models.net_moe import NetMoE  # which takes a second to import
+
+            with torch.device("meta"):
+                return assign(
+                    NetMoE(self.net.num_classes, **self.hyper.experts | {"ep_world_size": 1}), self.hyper
+                )
+        return assign(registry.on_meta_device(self.net), self.hyper)
+
+    @property
+    def described_groups(self) -> list[str]:
+        """The groups in a line each; none where there is but one, as the optimizer says."""
+        optimizer = self.deepspeed["optimizer"]["params"]
+        return [] if are_plain(self.groups) else [group.describe(optimizer) for group in self.groups]
+
     @property
     def net(self) -> NetSpec:
         """The network."""
@@ -269,6 +288,7 @@ def _check_network(config: TrialConfig, weights: dict[str, Tensor] | None) -> No
     if config.data.normalize == "weights":
         pretrained.normalization(hyper.net)
     dry_run.check(config.net, config.least_micro_batch, bool(hyper.channels_last))
+    _ = config.groups
     if hyper.has_experts:
         return
     outline = registry.on_meta_device(config.net)

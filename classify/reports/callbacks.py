@@ -35,7 +35,7 @@ def make_callbacks(
     output = getattr(context, "output", None) if is_chief else None  # a stock context has no folder
     callbacks: dict[str, pytorch.PyTorchCallback] = {
         "classification": ClassificationLog(output, metrics, test_set),
-        "tensorboard": TensorBoardLog(context, engine, metrics, test_set, config.net),
+        "tensorboard": TensorBoardLog(context, engine, metrics, test_set, config),
     }
     if stopping := config.hyper.early_stopping:
         callbacks["early_stopping"] = EarlyStopping(context, **{"metric": "loss", **stopping})

@@ -57,6 +57,7 @@ FILES: dict[str, dict[str, Rule]] = {
         "world_size": whole(1),
         "zero_stage": whole(0),
         "dtype": TEXT,
+        "parameter_groups": optional(list_of(TEXT)),  # which runs of before it was written lack
     },
     "run.json": {
         "config": MAPPING,

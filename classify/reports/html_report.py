@@ -87,6 +87,7 @@ def _shown(run: FinishedRun, confusion: bytes) -> dict[str, Any]:
         "confusion": _text(confusion),
         "mistakes": mistakes,
         "command": shlex.join(run.described["command"]),
+        "groups": run.summary.get("parameter_groups") or [],
         "config": _yaml(run.described["config"]),
         "machine": _yaml(run.described["machine"]),
     }

@@ -11,6 +11,7 @@ from torch import nn
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
 from classify.engine.trial_config import TrialConfig
 from harness.context import TrialContext
+from harness.errors import printable
 from harness.local.folder import shown
 
 
@@ -57,7 +58,10 @@ def describe(
         lines["length"] += f"; goes on from checkpoint {checkpoint}"
     if context.output:
         lines["folder"] = shown(context.output)
-    return [f"{name:<8} {text}" for name, text in lines.items()]
+    return [
+        *(f"{name:<8} {text}" for name, text in lines.items()),
+        *(f"{'group':<8} {printable(text)}" for text in config.described_groups),
+    ]
 
 
 def count_parameters(net: nn.Module, config: TrialConfig, dist: core.DistributedContext) -> tuple[int, int]:

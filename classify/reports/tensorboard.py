@@ -14,6 +14,7 @@ import torch
 from typing_extensions import override
 
 from classify.config.options import TTA_METRIC
+from classify.engine.trial_config import TrialConfig
 from classify.images.image_set import ImageSet
 from classify.models import registry
 from classify.reports import figures
@@ -39,7 +40,7 @@ class TensorBoardLog(StepCounter):
         engine: its engine.
         metrics: of its validation.
         test_set: gives the images that it validates.
-        net: its network, to draw the graph of.
+        config: the trial's, for its network, to draw the graph of, and its parameter groups.
     """
 
     def __init__(
@@ -48,10 +49,12 @@ class TensorBoardLog(StepCounter):
         engine: deepspeed.DeepSpeedEngine,
         metrics: ClassificationMetrics,
         test_set: Callable[[], ImageSet],
-        net: registry.NetSpec,
+        config: TrialConfig,
     ) -> None:
         super().__init__(context)
-        self.engine, self.metrics, self.test_set, self.net = engine, metrics, test_set, net
+        self.engine, self.metrics, self.test_set, self.net = engine, metrics, test_set, config.net
+        trained = [group for group in config.groups if not group.frozen]
+        self.groups = trained if len(trained) > 1 else []
         self.is_chief = context.distributed.rank == 0
         self._drawn_step = self._validated_step = -1
         self._drawn_at, self._took = time.monotonic(), FIRST_FIGURES
@@ -74,10 +77,12 @@ class TensorBoardLog(StepCounter):
         super().on_training_workload_end(avg_metrics, batch_metrics)
         if not self.is_chief:
             return
+        rate = batch_metrics[-1].get("learning_rate") if batch_metrics else None
+        self._add({f"learning_rate_of/{each.name}": rate and rate * each.lr_factor for each in self.groups})
         self._add(
             {
                 "loss/train": avg_metrics.get("loss"),
-                "learning_rate": batch_metrics[-1].get("learning_rate") if batch_metrics else None,
+                "learning_rate": rate,
                 "images_per_second": avg_metrics.get("images_per_second"),
                 "gradient_norm": self.engine.get_global_grad_norm(),
                 "loss_scale": loss_scale(self.engine),

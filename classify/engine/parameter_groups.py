@@ -1,0 +1,181 @@
+"""Which parameters the optimizer treats alike, and how: ``parameter_groups`` and ``weight_decay_on``."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from classify.config.hyperparameters import Hyperparameters
+from classify.config.parameter_groups import KEY
+from harness.errors import InvalidInput
+from harness.schedules import FACTOR
+
+OTHERS = "others"  # the parameters that no pattern matches
+_EXPERT = re.compile(r"(deepspeed_experts)\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that the optimizer treats alike.
+
+    Attributes:
+        name: what to call it.
+        parameters: their names in the plain network, in its order.
+        weights: how many numbers they hold.
+        lr_factor: of the optimizer's rate.
+        weight_decay: None for the optimizer's.
+        frozen: whether they stay as they are.
+    """
+
+    name: str
+    parameters: tuple[str, ...]
+    weights: int
+    lr_factor: float = 1
+    weight_decay: float | None = None
+    frozen: bool = False
+
+    def describe(self, optimizer: Mapping[str, Any]) -> str:
+        """The group in a line, with the rate and the decay that it has by the optimizer's parameters."""
+        count = len(self.parameters)
+        size = f"{self.name}: {count:,} parameter{'s' * (count != 1)}, {self.weights:,} weights"
+        if self.frozen:
+            return f"{size}, frozen"
+        decay = optimizer.get("weight_decay", 0) if self.weight_decay is None else self.weight_decay
+        factor = f" ({self.lr_factor:g} times)" if self.lr_factor != 1 else ""
+        return f"{size}, learning rate {optimizer['lr'] * self.lr_factor:g}{factor}, weight decay {decay:g}"
+
+
+def assign(net: nn.Module, hyper: Hyperparameters) -> tuple[Group, ...]:
+    """Deals a network's parameters out.
+
+    Args:
+        net: the plain network, which may be on the meta device.
+        hyper: the hyperparameters.
+
+    Returns:
+        The groups that have parameters: first those that no pattern matches.
+
+    Raises:
+        InvalidInput: with a line for each pattern that matches none, for patterns that match the same, and if
+            nothing is left to train.
+    """
+    entries = hyper.parameter_groups or ()
+    patterns = [re.compile(entry["match"]) for entry in entries]
+    shapes = {name: tuple(each.shape) for name, each in net.named_parameters()}
+    found = {name: [i for i, each in enumerate(patterns) if each.search(name)] for name in shapes}
+    errors = [*_unmatched(entries, found), *_matched_twice(entries, found), *_uneven_experts(hyper, found)]
+    held: dict[tuple[int, bool], list[str]] = {}
+    for name, indices in found.items():
+        index = indices[0] if indices else -1
+        decays = hyper.weight_decay_on == "all" or sum(size > 1 for size in shapes[name]) > 1
+        own = index >= 0 and ("weight_decay" in entries[index] or entries[index].get("frozen", False))
+        held.setdefault((index, decays or own), []).append(name)
+    groups = []
+    for index, decays in sorted(held, key=lambda each: (each[0], not each[1])):
+        names = held[index, decays]
+        entry = {**entries[index]} if index >= 0 else {}
+        name = entry.pop("match", OTHERS)
+        if not decays:
+            name, entry["weight_decay"] = f"{name} (no decay)", 0.0
+        weights = sum(_numel(shapes[each]) for each in names)
+        groups.append(Group(name, tuple(names), weights, **entry))
+    trains = {name for name, each in net.named_parameters() if each.requires_grad}
+    if entries and not any(trains & {*group.parameters} for group in groups if not group.frozen):
+        errors.append(f"{KEY}: freeze every parameter of {hyper.net}; leave one to train")
+    if errors:
+        raise InvalidInput(errors)
+    return tuple(groups)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _unmatched(entries: Sequence[Mapping[str, Any]], found: Mapping[str, list[int]]) -> list[str]:
+    matched = {index for indices in found.values() for index in indices}
+    some = ", ".join([*found][:2] + [*found][-1:])
+    return [
+        f"{KEY}[{index}].match: {entry['match']!r}: matches no parameter; their names are e.g. {some}"
+        for index, entry in enumerate(entries)
+        if index not in matched
+    ]
+
+
+def _matched_twice(entries: Sequence[Mapping[str, Any]], found: Mapping[str, list[int]]) -> list[str]:
+    twice: dict[tuple[int, ...], list[str]] = {}
+    for name, indices in found.items():
+        if len(indices) > 1:
+            twice.setdefault(tuple(indices), []).append(name)
+    errors = []
+    for several, names in twice.items():
+        patterns = " and ".join(repr(entries[index]["match"]) for index in several)
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        errors.append(
+            f"{KEY}[{several[1]}].match: {entries[several[1]]['match']!r}: {names[0]}{more} matched by"
+            f" {patterns}; let each parameter match one"
+        )
+    return errors
+
+
+def _uneven_experts(hyper: Hyperparameters, found: Mapping[str, list[int]]) -> list[str]:
+    """Ranks that hold different experts of a layer have to have the same groups."""
+    if not hyper.has_experts or hyper.ep_world_size == 1:
+        return []
+    of_layer: dict[str, set[tuple[int, ...]]] = {}
+    for name, indices in found.items():
+        of_layer.setdefault(_EXPERT.sub(r"\1.", name), set()).add(tuple(indices))
+    uneven = [name for name, chosen in of_layer.items() if len(chosen) > 1]
+    what = "match some experts of a layer and others not, which lie on other ranks; match all, or none"
+    return [f"{KEY}: {uneven[0]}: patterns {what}"] if uneven else []
+
+
+def are_plain(groups: Sequence[Group]) -> bool:
+    """Whether there is one group, of which the optimizer's own parameters say all."""
+    (first, *more) = groups
+    return not more and (first.lr_factor, first.weight_decay, first.frozen) == (1, None, False)
+
+
+def summarise(groups: Sequence[Group]) -> str | None:
+    """What must be the same after a resume: which parameters are in which group, and which are frozen.
+
+    None without groups; rates and decays may change.
+    """
+    if are_plain(groups):
+        return None
+    named = repr([(group.parameters, group.frozen) for group in groups])
+    sizes = ", ".join(f"{len(group.parameters)}{' frozen' * group.frozen}" for group in groups)
+    return f"{len(groups)} groups of {sizes} parameters ({hashlib.sha256(named.encode()).hexdigest()[:8]})"
+
+
+def freeze(named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Group]) -> None:
+    """Has the parameters of frozen groups stay as they are."""
+    frozen = {name for group in groups if group.frozen for name in group.parameters}
+    for name, parameter in named:
+        if name in frozen:
+            parameter.requires_grad_(False)
+
+
+def optimizer_groups(
+    named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Group]
+) -> list[dict[str, Any]]:
+    """Parameter groups as torch's optimizers take them, of those parameters that a rank has.
+
+    Args:
+        named: the parameters by their names in the plain network.
+        groups: how they are dealt out.
+    """
+    held = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    made = []
+    for index, group in enumerate(groups):
+        mine = [parameter for name, parameter in held if name in group.parameters]
+        decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
+        made.append({"params": mine, "name": f"{index} {group.name}", FACTOR: group.lr_factor, **decay})
+    return [group for group in made if group["params"]]
