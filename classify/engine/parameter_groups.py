@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ def assign(net: nn.Module, hyper: Hyperparameters) -> tuple[Group, ...]:
         name = entry.pop("match", OTHERS)
         if not decays:
             name, entry["weight_decay"] = f"{name} (no decay)", 0.0
-        weights = sum(_numel(shapes[each]) for each in names)
+        weights = sum(math.prod(shapes[each]) for each in names)
         groups.append(Group(name, tuple(names), weights, **entry))
     trains = {name for name, each in net.named_parameters() if each.requires_grad}
     if entries and not any(trains & {*group.parameters} for group in groups if not group.frozen):
@@ -90,13 +91,6 @@ def assign(net: nn.Module, hyper: Hyperparameters) -> tuple[Group, ...]:
     if errors:
         raise InvalidInput(errors)
     return tuple(groups)
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _unmatched(entries: Sequence[Mapping[str, Any]], found: Mapping[str, list[int]]) -> list[str]:
