@@ -1,9 +1,8 @@
 """Every patch of DeepSpeed's objects, each a function named after what it cures, and where it is applied.
 
 - ``prepare_accelerator``, once a process: ``silence_misleading_warnings``, ``allow_fp16_on_cpu``,
-  ``reduce_over_gloo``;
-- ``patch_engine``, to a new engine: ``scale_fp16_loss_without_zero``, ``keep_gradient_norm``,
-  ``skip_reductions_over_one_rank``, ``save_plain_configuration``;
+  ``reduce_over_gloo``, and those of Muon, in ``muon_patches.py``;
+- ``patch_engine``, to a new engine: those from ``scale_fp16_loss_without_zero`` on;
 - before an engine is made: ``clip_stages_together`` to a pipeline, ``partition_for_zero3`` to a network;
 - before each validation: ``broadcast_buffers``;
 - while a checkpoint is loaded: ``keep_configured_hyperparameters``, ``load_as_universal``,
@@ -32,7 +31,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import clip_grad_norm_
 
 from harness.errors import one_line
-from harness.schedules import FACTOR
+from harness.muon_patches import mend_muon_on_demand
+from harness.schedules import SETTINGS, follow_remade_optimizer
 
 # ----------------------------------------------------------------------------------------------- the process
 
@@ -41,6 +41,7 @@ from harness.schedules import FACTOR
 def prepare_accelerator() -> None:
     """Makes DeepSpeed's accelerator and its messages fit for a CPU."""
     silence_misleading_warnings()
+    mend_muon_on_demand()
     if get_accelerator().device_name() == "cpu":
         allow_fp16_on_cpu()
         reduce_over_gloo()
@@ -88,6 +89,7 @@ def patch_engine(engine: deepspeed.DeepSpeedEngine) -> None:
     keep_gradient_norm(engine)
     skip_reductions_over_one_rank(engine)
     save_plain_configuration(engine)
+    follow_remade_optimizer(engine)
 
 
 def scale_fp16_loss_without_zero(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -214,10 +216,8 @@ def keep_configured_hyperparameters(engine: deepspeed.DeepSpeedEngine) -> Iterat
         yield  # a schedule of the trial's own keeps its place as it likes
         return
     clipping = getattr(engine.optimizer, "clip_grad", None)
-    settings = {*optimizer.defaults, FACTOR}
-    groups = [
-        {key: value for key, value in group.items() if key in settings} for group in optimizer.param_groups
-    ]
+    settings = {*optimizer.defaults, *SETTINGS}
+    groups = [{key: group[key] for key in settings & group.keys()} for group in optimizer.param_groups]
     if schedule:
         load, schedule.last_batch_iteration = schedule.load_state_dict, None
         schedule.load_state_dict = lambda state: load(state) if state else None

@@ -9,6 +9,8 @@ import torch
 
 CYCLED = ("momentum", "betas")  # what a schedule may change beside the rate
 FACTOR = "lr_factor"  # of a parameter group: its rate is so many times the schedule's
+# What a parameter group may be configured with where its optimizer, as DeepSpeed's Muon, has no defaults.
+SETTINGS = ("lr", FACTOR, "weight_decay", "momentum", "betas", "eps", "ns_method")
 
 
 class _Rate(torch.optim.Optimizer):
@@ -65,6 +67,11 @@ class GroupSchedule:
         self.last_batch_iteration = wanted
         self._pass_on()
 
+    def act_on(self, optimizer: torch.optim.Optimizer) -> None:
+        """Acts on another optimizer in the place of the one that it was made with."""
+        self.optimizer = optimizer
+        self._pass_on()
+
     def get_last_lr(self) -> list[float]:
         """The rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -96,6 +103,18 @@ class GroupSchedule:
         for group in self.optimizer.param_groups:
             group["lr"] = now["lr"] * group.get(FACTOR, 1)
             group.update({key: now[key] for key in self._cycled if key in group})
+
+
+def follow_remade_optimizer(engine: Any) -> None:
+    """Has the schedule act on the optimizer that steps, where that is not the one which ZeRO was given.
+
+    DeepSpeed 0.19 makes Adagrad anew for ZeRO's partitions, in one group.
+    """
+    made = getattr(engine.optimizer, "optimizer", None)
+    if isinstance(made, torch.optim.Optimizer) and made is not engine.basic_optimizer:
+        engine.basic_optimizer = made
+        if isinstance(engine.lr_scheduler, GroupSchedule):
+            engine.lr_scheduler.act_on(made)
 
 
 def learning_rate(engine: Any) -> float:

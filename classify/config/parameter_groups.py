@@ -25,6 +25,7 @@ RULES = {
     "lr_factor": number(0, 1e6, "1e6"),
     "weight_decay": number(0, 1e6, "1e6"),
     "frozen": BOOL,
+    "muon": BOOL,
 }
 
 

@@ -116,7 +116,7 @@ def _trainable_parameters(net: nn.Module, config: TrialConfig) -> Any:
     named = net.named_parameters()
     if layers := config.stage_layers:
         named = ((name_in_stage(name, layers), parameter) for name, parameter in named)
-    groups = optimizer_groups(named, config.groups)
+    groups = optimizer_groups(named, config.groups, config.deepspeed["optimizer"]["params"])
     if config.hyper.has_experts and config.hyper.moe_param_group:
         split = split_params_into_different_moe_groups_for_optimizer(groups)
         return [group for group in split if group["params"]]

@@ -15,7 +15,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from classify.config.hyperparameters import EXPERTS_ONLY, Hyperparameters
 from classify.engine.deepspeed_keys import HYPER, MICRO_BATCH, errors_of_whole
-from classify.engine.optimizer_rules import optimizer_class, optimizer_names, rules
+from classify.engine.optimizer_rules import is_muon, optimizer_class, optimizer_names, rules
 from classify.models.registry import MOE, NetSpec, on_meta_device
 from classify.models.stages import layers_of
 from harness.errors import InvalidInput
@@ -133,6 +133,7 @@ def combination_errors(config: Mapping[str, Any], hyper: Hyperparameters, device
     errors = [
         *_stage_errors(config, hyper),
         *_group_errors(config, hyper),
+        *_muon_errors(config, hyper),
         *_precision_errors(config),
         *_average_errors(config, hyper),
         *_device_errors(config, hyper, device),
@@ -163,6 +164,15 @@ def _stage_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator
 def _group_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[str]:
     """What of the parameter groups the optimizer does not take."""
     name = (config.get("optimizer") or {}).get("type", "")
+    if not is_muon(config):
+        for index, entry in enumerate(hyper.parameter_groups or ()):
+            if "muon" in entry:
+                what = f"does nothing with {name}; use optimizer.type: Muon, or remove it"
+                yield f"{HYPER}parameter_groups[{index}].muon: {entry['muon']!r}: {what}"
+    stage, grouped = zero_stage(config), hyper.parameter_groups or hyper.weight_decay_on != "all"
+    if stage and grouped and name.lower() == "adagrad":
+        what = f"at ZeRO stage {stage} DeepSpeed has Adagrad in one group; use stage 0, or another optimizer"
+        yield f"optimizer.type: {name!r}: {what}"
     cls = optimizer_class(name)
     if cls is None or "weight_decay" in rules(cls):
         return
@@ -172,6 +182,26 @@ def _group_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator
     for index, entry in enumerate(hyper.parameter_groups or ()):
         if "weight_decay" in entry:
             yield f"{HYPER}parameter_groups[{index}].weight_decay: {entry['weight_decay']!r}: {mend}"
+
+
+def _muon_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[str]:
+    """What DeepSpeed's Muon does not go with."""
+    if not is_muon(config):
+        return
+    stage, clipping = zero_stage(config), config.get("gradient_clipping", 0)
+    if stage and clipping:
+        what = f"at ZeRO stage {stage} DeepSpeed would clip Muon's updates, not the gradients"
+        yield f"gradient_clipping: {clipping}: {what}; set it to 0"
+    if stage and hyper.has_experts:
+        what = "DeepSpeed's Muon does not know experts with ZeRO"
+        yield f"zero_optimization.stage: {stage}: {what}; set it to 0, or use another optimizer"
+    if stage == 1 and dtype_name(config) == "bf16":
+        what = "DeepSpeed's Muon takes no convolutions there in bf16"
+        yield f"zero_optimization.stage: 1: {what}; use stage 0, 2 or 3"
+    schedule = config.get("scheduler") or {}
+    if stage == 3 and (schedule.get("params") or {}).get("cycle_momentum"):
+        what = "DeepSpeed's Muon keeps its momentum at ZeRO stage 3; set it to false"
+        yield f"scheduler.params.cycle_momentum: True: {what}"
 
 
 def _precision_errors(config: Mapping[str, Any]) -> Iterator[str]:
@@ -220,7 +250,7 @@ def _device_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: st
     if hyper.sync_batchnorm:
         yield f"{HYPER}sync_batchnorm: True: torch computes it on GPUs alone; set it to false"
     name = (config.get("optimizer") or {}).get("type", "")
-    if name.lower() in DEEPSPEED_OPTIMIZERS and optimizer_class(name) is None:
+    if name.lower() in DEEPSPEED_OPTIMIZERS and optimizer_class(name) is None and not is_muon(config):
         yield f"optimizer.type: {name!r}: needs a GPU; on a CPU use one of {', '.join(optimizer_names())}"
 
 

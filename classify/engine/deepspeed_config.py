@@ -35,7 +35,14 @@ from classify.engine.deepspeed_keys import (
     nearest_key,
 )
 from classify.engine.learning_rate import follow_learning_rate, follow_length, schedule_errors, section_at
-from classify.engine.optimizer_rules import RATE, built_errors, optimizer_class, rules, schedule_class
+from classify.engine.optimizer_rules import (
+    RATE,
+    built_errors,
+    is_muon,
+    optimizer_class,
+    rules,
+    schedule_class,
+)
 from harness.errors import InvalidInput, one_line
 from harness.input_files import regular_file
 
@@ -98,6 +105,7 @@ def resolve(
     follow_length(config, total)
     # Defaults other than DeepSpeed's
     _avoid_compiling(config, device)
+    _suit_muon(config)
     _disable_throughput_timer(config)
     _reduce_bf16_in_fp32(config)
     _cast_buffers(config)
@@ -238,7 +246,7 @@ def _why_indivisible(given: dict[str, int], replicas: int) -> str:
 def _avoid_compiling(config: dict[str, Any], device: str) -> None:
     """On a CPU takes torch's Adam, where DeepSpeed would first compile a kernel of its own for a minute."""
     optimizer = config["optimizer"]
-    if optimizer["type"].lower() in ("adam", "adamw"):
+    if optimizer["type"].lower() in ("adam", "adamw", "muon"):  # which has Adam for the rest
         params = optimizer.setdefault("params", {})
         if device == "cpu":
             params.setdefault("torch_adam", True)
@@ -248,6 +256,15 @@ def _avoid_compiling(config: dict[str, Any], device: str) -> None:
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     if optimizer["type"].lower() not in DEEPSPEED_OPTIMIZERS:
         config.setdefault("zero_allow_untested_optimizer", True)  # all of torch's step element by element
+
+
+def _suit_muon(config: dict[str, Any]) -> None:
+    """With Muon clips nothing unless told to, and has ZeRO 3 reduce whole gradients, or DeepSpeed refuses."""
+    if not is_muon(config):
+        return
+    config.setdefault("gradient_clipping", 0.0)
+    if zero_stage(config) == 3:
+        config["zero_optimization"]["reduce_scatter"] = False
 
 
 def _disable_throughput_timer(config: dict[str, Any]) -> None:

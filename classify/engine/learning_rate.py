@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from classify.engine.optimizer_rules import LENGTHS, TORCH_SCHEDULES, optimizer_class, rules, schedule_class
+from classify.engine.optimizer_rules import (
+    LENGTHS,
+    TORCH_SCHEDULES,
+    is_muon,
+    optimizer_class,
+    rules,
+    schedule_class,
+)
 
 # Where each schedule keeps its peak; the others scale the optimizer's learning rate and so have none.
 PEAK_KEYS = {
@@ -59,7 +66,7 @@ def follow_length(config: dict[str, Any], total: int | None) -> None:
     if scheduler["type"] == "OneCycle":
         params.setdefault("cycle_min_lr", params["cycle_max_lr"] / 10)
         cls = optimizer_class(config["optimizer"]["type"])
-        if cls is not None and "betas" not in rules(cls):
+        if is_muon(config) or (cls is not None and "betas" not in rules(cls)):
             params.setdefault("cycle_momentum", False)  # it cycles the first beta
     elif scheduler["type"] == "OneCycleLR":
         params.setdefault("cycle_momentum", False)

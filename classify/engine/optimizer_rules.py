@@ -16,6 +16,7 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_finite, is_number, number, one_of, optional
 from harness.errors import nearest, one_line
+from harness.muon_patches import MUON
 from harness.schedules import GroupSchedule
 
 TORCH_SCHEDULES = ("OneCycleLR", "LinearLR", "PolynomialLR", "CosineAnnealingLR")
@@ -42,9 +43,16 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer] | None:
     return found if usable and name not in ("Optimizer", "LBFGS", "SparseAdam") else None
 
 
+def is_muon(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration's optimizer is DeepSpeed's Muon."""
+    name = (config.get("optimizer") or {}).get("type", "")
+    return isinstance(name, str) and name.lower() == MUON
+
+
 def optimizer_names() -> list[str]:
     """The optimizers that run on any device."""
     return [
+        "Muon",
         "Adam",
         "AdamW",
         *(n for n in dir(torch.optim) if n[:4] != "Adam" and optimizer_class(n)),
@@ -164,7 +172,19 @@ def _section_errors(
     return errors
 
 
+_MUON_PARAMS = {
+    **dict.fromkeys(
+        ("lr", "adam_lr"), Rule(lambda v: RATE.is_valid(v) and v > 0, "must be a number above 0")
+    ),
+    **{name: _PARAMS[name] for name in ("momentum", "weight_decay", "betas", "torch_adam")},
+    "eps": number(0, 1),
+    "ns_method": one_of("gram", "standard"),
+}
+
+
 def _optimizer_parameters(name: str) -> dict[str, Rule] | None:
+    if name.lower() == MUON:
+        return _MUON_PARAMS
     cls = optimizer_class(name)
     if cls is None:  # DeepSpeed's own for GPUs do not say what they take
         return {} if name.lower() in DEEPSPEED_OPTIMIZERS else None
@@ -179,6 +199,10 @@ def optimizer_errors(config: Mapping[str, Any]) -> list[str]:
     errors = _section_errors("optimizer", section, optimizer_names(), _optimizer_parameters)
     if not errors and "lr" not in section.get("params", {}):
         errors.append("optimizer.params.lr: missing; give the learning rate")
+    if not errors and is_muon(config) and "adam_lr" not in section["params"]:
+        errors.append(
+            "optimizer.params.adam_lr: missing; give the rate of what Muon does not train, e.g. 0.001"
+        )
     return errors
 
 
@@ -200,6 +224,8 @@ def built_errors(config: Mapping[str, Any]) -> list[str]:
     """Builds the optimizer and the schedule on one small parameter, which finds what their classes refuse."""
     params = {k: v for k, v in config["optimizer"].get("params", {}).items() if k not in ADAM_SWITCHES}
     cls = optimizer_class(config["optimizer"]["type"])
+    if is_muon(config):  # whose own is of matrices; its momentum is what a schedule may change
+        cls, params = torch.optim.SGD, {"lr": params["lr"], "momentum": params.get("momentum", 0.95)}
     if cls is None:
         return []
     try:

@@ -14,6 +14,7 @@ from torch import nn
 from classify.config.hyperparameters import Hyperparameters
 from classify.config.parameter_groups import KEY
 from harness.errors import InvalidInput
+from harness.muon_patches import USES_MUON
 from harness.schedules import FACTOR
 
 OTHERS = "others"  # the parameters that no pattern matches
@@ -31,6 +32,7 @@ class Group:
         lr_factor: of the optimizer's rate.
         weight_decay: None for the optimizer's.
         frozen: whether they stay as they are.
+        muon: whether Muon trains them, or the Adam beside it; None with another optimizer.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Group:
     lr_factor: float = 1
     weight_decay: float | None = None
     frozen: bool = False
+    muon: bool | None = None
 
     def describe(self, optimizer: Mapping[str, Any]) -> str:
         """The group in a line, with the rate and the decay that it has by the optimizer's parameters."""
@@ -51,12 +54,16 @@ class Group:
         return f"{size}, learning rate {optimizer['lr'] * self.lr_factor:g}{factor}, weight decay {decay:g}"
 
 
-def assign(net: nn.Module, hyper: Hyperparameters) -> tuple[Group, ...]:
+def assign(
+    net: nn.Module, hyper: Hyperparameters, classes: int = 0, muon: Mapping[str, Any] | None = None
+) -> tuple[Group, ...]:
     """Deals a network's parameters out.
 
     Args:
         net: the plain network, which may be on the meta device.
         hyper: the hyperparameters.
+        classes: into which it sorts, for its last layer has as many rows.
+        muon: the optimizer's parameters, if it is Muon.
 
     Returns:
         The groups that have parameters: first those that no pattern matches.
@@ -70,19 +77,33 @@ def assign(net: nn.Module, hyper: Hyperparameters) -> tuple[Group, ...]:
     shapes = {name: tuple(each.shape) for name, each in net.named_parameters()}
     found = {name: [i for i, each in enumerate(patterns) if each.search(name)] for name in shapes}
     errors = [*_unmatched(entries, found), *_matched_twice(entries, found), *_uneven_experts(hyper, found)]
-    held: dict[tuple[int, bool], list[str]] = {}
+    hidden = _hidden_matrices(net, classes)
+    held: dict[tuple[int, bool, bool | None], list[str]] = {}
     for name, indices in found.items():
         index = indices[0] if indices else -1
+        uses_muon = entries[index].get("muon", name in hidden) if index >= 0 else name in hidden
+        if muon and uses_muon and len(shapes[name]) < 2:
+            what = f"{name} has one dimension, and Muon takes matrices; set it to false"
+            errors.append(f"{KEY}[{index}].muon: True: {what}")
         decays = hyper.weight_decay_on == "all" or sum(size > 1 for size in shapes[name]) > 1
-        own = index >= 0 and ("weight_decay" in entries[index] or entries[index].get("frozen", False))
-        held.setdefault((index, decays or own), []).append(name)
+        is_frozen = index >= 0 and entries[index].get("frozen", False)
+        own = is_frozen or (index >= 0 and "weight_decay" in entries[index])
+        half = uses_muon if muon and not is_frozen else None
+        held.setdefault((index, decays or own, half), []).append(name)
     groups = []
-    for index, decays in sorted(held, key=lambda each: (each[0], not each[1])):
-        names = held[index, decays]
+    for index, decays, half in sorted(held, key=lambda each: (each[0], not each[2], not each[1])):
+        names = held[index, decays, half]
         entry = {**entries[index]} if index >= 0 else {}
         name = entry.pop("match", OTHERS)
+        marks = []
+        if muon and half is not None:
+            share = 1 if half else muon["adam_lr"] / muon["lr"]
+            entry |= {"muon": half, "lr_factor": entry.get("lr_factor", 1) * share}
+            marks.append("Muon" if half else "Adam")
         if not decays:
-            name, entry["weight_decay"] = f"{name} (no decay)", 0.0
+            entry["weight_decay"] = 0.0
+            marks.append("no decay")
+        name += f" ({', '.join(marks)})" if marks else ""
         weights = sum(math.prod(shapes[each]) for each in names)
         groups.append(Group(name, tuple(names), weights, **entry))
     trains = {name for name, each in net.named_parameters() if each.requires_grad}
@@ -91,6 +112,19 @@ def assign(net: nn.Module, hyper: Hyperparameters) -> tuple[Group, ...]:
     if errors:
         raise InvalidInput(errors)
     return tuple(groups)
+
+
+def _hidden_matrices(net: nn.Module, classes: int) -> set[str]:
+    """The weights of convolutions and linear layers but the last, whose rows are the classes."""
+    layers = {
+        name: module
+        for name, module in net.named_modules()
+        if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd))
+    }
+    heads = [name for name, module in layers.items() if module.weight.shape[0] == classes]
+    weights = {f"{name}.weight" for name in layers if name not in heads[-1:]}
+    attention = (n for n, module in net.named_modules() if isinstance(module, nn.MultiheadAttention))
+    return weights | {f"{name}.in_proj_weight" for name in attention}
 
 
 def _unmatched(entries: Sequence[Mapping[str, Any]], found: Mapping[str, list[int]]) -> list[str]:
@@ -134,7 +168,8 @@ def _uneven_experts(hyper: Hyperparameters, found: Mapping[str, list[int]]) -> l
 def are_plain(groups: Sequence[Group]) -> bool:
     """Whether there is one group, of which the optimizer's own parameters say all."""
     (first, *more) = groups
-    return not more and (first.lr_factor, first.weight_decay, first.frozen) == (1, None, False)
+    own = first.lr_factor, first.weight_decay, first.frozen, first.muon
+    return not more and own == (1, None, False, None)
 
 
 def summarise(groups: Sequence[Group]) -> str | None:
@@ -144,7 +179,7 @@ def summarise(groups: Sequence[Group]) -> str | None:
     """
     if are_plain(groups):
         return None
-    named = repr([(group.parameters, group.frozen) for group in groups])
+    named = repr([(group.parameters, group.frozen, group.muon) for group in groups])
     sizes = ", ".join(f"{len(group.parameters)}{' frozen' * group.frozen}" for group in groups)
     return f"{len(groups)} groups of {sizes} parameters ({hashlib.sha256(named.encode()).hexdigest()[:8]})"
 
@@ -158,13 +193,14 @@ def freeze(named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Group]) -
 
 
 def optimizer_groups(
-    named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Group]
+    named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Group], optimizer: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Parameter groups as torch's optimizers take them, of those parameters that a rank has.
 
     Args:
         named: the parameters by their names in the plain network.
         groups: how they are dealt out.
+        optimizer: its parameters.
     """
     held = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     made = []
@@ -172,4 +208,14 @@ def optimizer_groups(
         mine = [parameter for name, parameter in held if name in group.parameters]
         decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
         made.append({"params": mine, "name": f"{index} {group.name}", FACTOR: group.lr_factor, **decay})
+        if group.muon is not None:
+            made[-1] |= {USES_MUON: group.muon, **_of_half(group.muon, optimizer), **decay}
+            for parameter in mine:
+                setattr(parameter, USES_MUON, group.muon)
     return [group for group in made if group["params"]]
+
+
+def _of_half(is_muon: bool, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Which of the optimizer's parameters are for Muon itself, or for the Adam beside it."""
+    keys = ("weight_decay", "momentum", "ns_method") if is_muon else ("weight_decay", "betas", "eps")
+    return {key: optimizer[key] for key in keys if key in optimizer}

@@ -19,6 +19,7 @@ from classify.engine import deepspeed_config
 from classify.engine.combinations import DTYPES, dtype_name, network_errors, zero_stage
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
 from classify.engine.learning_rate import schedule_notes
+from classify.engine.optimizer_rules import is_muon
 from classify.engine.parameter_groups import Group, are_plain, assign
 from classify.images import views
 from classify.images.sampler import step_sizes
@@ -149,14 +150,15 @@ class TrialConfig:
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
         """How the optimizer treats the network's parameters; raises ``InvalidInput`` as ``assign`` does."""
+        optimizer, net = self.deepspeed["optimizer"]["params"], self.net
+        muon = optimizer if is_muon(self.deepspeed) else None
         if self.hyper.has_experts:
             from classify.models.net_moe import NetMoE  # which takes a second to import
 
+            experts = {**self.hyper.experts, "ep_world_size": 1}
             with torch.device("meta"):
-                return assign(
-                    NetMoE(self.net.num_classes, **self.hyper.experts | {"ep_world_size": 1}), self.hyper
-                )
-        return assign(registry.on_meta_device(self.net), self.hyper)
+                return assign(NetMoE(net.num_classes, **experts), self.hyper, net.num_classes, muon)
+        return assign(registry.on_meta_device(net), self.hyper, net.num_classes, muon)
 
     @property
     def described_groups(self) -> list[str]:

@@ -22,6 +22,7 @@ from harness.checkpoints import files, safe_load
 from harness.checkpoints.identity import FILE, PROCESSES, Identity, Progress
 from harness.checkpoints.weights import mismatch
 from harness.errors import ErrorList, InvalidInput, UnusableCheckpoint, one_line
+from harness.muon_patches import MUON, USES_MUON
 from harness.out_of_memory import is_out_of_memory
 
 MEND = "go on from another checkpoint"
@@ -29,7 +30,8 @@ _MAIN = re.compile(r"(?:zero_pp_rank_\d+_)?(mp_rank_\d+)_model_states\.pt")
 COUNTS = ("global_steps", "global_samples", "skipped_steps")  # of an engine
 SCHEDULED = "last_batch_iteration"  # of its schedule
 PARTITION = "single_partition_of_fp32_groups"  # of ZeRO 1 and 2, without its padding
-MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg"}
+MOMENTUM = "momentum_buffer"
+MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", MOMENTUM, "square_avg"}
 # What Determined would load in place of a rank's own file: none of its or our trials writes them.
 FOREIGN = ("state_dict.pth", "determined/state_dict.pth", "pedl/state_dict.pth", "checkpoint.pt")
 
@@ -116,11 +118,17 @@ def check_loaded(engines: Sequence[DeepSpeedEngine]) -> None:
         if optimizer is None:
             continue
         for group in optimizer.param_groups:
+            is_whole = group.get(
+                USES_MUON, False
+            )  # its momentum is of whole matrices, not of ZeRO's partition
             held = {each: optimizer.state[each] for each in group["params"] if each in optimizer.state}
             if len({frozenset(state) for state in held.values()}) > 1:
                 raise ValueError("the optimizer's states of its weights are not alike")
             for weight, state in held.items():
-                _check_moments(weight, state)
+                _check_moments(
+                    weight,
+                    {key: each for key, each in state.items() if key != MOMENTUM} if is_whole else state,
+                )
         steps = engine.global_steps - engine.skipped_steps
         if "betas" in optimizer.defaults and steps > 0 and not optimizer.state:
             raise ValueError("the optimizer's moments are missing")
@@ -205,11 +213,16 @@ def _check_engine_files(folder: pathlib.Path, engine: DeepSpeedEngine, counts: M
         if engine.optimizer is None or _has_optimizer(value):
             continue
         if not any(each.startswith("expp_rank_") for each in held):  # without ZeRO a rank of experts has one
-            _check_partitions(folder, held, place, value, nvme)
+            _check_partitions(folder, held, place, value, nvme, engine.optimizer_name() == MUON)
 
 
 def _check_partitions(
-    folder: pathlib.Path, held: Mapping[str, Any], place: str, main: Mapping[str, Any], nvme: bool
+    folder: pathlib.Path,
+    held: Mapping[str, Any],
+    place: str,
+    main: Mapping[str, Any],
+    nvme: bool,
+    is_muon: bool,
 ) -> None:
     """Whether ZeRO's partitions are all there, alike, and large enough for all weights.
 
@@ -222,7 +235,8 @@ def _check_partitions(
         if found is None:
             raise InvalidInput(f"{folder / name}: is missing; {MEND}")
         states.append(found["optimizer_state_dict"])
-        if _form(states[rank]) != _form(states[0]) or not _are_of_one_size(states[rank], states[0]):
+        forms = [_form(state, is_muon) for state in (states[rank], states[0])]
+        if forms[0] != forms[1] or not _are_of_one_size(states[rank], states[0]):
             raise InvalidInput(f"{folder / name}: is not partitioned as rank 0's; {MEND}")
         weights = f"zero_pp_rank_{rank}_{place}_model_states.pt"  # where ZeRO 3 partitions them, too
         own, first = held.get(weights), held.get(f"zero_pp_rank_0_{place}_model_states.pt")
@@ -249,13 +263,14 @@ def _are_of_one_size(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return len(sizes) == len(others) and all(set(a) & set(b) for a, b in zip(sizes, others, strict=True))
 
 
-def _form(value: Any) -> Any:
+def _form(value: Any, is_muon: bool = False) -> Any:
     """Keys, shapes and types of all that must be alike in the ranks' partitions."""
     if isinstance(value, dict):
-        own = {PARTITION, "param_slice_mappings"}  # of other sizes and weights on each rank
-        return {key: _form(each) for key, each in value.items() if key not in own}
+        # Of other sizes and weights on each rank; Muon's momentum is of all matrices that begin or end there
+        own = {PARTITION, "param_slice_mappings", *([MOMENTUM] if is_muon else [])}
+        return {key: _form(each, is_muon) for key, each in value.items() if key not in own}
     if isinstance(value, (list, tuple)):
-        return [_form(each) for each in value]
+        return [_form(each, is_muon) for each in value]
     return tuple(value.shape) if isinstance(value, Tensor) else type(value)
 
 

@@ -13,6 +13,7 @@ from deepspeed import DeepSpeedEngine
 from harness.checkpoints.safe_load import read_trial_state
 from harness.deepspeed_patches import engine_dtype
 from harness.errors import InvalidInput, one_line
+from harness.muon_patches import MUON
 
 FILE = "identity.json"
 GROUPS = ("net", "mode", "position")
@@ -146,6 +147,11 @@ def why_not_convertible(path: pathlib.Path, saved: Identity, mine: Identity) -> 
         return None
     if any(path.glob("model*/layer_*")):  # so DeepSpeed calls the files of experts and of a pipeline's layers
         return "DeepSpeed cannot spread the experts or stages of a checkpoint differently"
+    if max(was, now) > 0 and MUON in (
+        saved["mode"].get("optimizer.type"),
+        mine["mode"].get("optimizer.type"),
+    ):
+        return "DeepSpeed cannot spread Muon's states differently"
     if was == now or {was, now} == {1, 2}:
         return None
     return f"DeepSpeed cannot turn a checkpoint of ZeRO stage {was} into one of stage {now}"

@@ -52,6 +52,17 @@ def test_each_parameter_is_in_one_group():
     plain, decayed = (groups_of("vit_b_16", weight_decay_on=on) for on in ("all", "weights"))
     (without,) = (each for each in decayed if each.weight_decay == 0)
     assert "class_token" in without.parameters and "encoder.pos_embedding" not in without.parameters
+    # Muon has hidden matrices; the others are Adam's, at a rate of their own
+    muon = {"lr": 0.02, "adam_lr": 0.001}
+    hyper = Hyperparameters.parse({"net": "vit_b_16"}, registry.names())
+    vit = registry.on_meta_device(NetSpec("vit_b_16", 10, (224, 224)))
+    hidden, rest = assign(vit, hyper, 10, muon)
+    assert (hidden.muon, hidden.lr_factor, rest.muon, rest.lr_factor) == (True, 1, False, 0.05)
+    assert {"class_token", "encoder.pos_embedding", "heads.head.weight", "conv_proj.bias"} < {
+        *rest.parameters
+    }
+    assert {"conv_proj.weight", "encoder.layers.encoder_layer_0.mlp.0.weight"} < {*hidden.parameters}
+    assert len(hidden.parameters) == 1 + 12 * 4
     # What a resume asks for is who is with whom, not at which rate
     assert summarise(plain) is None
     faster = [{**chosen[0], "lr_factor": 2}, chosen[1]]
@@ -61,6 +72,18 @@ def test_each_parameter_is_in_one_group():
     assert summarise(found) != summarise(
         groups_of("resnet18", weight_decay_on="weights", parameter_groups=chosen[:1])
     )
+
+
+def test_a_schedule_reaches_the_optimizer_that_zero_makes_anew(tmp_path):
+    adagrad = {"type": "Adagrad", "params": {"lr": LR}}
+    weights = tmp_path / "first.pt"
+    torch.save(Net().state_dict(), weights)
+    more = {"weight_decay_on": "all", "optimizer": adagrad}
+    rows = {mode: row(mode, weights, [], **more) for mode in ("zero0", "zero2", "zero3")}
+    runs = train_many(tmp_path, rows)
+    assert [run.code for run in runs.values()] == [0] * 3, runs["zero2"].stderr
+    for run in runs.values():
+        assert losses(run) == pytest.approx(losses(runs["zero0"]), rel=1e-4)
 
 
 def test_ranks_have_the_same_groups():
