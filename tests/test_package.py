@@ -113,7 +113,6 @@ def test_the_upload_is_small_and_whole(tmp_path):
         "harness/launch.py",
         "harness/checkpoints/files.py",
         "classify/engine/trial_config.py",
-        "classify/reports/report.html.jinja",
         "ds_config.json",
         "startup-hook.sh",
     }
