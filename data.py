@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from classify.images.augment import Augmentation, Augmenter
 from classify.images.image_set import ImageSet, places
@@ -83,9 +84,11 @@ class Images:
         """Mean and standard deviation of each channel; the dataset's own need its images."""
         return normalization(self.settings, lambda: self.train, self.net)
 
-    def inputs(self, images: Tensor, channels_last: bool) -> Tensor:
-        """Inputs (B, 3, H, W) float32 on the training device of images (B, 3, H, W) uint8."""
+    def inputs(self, images: Tensor, channels_last: bool, size: tuple[int, int] | None = None) -> Tensor:
+        """Inputs (B, 3, h, w) float32 on the device of images (B, 3, H, W) uint8, scaled to a size."""
         inputs = as_inputs(images.to(self.device, non_blocking=True), *self.normalization)
+        if size and size != inputs.shape[2:]:
+            inputs = F.interpolate(inputs, size, mode="bilinear", align_corners=False, antialias=True)
         return inputs.contiguous(memory_format=torch.channels_last) if channels_last else inputs
 
     def sample(self) -> Tensor:

@@ -109,7 +109,7 @@ def deepspeed_tutorial(folder: pathlib.Path) -> None:
 
 
 def plain_loop(folder: pathlib.Path) -> None:
-    """A loop as short as PyTorch allows with the recipe of ``fast.yaml``, all images in memory."""
+    """A loop as short as PyTorch allows with the recipe of ``cifar10-67.yaml``, all images in memory."""
     from classify.images.augment import Augmentation, Augmenter
     from classify.images.sampler import MicroBatchSampler
     from data import as_inputs

@@ -27,12 +27,12 @@ from classify.engine.trial_config import TrialConfig
 from harness.processes import device_type
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
-FAST = "experiments/fast.yaml"
+FAST = "experiments/cifar10-67.yaml"
 PEERS = {
     "PyTorch tutorial": "SGD, batch 4, 2 epochs, PIL dataset with 2 workers",
     "DeepSpeed tutorial": "`cifar10_deepspeed.py`, fp32, ZeRO 0, batch 16, 1 epoch, started by `deepspeed`",
-    "plain loop": "bare PyTorch loop with `fast.yaml`'s recipe, images in memory",
-    "trial": "`python3 train.py --config experiments/fast.yaml`",
+    "plain loop": "bare PyTorch loop with `cifar10-67.yaml`'s recipe, images in memory",
+    "trial": "`python3 train.py --config experiments/cifar10-67.yaml`",
 }
 ACCURACY = re.compile(r"(?:^|validation +)accuracy (\d\.\d+)")  # of a validation; other lines repeat it
 LEVELS = (0.60, 0.66)  # besides what the tutorials reach
@@ -135,7 +135,7 @@ def measure(overrides: Sequence[str], repeats: int) -> dict[str, Any]:
 
 
 def write_inputs(overrides: Sequence[str], folder: pathlib.Path) -> None:
-    """Writes the decoded images and the recipe of ``fast.yaml`` for the peers."""
+    """Writes the decoded images and the recipe of ``cifar10-67.yaml`` for the peers."""
     experiment = experiment_file.load(str(PROJECT / FAST), overrides)
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, 1, device_type())
     splits = {split: data.load(config.data, split, config.source) for split in ("train", "test")}

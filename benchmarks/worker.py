@@ -5,7 +5,8 @@
 - ``pytorch``: a bare PyTorch loop over float tensors in memory;
 - ``engine``: a bare DeepSpeed loop over the same;
 - ``trial``: this package's trial in the harness's trainer, with reports and TensorBoard;
-- ``example``: the style of Determined's own examples: its stock trainer, a PIL dataset and 2 workers.
+- ``example``: the style of Determined's own examples: its stock trainer, a PIL dataset and 2 workers;
+- ``recipe``: a recipe as a bare PyTorch loop, with its images' order and augmentation.
 
 For each line that it reads it trains so many steps as ``REQUEST``, JSON, says, and prints how long they
 took and how many images they had.
@@ -33,6 +34,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 import data
+from benchmarks import bare_recipe
 from benchmarks.peers import Pictures
 from classify.config import experiment_file
 from classify.engine.optimizer_rules import ADAM_SWITCHES, optimizer_class
@@ -221,7 +223,22 @@ def example(context: Any, experiment: Experiment, turns: Turns) -> None:
     det_ds.Trainer(made, context).fit(max_length=FOREVER, reporting_period=reports, checkpoint_policy="none")
 
 
-CONTENDERS = {"pytorch": bare_pytorch, "engine": bare_engine, "trial": trial, "example": example}
+def recipe(context: Any, experiment: Experiment, turns: Turns) -> None:
+    """The loop of ``benchmarks/bare_recipe.py``."""
+    config = resolve(context, experiment)
+    losses = bare_recipe.losses(config)
+    while True:
+        turns.before_step(config.batch)
+        next(losses)
+
+
+CONTENDERS = {
+    "pytorch": bare_pytorch,
+    "engine": bare_engine,
+    "trial": trial,
+    "example": example,
+    "recipe": recipe,
+}
 
 if __name__ == "__main__":
     main(sys.argv[1], json.loads(pathlib.Path(sys.argv[2]).read_text()))

@@ -12,7 +12,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from classify.config.options import TTA_METRIC, Options, TestTimeAugmentation, WeightAverage
+from classify.config.options import (
+    TTA_METRIC,
+    Options,
+    ProgressiveResizing,
+    TestTimeAugmentation,
+    WeightAverage,
+)
 from classify.config.parameter_groups import entry_errors, is_pattern
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, one_of, optional, whole
 from harness.errors import ErrorList, nearest
@@ -104,6 +110,10 @@ class Hyperparameters:
         default=None, metadata={"rule": ANY, "options": TestTimeAugmentation}
     )
     """Views of each image, by whose mean scores validations classify it once more."""
+    progressive_resizing: ProgressiveResizing | None = dataclasses.field(
+        default=None, metadata={"rule": ANY, "options": ProgressiveResizing}
+    )
+    """Smaller images in the first part of the training."""
     weight_decay_on: str = _setting("all", one_of("all", "weights"))
     """``weights`` for no decay of biases, norms and other weights of one dimension."""
     parameter_groups: tuple[Mapping[str, Any], ...] = _setting((), ANY)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import Self, override
 
-from classify.config.rules import BOOL, Rule, number, whole
+from classify.config.rules import BOOL, Rule, is_number, number, whole
 from harness.errors import InvalidInput, nearest
 
 TTA_METRIC = "accuracy_tta"  # of a validation, by test-time augmentation
@@ -120,3 +120,27 @@ class TestTimeAugmentation(Options):
 
     def __str__(self) -> str:
         return ", ".join(["mirror"] * self.mirror + [f"shift {self.shift}"] * bool(self.shift))
+
+
+@dataclass(frozen=True)
+class ProgressiveResizing(Options):
+    """Smaller images in the first part of a training, for which a network takes less time.
+
+    Source: https://docs.mosaicml.com/projects/composer/en/stable/method_cards/progressive_resizing.html
+    """
+
+    EXAMPLE = "{scale: 0.75, until: 0.5}"
+    RULES: ClassVar[Mapping[str, Rule]] = {
+        key: Rule(lambda value: is_number(value) and 0 < value < 1, "must be a number between 0 and 1")
+        for key in ("scale", "until")
+    }
+
+    scale: float = 0.75
+    """Of height and width."""
+    until: float = 0.5
+    """The share of the training's steps that have smaller images."""
+
+    def size(self, full: tuple[int, int]) -> tuple[int, int]:
+        """The height and width of the smaller images, in pixels, given the full ones."""
+        height, width = (max(1, round(side * self.scale)) for side in full)
+        return height, width

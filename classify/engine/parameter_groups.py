@@ -66,7 +66,8 @@ def assign(
         muon: the optimizer's parameters, if it is Muon.
 
     Returns:
-        The groups that have parameters: first those that no pattern matches.
+        The groups that have parameters: first those that no pattern matches. What the network has frozen
+        itself is in none.
 
     Raises:
         InvalidInput: with a line for each pattern that matches none, for patterns that match the same, and if
@@ -78,8 +79,11 @@ def assign(
     found = {name: [i for i, each in enumerate(patterns) if each.search(name)] for name in shapes}
     errors = [*_unmatched(entries, found), *_matched_twice(entries, found), *_uneven_experts(hyper, found)]
     hidden = _hidden_matrices(net, classes)
+    trains = {name for name, each in net.named_parameters() if each.requires_grad}
     held: dict[tuple[int, bool, bool | None], list[str]] = {}
     for name, indices in found.items():
+        if name not in trains:  # for the network has frozen it
+            continue
         index = indices[0] if indices else -1
         uses_muon = entries[index].get("muon", name in hidden) if index >= 0 else name in hidden
         if muon and uses_muon and len(shapes[name]) < 2:
@@ -106,8 +110,7 @@ def assign(
         name += f" ({', '.join(marks)})" if marks else ""
         weights = sum(math.prod(shapes[each]) for each in names)
         groups.append(Group(name, tuple(names), weights, **entry))
-    trains = {name for name, each in net.named_parameters() if each.requires_grad}
-    if entries and not any(trains & {*group.parameters} for group in groups if not group.frozen):
+    if entries and all(group.frozen for group in groups):
         errors.append(f"{KEY}: freeze every parameter of {hyper.net}; leave one to train")
     if errors:
         raise InvalidInput(errors)

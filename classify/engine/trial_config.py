@@ -14,22 +14,23 @@ import torch
 from torch import Tensor
 
 from classify.config.hyperparameters import Hyperparameters
-from classify.config.options import TTA_METRIC, TestTimeAugmentation
+from classify.config.options import TestTimeAugmentation
 from classify.engine import deepspeed_config
 from classify.engine.combinations import DTYPES, dtype_name, network_errors, zero_stage
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
 from classify.engine.learning_rate import schedule_notes
 from classify.engine.optimizer_rules import is_muon
 from classify.engine.parameter_groups import Group, are_plain, assign
+from classify.engine.trial_checks import check_metrics, check_network
 from classify.images import views
 from classify.images.sampler import step_sizes
 from classify.images.settings import DataSettings
 from classify.images.sources import Source
-from classify.models import dry_run, pretrained, recompute, registry, state_dicts
+from classify.models import pretrained, registry
 from classify.models.registry import NetSpec
 from classify.models.stages import layers_of
 from harness import deepspeed_patches
-from harness.errors import ErrorList, InvalidInput, nearest
+from harness.errors import ErrorList
 
 VALIDATION_PIXELS = 512 * 32**2  # of a micro-batch: a forward pass needs little memory
 
@@ -95,11 +96,12 @@ class TrialConfig:
             with errors.collecting():
                 views.check_shift("hyperparameters.test_time_augmentation", how, data.image_size)
         with errors.collecting():
-            _check_metrics(hyper, experiment.get("searcher") or {}, source.classes)
+            check_metrics(hyper, experiment.get("searcher") or {}, source.classes)
         errors.raise_any()
         seed = int((experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
         config = cls(hyper, data, source, deepspeed, seed, processes, device)
-        _check_network(config, parts.weights)
+        check_network(config.net, hyper, data.normalize, config.least_micro_batch, parts.weights)
+        _ = config.groups
         return config
 
     @property
@@ -175,6 +177,13 @@ class TrialConfig:
     def views(self) -> TestTimeAugmentation | None:
         """The views by which validations classify each image once more; None if that is not asked for."""
         return self.hyper.test_time_augmentation
+
+    def input_size(self, step: int | None) -> tuple[int, int]:
+        """Height and width of what the network sees in a step of training, or where None in a validation."""
+        full, resizing = self.data.image_size, self.hyper.progressive_resizing
+        if resizing is None or step is None or self.steps is None or step >= resizing.until * self.steps:
+            return full
+        return resizing.size(full)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -263,38 +272,3 @@ def _total_steps(length: Mapping[str, int], source: Source, batch_size: int, par
     if "batches" in length:
         return length["batches"]
     return length["epochs"] * len(step_sizes(source.count("train"), batch_size, parts))
-
-
-def _check_metrics(hyper: Hyperparameters, searcher: Mapping[str, Any], classes: tuple[str, ...]) -> None:
-    """Refuses a metric that no validation will report, with the nearest one that there is."""
-    known = ["loss", "accuracy", *(f"accuracy/{name}" for name in classes)]
-    if hyper.test_time_augmentation:
-        known.append(TTA_METRIC)
-    hints = {TTA_METRIC: "set hyperparameters.test_time_augmentation: {mirror: true}"}
-    chosen = {
-        "searcher.metric": (searcher.get("metric"), [*known, "images_per_second"]),
-        "hyperparameters.early_stopping.metric": ((hyper.early_stopping or {}).get("metric"), known),
-    }
-    errors = [
-        f"{key}: {metric!r}: no validation reports it; {hints.get(metric) or nearest(metric, names)}"
-        for key, (metric, names) in chosen.items()
-        if metric is not None and metric not in names
-    ]
-    if errors:
-        raise InvalidInput(errors)
-
-
-def _check_network(config: TrialConfig, weights: dict[str, Tensor] | None) -> None:
-    """Refuses a network that does not go with the data, or weights that are not its own."""
-    hyper = config.hyper
-    if config.data.normalize == "weights":
-        pretrained.normalization(hyper.net)
-    dry_run.check(config.net, config.least_micro_batch, bool(hyper.channels_last))
-    _ = config.groups
-    if hyper.has_experts:
-        return
-    outline = registry.on_meta_device(config.net)
-    if weights is not None:
-        state_dicts.load_pretrained(outline, weights, f"hyperparameters.weights: {hyper.weights}")
-    if hyper.checkpoint_activations:
-        recompute.enable(outline)

@@ -13,13 +13,16 @@ from classify.models.registry import MOE, NetSpec, build, logits, on_meta_device
 from harness.errors import InvalidInput, one_line
 
 
-def check(spec: NetSpec, micro_batch: int, channels_last: bool = False) -> None:
+def check(
+    spec: NetSpec, micro_batch: int, channels_last: bool = False, smaller: tuple[int, int] | None = None
+) -> None:
     """Runs a network on torch's meta device, as training and validation will run it.
 
     Args:
         spec: the network.
         micro_batch: the fewest images that it will be given at a time in training.
         channels_last: whether in that memory format.
+        smaller: height and width of images that ``progressive_resizing`` makes, to be checked instead.
 
     Raises:
         InvalidInput: if it does not take such images, or gives no scores for the classes.
@@ -34,10 +37,10 @@ def check(spec: NetSpec, micro_batch: int, channels_last: bool = False) -> None:
         reason = "has no parameter to train; give it one, or another net"
         raise InvalidInput(f"hyperparameters.net: {spec.name!r}: {reason}")
     try:
-        _Run(spec, net, micro_batch, channels_last)("meta")
+        _Run(spec, net, micro_batch, channels_last, smaller)("meta")
     except InvalidInput:  # by an error of its own, or because it needs the values, as by item() or bool()
         with torch.random.fork_rng(devices=[]):
-            _Run(spec, build(spec), micro_batch, channels_last)("cpu")
+            _Run(spec, build(spec), micro_batch, channels_last, smaller)("cpu")
 
 
 @dataclass
@@ -46,11 +49,12 @@ class _Run:
     net: nn.Module
     micro_batch: int
     channels_last: bool
+    smaller: tuple[int, int] | None
 
     def __call__(self, device: str) -> None:
         """Trains on and validates one micro-batch on a device; raises as ``check`` does."""
         with torch.device(device):
-            images = torch.randn(self.micro_batch, 3, *self.spec.image_size)
+            images = torch.randn(self.micro_batch, 3, *(self.smaller or self.spec.image_size))
             turned = images.contiguous(memory_format=torch.channels_last)
             try:
                 outputs = logits(self.net(images))
@@ -79,12 +83,19 @@ class _Run:
             raise InvalidInput(f"hyperparameters.channels_last: True: {what}; {mend}") from error
 
     def _why_it_fails(self, reason: str) -> InvalidInput:
-        name, size = self.spec.name, f"{self.spec.image_size[0]}x{self.spec.image_size[1]}"
+        name, (height, width) = self.spec.name, self.smaller or self.spec.image_size
+        size = f"{height}x{width}"
         if "Expected more than 1 value per channel" in reason:
             return InvalidInput(
                 f"train_micro_batch_size_per_gpu: {self.micro_batch}: the smallest micro-batch is too small"
                 f" for {name}'s batch normalization; use one that leaves 2 images or more in an epoch's last"
                 " step"
+            )
+        if self.smaller:
+            mend = "remove it, or use a greater scale"
+            return InvalidInput(
+                f"hyperparameters.progressive_resizing: {size}: {name} does not take images of this size"
+                f" ({reason}); {mend}"
             )
         if name in own.NETS and name != "net":
             fails = f"hyperparameters.net: {name!r}: fails on images of {size} ({reason})"

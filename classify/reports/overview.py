@@ -54,6 +54,9 @@ def describe(
         period = "every step" if how.every == 1 else f"every {how.every:,} steps"
         decay = f"decay {'up to ' * how.rising}{how.decay:g}"
         lines["average"] = f"of the weights, which is validated and kept: {kind}{decay}, {period}"
+    if smaller := config.hyper.progressive_resizing:
+        height, width = smaller.size(data.image_size)
+        lines["images"] += f", at first {height}x{width}"
     if checkpoint:
         lines["length"] += f"; goes on from checkpoint {checkpoint}"
     if context.output:

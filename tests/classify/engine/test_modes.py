@@ -110,7 +110,7 @@ def forms(folder, schedule):
 
 def test_the_least_rate_keeps_its_share_of_the_peak():
     def cycle(**chosen):
-        hparams = {"deepspeed_config": "experiments/fast.json", "overwrite_deepspeed_args": chosen}
+        hparams = {"deepspeed_config": "experiments/cifar10-67.json", "overwrite_deepspeed_args": chosen}
         hyper = Hyperparameters.parse(hparams, ["net"])
         resolved = deepspeed_config.resolve(deepspeed_config.merge(hyper), hyper, 1, "cpu", lambda *_: 7038)
         params = resolved["scheduler"]["params"]

@@ -1,0 +1,214 @@
+"""Trains the recipes for CIFAR-10 with several seeds, and writes what they reach into benchmarks/RESULTS.md.
+
+    python3 -m benchmarks.recipes                                      all of it: three hours on two cores
+    python3 -m benchmarks.recipes cifar10-90 --seeds 0 --set data.dataset=imagefolder --set data.root=FOLDER
+
+Every recipe's speed is compared with a bare PyTorch loop's, with which it takes turns. A run that lies in
+--output already is not trained again, so that what was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import report, steps
+from classify.config import experiment_file
+from classify.engine.trial_config import TrialConfig
+from classify.models import registry
+from classify.reports import summary
+from harness import machine
+from harness.errors import InvalidInput, print_errors
+
+PROJECT = pathlib.Path(__file__).resolve().parent.parent
+RECIPES = ("cifar10-90", "cifar10-94")
+SECTION = "Recipes"
+FULL_WIDTH = 64  # of the network's source
+EXPLANATION = """\
+By `python3 -m benchmarks.recipes`, which runs `python3 train.py --config experiments/NAME.yaml` for each
+seed. Accuracies are means over the seeds, with the least and the largest, of the last weights on the test
+images, by test-time augmentation (TTA: mirror, shifts of a pixel) and without. Seconds are means, of the
+training with its validations and of the whole program.
+""".split("\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints what was measured and writes it into the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("recipes", nargs="*", default=RECIPES, help=f"files of experiments/ ({' '.join(RECIPES)})")
+    add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="(0 1 2)")
+    add("--repeats", type=int, default=5, metavar="N", help="turns of the trial and the bare loop (5)")
+    add("--set", action="append", default=[], metavar="PATH=VALUE", dest="overrides", help="as in train.py")
+    add("--output", type=pathlib.Path, default=pathlib.Path("runs/recipes"), help="(%(default)s)")
+    add("--results", type=pathlib.Path, default=PROJECT / "benchmarks/RESULTS.md", help="(%(default)s)")
+    args = parser.parse_args(argv)
+    args.output.mkdir(parents=True, exist_ok=True)
+    measured = {}
+    try:
+        for name in args.recipes:
+            measured[name] = measure(name, args)
+            print(*lines({name: measured[name]}), sep="\n", flush=True)
+    except InvalidInput as error:
+        return print_errors("benchmarks", error)
+    report.put_section(args.results, SECTION, "\n".join(lines(measured)))
+    return 0
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Trains a recipe with every seed and times its steps.
+
+    Returns:
+        ``runs`` with the accuracies and seconds of each seed; the images a second of the trial and of bare
+        loops with its network (``recipe``) and with the full-width one (``full``); and more about the recipe.
+    """
+    file = f"experiments/{name}.yaml"
+    experiment = experiment_file.load(str(PROJECT / file), args.overrides)
+    config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, 1, "cpu")
+    runs = [train(file, f"{name}-seed{seed}", seed, args) for seed in args.seeds]
+    kept = args.output / f"{name}-speed.json"
+    if not kept.exists():
+        kept.write_text(json.dumps(speeds(file, config.batch, args)))
+    operations = operations_of_an_image(config)
+    return {
+        "runs": runs,
+        **json.loads(kept.read_text()),
+        "operations": operations,
+        "images": config.source.count("train"),
+        "what": f"width {(config.hyper.net_args or {}).get('width')}, batch {config.batch},"
+        f" {experiment.hyperparameters['max_length']['epochs']} epochs",
+    }
+
+
+def train(file: str, run: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Runs ``train.py`` with a seed, unless that was done; gives its accuracies and seconds."""
+    kept, folder = args.output / f"{run}.json", args.output / run
+    if not kept.exists():
+        settings = [*args.overrides, f"reproducibility.experiment_seed={seed}"]
+        options = [part for each in settings for part in ("--set", each)]
+        command = [sys.executable, "train.py", "--config", file, *options, "--output", str(folder.resolve())]
+        threads = {"OMP_NUM_THREADS": str(machine.describe()["cores"])}
+        began = time.perf_counter()
+        done = subprocess.run(
+            command, cwd=PROJECT, env={**threads, **os.environ}, stderr=subprocess.PIPE, text=True
+        )
+        if done.returncode:
+            sys.exit(f"benchmarks: {' '.join(command)} failed:\n{done.stderr[-3000:]}")
+        whole = time.perf_counter() - began
+        found = json.loads((folder / summary.FILE).read_text())
+        of_run = {
+            "seed": seed,
+            "whole": whole,
+            "seconds": found["seconds"],
+            "validation": found["validation"],
+            "weights_sha256": found["weights_sha256"],
+            "machine": machine.describe(),
+        }
+        kept.write_text(json.dumps(of_run, indent=2) + "\n")
+    return json.loads(kept.read_text())
+
+
+def speeds(file: str, batch: int, args: argparse.Namespace) -> dict[str, float]:
+    """Images a second of the trial, of its recipe's bare loop and of the full-width network's.
+
+    The trial and its bare loop take turns; ``ratio`` is the median of theirs.
+    """
+    own = {"config": str(PROJECT / file), "overrides": args.overrides, "steps": max(4, 5000 // batch)}
+    wide = {**own, "overrides": [*args.overrides, f"hyperparameters.net_args.width={FULL_WIDTH}"]}
+    rates: dict[str, list[float]] = {"trial": [], "recipe": [], "full": []}
+    with (
+        steps.contender("trial", own, 1) as trial,
+        steps.contender("recipe", own, 1) as recipe,
+        steps.contender("recipe", wide, 1) as full,
+    ):
+        for repeat in range(args.repeats + 1):  # the first warms up
+            for name, segment in (("trial", trial), ("recipe", recipe), ("full", full)):
+                images, seconds = segment()
+                if repeat:
+                    rates[name].append(images / seconds)
+    ratio = [one / other for one, other in zip(rates["trial"], rates["recipe"], strict=True)]
+    middle = {name: statistics.median(each) for name, each in rates.items()}
+    return {**middle, "ratio": statistics.median(ratio), "peak": multiplications()}
+
+
+def operations_of_an_image(config: TrialConfig) -> float:
+    """Floating-point operations of an image's forward and backward pass, counted by torch."""
+    net = registry.build(config.net)
+    inputs = torch.randn(2, 3, *config.data.image_size)
+    with FlopCounterMode(display=False) as counter:
+        registry.logits(net(inputs)).sum().backward()
+    return counter.get_total_flops() / 2
+
+
+def multiplications(size: int = 3000, times: int = 10) -> float:
+    """Floating-point operations a second of a product of fp32 matrices on all cores."""
+    torch.set_num_threads(machine.describe()["cores"])
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        torch.mm(a, b)
+        taken.append(time.perf_counter() - began)
+    return 2 * size**3 / statistics.median(taken)
+
+
+def lines(measured: dict[str, dict[str, Any]]) -> list[str]:
+    """What was measured, as a table with its explanation."""
+    made = [
+        *EXPLANATION,
+        "| recipe | seeds | accuracy (TTA) | without TTA | training, s | program, s | bare epochs at width 64"
+        " | trial / bare loop | GFLOP/s |",
+        f"|{'---|' * 9}",
+    ]
+    for name, each in measured.items():
+        runs = each["runs"]
+
+        def of(key: str, runs: Any = runs) -> list[float]:
+            return [run["validation"][key] for run in runs]
+
+        seconds, whole = ([run[key] for run in runs] for key in ("seconds", "whole"))
+        full_epoch = each["images"] / each["full"]
+        speed = each["operations"] * each["trial"]
+        cells = [
+            f"`{name}.yaml`: {each['what']}",
+            " ".join(str(run["seed"]) for run in runs),
+            accuracy(of("accuracy_tta")),
+            accuracy(of("accuracy")),
+            f"{statistics.mean(seconds):,.0f}",
+            f"{statistics.mean(whole):,.0f}",
+            f"{statistics.mean(seconds) / full_epoch:.1f} of {full_epoch:,.0f} s",
+            f"{each['ratio']:.3f}",
+            f"{speed / 1e9:.0f}, {speed / each['peak']:.0%} of a matrix product's",
+        ]
+        made.append(f"| {' | '.join(cells)} |")
+    described = next(iter(measured.values()))["runs"][-1]["machine"]
+    versions = ", ".join(f"{package} {described[package]}" for package in ("python", *machine.PACKAGES))
+    return [
+        *made,
+        "",
+        f"Machine: {described['cores']} cores, {described['processor']}, one process with a thread on each;"
+        f" {versions}.",
+    ]
+
+
+def accuracy(values: Sequence[float]) -> str:
+    """The mean, and the least and the largest."""
+    spread = f" ({min(values):.2%} to {max(values):.2%})" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.2%}{spread}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Whether metrics, network, images and weights, each right by itself, go with one another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from classify.config.hyperparameters import Hyperparameters
+from classify.config.options import TTA_METRIC
+from classify.models import dry_run, pretrained, recompute, registry, state_dicts
+from classify.models.registry import NetSpec
+from harness.errors import InvalidInput, nearest
+
+
+def check_metrics(hyper: Hyperparameters, searcher: Mapping[str, Any], classes: tuple[str, ...]) -> None:
+    """Refuses a metric that no validation will report, with the nearest one that there is."""
+    known = ["loss", "accuracy", *(f"accuracy/{name}" for name in classes)]
+    if hyper.test_time_augmentation:
+        known.append(TTA_METRIC)
+    hints = {TTA_METRIC: "set hyperparameters.test_time_augmentation: {mirror: true}"}
+    chosen = {
+        "searcher.metric": (searcher.get("metric"), [*known, "images_per_second"]),
+        "hyperparameters.early_stopping.metric": ((hyper.early_stopping or {}).get("metric"), known),
+    }
+    errors = [
+        f"{key}: {metric!r}: no validation reports it; {hints.get(metric) or nearest(metric, names)}"
+        for key, (metric, names) in chosen.items()
+        if metric is not None and metric not in names
+    ]
+    if errors:
+        raise InvalidInput(errors)
+
+
+def check_network(
+    spec: NetSpec, hyper: Hyperparameters, normalize: Any, micro_batch: int, weights: dict[str, Tensor] | None
+) -> None:
+    """Refuses a network that does not go with the images, or weights that are not its own.
+
+    Args:
+        spec: the network.
+        hyper: the hyperparameters.
+        normalize: how the images are normalised.
+        micro_batch: the fewest images that it is given at a time in training.
+        weights: those that it starts from.
+    """
+    if normalize == "weights":
+        pretrained.normalization(hyper.net)
+    dry_run.check(spec, micro_batch, bool(hyper.channels_last))
+    if how := hyper.progressive_resizing:
+        dry_run.check(spec, micro_batch, smaller=how.size(spec.image_size))
+    if hyper.has_experts:
+        return
+    outline = registry.on_meta_device(spec)
+    if weights is not None:
+        state_dicts.load_pretrained(outline, weights, f"hyperparameters.weights: {hyper.weights}")
+    if hyper.checkpoint_activations:
+        recompute.enable(outline)
