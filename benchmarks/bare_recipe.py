@@ -48,6 +48,7 @@ def losses(config: TrialConfig) -> Iterator[tuple[Tensor, int]]:
         others, params["adam_lr"], betas=params["betas"], eps=params["eps"], weight_decay=0
     )
     last = config.steps or 1
+    autocast = (config.deepspeed.get("torch_autocast") or {}).get("enabled", False)
     falls = [torch.optim.lr_scheduler.LinearLR(each, 1.0, 0.0, last) for each in (muon, adam)]
     sampler = images.training_sampler(config.batch, 1)
     step = 0
@@ -56,7 +57,9 @@ def losses(config: TrialConfig) -> Iterator[tuple[Tensor, int]]:
             pixels, labels = images.train.images[chosen], images.train.labels[chosen]
             if images.augmenter:
                 pixels = images.augmenter(pixels, chosen, epoch)
-            scores = net(images.inputs(pixels, config.channels_last, config.input_size(step)))
+            inputs = images.inputs(pixels, config.channels_last, config.input_size(step))
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                scores = net(inputs).float()
             loss = F.cross_entropy(scores, labels, label_smoothing=hyper.label_smoothing)
             loss.backward()
             for optimizer, fall in zip((muon, adam), falls, strict=True):

@@ -34,7 +34,23 @@ from harness.errors import InvalidInput, print_errors
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 RECIPES = ("cifar10-90", "cifar10-94")
 SECTION = "Recipes"
-FULL_WIDTH = 64  # of the network's source
+# What makes a recipe the one by whose epochs all are measured: the source's width, fp32, full-sized images.
+PLAIN = (
+    "hyperparameters.net_args.width=64",
+    "hyperparameters.progressive_resizing=null",
+    "hyperparameters.overwrite_deepspeed_args.torch_autocast=null",
+)
+COLUMNS = (
+    "recipe",
+    "seeds",
+    "accuracy (TTA)",
+    "without TTA",
+    "training, s",
+    "program, s",
+    "fp32 epochs of a bare loop at width 64",
+    "trial / bare loop",
+    "GFLOP/s",
+)
 EXPLANATION = """\
 By `python3 -m benchmarks.recipes`, which runs `python3 train.py --config experiments/NAME.yaml` for each
 seed. Accuracies are means over the seeds, with the least and the largest, of the last weights on the test
@@ -127,7 +143,7 @@ def speeds(file: str, batch: int, args: argparse.Namespace) -> dict[str, float]:
     The trial and its bare loop take turns; ``ratio`` is the median of theirs.
     """
     own = {"config": str(PROJECT / file), "overrides": args.overrides, "steps": max(4, 5000 // batch)}
-    wide = {**own, "overrides": [*args.overrides, f"hyperparameters.net_args.width={FULL_WIDTH}"]}
+    wide = {**own, "overrides": [*args.overrides, *PLAIN]}
     rates: dict[str, list[float]] = {"trial": [], "recipe": [], "full": []}
     with (
         steps.contender("trial", own, 1) as trial,
@@ -145,9 +161,9 @@ def speeds(file: str, batch: int, args: argparse.Namespace) -> dict[str, float]:
 
 
 def operations_of_an_image(config: TrialConfig) -> float:
-    """Floating-point operations of an image's forward and backward pass, counted by torch."""
+    """Floating-point operations of an image's passes in the first step, counted by torch."""
     net = registry.build(config.net)
-    inputs = torch.randn(2, 3, *config.data.image_size)
+    inputs = torch.randn(2, 3, *config.input_size(0))
     with FlopCounterMode(display=False) as counter:
         registry.logits(net(inputs)).sum().backward()
     return counter.get_total_flops() / 2
@@ -169,9 +185,8 @@ def lines(measured: dict[str, dict[str, Any]]) -> list[str]:
     """What was measured, as a table with its explanation."""
     made = [
         *EXPLANATION,
-        "| recipe | seeds | accuracy (TTA) | without TTA | training, s | program, s | bare epochs at width 64"
-        " | trial / bare loop | GFLOP/s |",
-        f"|{'---|' * 9}",
+        f"| {' | '.join(COLUMNS)} |",
+        f"|{'---|' * len(COLUMNS)}",
     ]
     for name, each in measured.items():
         runs = each["runs"]

@@ -41,13 +41,21 @@ def describe() -> dict[str, Any]:
     }
 
 
+def has_bf16_instructions() -> bool:
+    """Whether the processor multiplies bf16 numbers itself; where not, fp32 is faster. True if not known."""
+    flags = _cpuinfo("flags") or _cpuinfo("Features")  # of x86, of Arm
+    return not flags or not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
+
+
 def _processor() -> str:
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def _cpuinfo(key: str) -> str:
+    """What Linux says of the first core; empty where it does not."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
 
 
 def peak_memory() -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 from classify.config.hyperparameters import Hyperparameters
 from classify.config.options import TestTimeAugmentation
 from classify.engine import deepspeed_config
-from classify.engine.combinations import DTYPES, dtype_name, network_errors, zero_stage
+from classify.engine.combinations import DTYPES, dtype_name, enabled, network_errors, zero_stage
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
 from classify.engine.learning_rate import schedule_notes
 from classify.engine.optimizer_rules import is_muon
@@ -29,7 +29,7 @@ from classify.images.sources import Source
 from classify.models import pretrained, registry
 from classify.models.registry import NetSpec
 from classify.models.stages import layers_of
-from harness import deepspeed_patches
+from harness import deepspeed_patches, machine
 from harness.errors import ErrorList
 
 VALIDATION_PIXELS = 512 * 32**2  # of a micro-batch: a forward pass needs little memory
@@ -147,7 +147,11 @@ class TrialConfig:
     @property
     def notes(self) -> list[str]:
         """What works, but hardly as it was meant, in a line each."""
-        return schedule_notes(self.deepspeed, self.steps)
+        lines = schedule_notes(self.deepspeed, self.steps)
+        if self.autocasts and self.device == "cpu" and not machine.has_bf16_instructions():
+            what = "this processor has no bf16 instructions, and may compute faster in fp32; set it to false"
+            lines.append(f"torch_autocast.enabled: True: {what}")
+        return lines
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
@@ -189,6 +193,11 @@ class TrialConfig:
     def dtype(self) -> torch.dtype:
         """The floating-point type of weights and inputs."""
         return DTYPES[dtype_name(self.deepspeed)]
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether torch chooses which operations are computed in 16 bits."""
+        return enabled(self.deepspeed, "torch_autocast")
 
     @property
     def zero_stage(self) -> int:

@@ -36,13 +36,14 @@ def describe(
     threads = _count(torch.get_num_threads(), "thread") + (" each" if config.processes > 1 else "")
     stages = f" in {config.stages} pipeline stages" if config.stages > 1 else ""
     replicas = processes if config.stages == 1 else _count(config.replicas, "replica")
+    dtype = str(config.dtype).removeprefix("torch.") + " with autocast" * config.autocasts
     steps = config.steps or 0
     lines = {
         "images": f"{data.dataset}: {source.count('train'):,} to train, {source.count('test'):,} to validate,"
         f" {_count(len(source.classes), 'class')}, {height}x{width} pixels",
         "network": f"{config.hyper.net}: {_count(total, 'parameter')}, {trainable:,} trainable",
         "engine": f"{processes}{stages} on {config.device}, {threads},"
-        f" {str(config.dtype).removeprefix('torch.')}, ZeRO stage {config.zero_stage}",
+        f" {dtype}, ZeRO stage {config.zero_stage}",
         "batch": f"{engine[TOTAL_BATCH]:,} images = micro-batch {engine[MICRO_BATCH]:,}"
         f" x accumulation {engine[ACCUMULATION]:,} x {replicas}",
         "length": "1 step, for it is a test"

@@ -16,7 +16,7 @@ SMALL = overrides(
     hyperparameters__max_length="{batches: 100}",
     hyperparameters__progressive_resizing="{scale: 0.75, until: 0.5}",
     scheduling_unit=1,
-    **{f"{DEEPSPEED}train_batch_size": 64},
+    **{f"{DEEPSPEED}train_batch_size": 64, f"{DEEPSPEED}torch_autocast": "null"},  # or rounding would grow
 )
 # Of the same net as airbench94 trains it: https://github.com/KellerJordan/cifar10-airbench
 SGD = overrides(
