@@ -4,7 +4,7 @@ import json
 
 import pytest
 from modes import losses
-from support import INSTRUCTIONS, Run, execute, launcher, overrides, train_many
+from support import INSTRUCTIONS, LATEST, Run, execute, launcher, overrides, train_many
 
 from benchmarks import report
 
@@ -18,6 +18,7 @@ SMALL = overrides(
     scheduling_unit=1,
     **{f"{DEEPSPEED}train_batch_size": 64, f"{DEEPSPEED}torch_autocast": "null"},  # or rounding would grow
 )
+AUTOCAST = overrides(**{f"{DEEPSPEED}torch_autocast": "{enabled: true, dtype: bfloat16}"})
 # Of the same net as airbench94 trains it: https://github.com/KellerJordan/cifar10-airbench
 SGD = overrides(
     hyperparameters__parameter_groups="[{match: bias, lr_factor: 64, weight_decay: 0}]",
@@ -67,6 +68,21 @@ def test_every_stage_and_number_of_processes_learns_alike(tmp_path, optimizer):
         assert run.code == 0, f"{name}: {run.stderr}"
         assert losses(run) == pytest.approx(losses(found["zero0 in 1"]), rel=1e-4), name
     assert losses(run)[-1] < losses(run)[0] - 0.1
+
+
+def test_a_recipe_resumes_to_the_same_bits(tmp_path):
+    """In bf16 by autocast, in the midst of the smaller images."""
+    rows = {"recipe": [*RECIPE, *SMALL, *AUTOCAST, *overrides(hyperparameters__max_length="{batches: 30}")]}
+    for name in ("straight", "stopped"):
+        (tmp_path / name).mkdir()
+    straight = train_many(tmp_path / "straight", rows)["recipe"]
+    stopped = train_many(tmp_path / "stopped", rows, sigterm_at=11)["recipe"]
+    assert (straight.code, stopped.code) == (0, 130), straight.stderr
+    resumed = train_many(tmp_path / "stopped", {"recipe": [*rows["recipe"], *LATEST]})["recipe"]
+    assert resumed.code == 0, resumed.stderr
+    assert losses(resumed) == losses(straight)
+    assert resumed.summary["validation"] == straight.summary["validation"]
+    assert resumed.summary["weights_sha256"] == straight.summary["weights_sha256"]
 
 
 def test_a_section_of_the_results_replaces_its_older_self_alone(tmp_path):
