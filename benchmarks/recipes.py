@@ -73,44 +73,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--results", type=pathlib.Path, default=PROJECT / "benchmarks/RESULTS.md", help="(%(default)s)")
     args = parser.parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
-    measured = {}
     try:
         for name in args.recipes:
-            measured[name] = measure(name, args)
-            print(*lines({name: measured[name]}), sep="\n", flush=True)
+            measure(name, args)
     except InvalidInput as error:
         return print_errors("benchmarks", error)
-    report.put_section(args.results, SECTION, "\n".join(lines(measured)))
+    found = lines(read(args.output))
+    print(*found, sep="\n")
+    report.put_section(args.results, SECTION, "\n".join(found))
     return 0
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Trains a recipe with every seed and times its steps.
+def measure(name: str, args: argparse.Namespace) -> None:
+    """Trains a recipe with every seed and times its steps; what is in the output already stays as it is."""
+    file = f"experiments/{name}.yaml"
+    experiment = experiment_file.load(str(PROJECT / file), args.overrides)
+    config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, 1, "cpu")
+    for seed in args.seeds:
+        train(file, f"{name}-seed{seed}", seed, args)
+    kept = args.output / f"{name}-speed.json"
+    if not kept.exists():
+        found = {
+            **speeds(file, config.batch, args),
+            "operations": operations_of_an_image(config),
+            "images": config.source.count("train"),
+            "what": f"width {(config.hyper.net_args or {}).get('width')}, batch {config.batch},"
+            f" {experiment.hyperparameters['max_length']['epochs']} epochs",
+        }
+        kept.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def read(output: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """What was measured of every recipe, now or before.
 
     Returns:
         ``runs`` with the accuracies and seconds of each seed; the images a second of the trial and of bare
         loops with its network (``recipe``) and with the full-width one (``full``); and more about the recipe.
     """
-    file = f"experiments/{name}.yaml"
-    experiment = experiment_file.load(str(PROJECT / file), args.overrides)
-    config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, 1, "cpu")
-    runs = [train(file, f"{name}-seed{seed}", seed, args) for seed in args.seeds]
-    kept = args.output / f"{name}-speed.json"
-    if not kept.exists():
-        kept.write_text(json.dumps(speeds(file, config.batch, args)))
-    operations = operations_of_an_image(config)
-    return {
-        "runs": runs,
-        **json.loads(kept.read_text()),
-        "operations": operations,
-        "images": config.source.count("train"),
-        "what": f"width {(config.hyper.net_args or {}).get('width')}, batch {config.batch},"
-        f" {experiment.hyperparameters['max_length']['epochs']} epochs",
-    }
+    found = {}
+    for file in sorted(output.glob("*-speed.json")):
+        name = file.name.removesuffix("-speed.json")
+        runs = [json.loads(each.read_text()) for each in sorted(output.glob(f"{name}-seed*.json"))]
+        found[name] = {"runs": runs, **json.loads(file.read_text())}
+    return found
 
 
-def train(file: str, run: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Runs ``train.py`` with a seed, unless that was done; gives its accuracies and seconds."""
+def train(file: str, run: str, seed: int, args: argparse.Namespace) -> None:
+    """Runs ``train.py`` with a seed, unless that was done, and keeps its accuracies and seconds."""
     kept, folder = args.output / f"{run}.json", args.output / run
     if not kept.exists():
         settings = [*args.overrides, f"reproducibility.experiment_seed={seed}"]
@@ -134,7 +143,6 @@ def train(file: str, run: str, seed: int, args: argparse.Namespace) -> dict[str,
             "machine": machine.describe(),
         }
         kept.write_text(json.dumps(of_run, indent=2) + "\n")
-    return json.loads(kept.read_text())
 
 
 def speeds(file: str, batch: int, args: argparse.Namespace) -> dict[str, float]:

@@ -1,12 +1,14 @@
 """The recipes of ``experiments/``: those of their bare PyTorch loop, at every ZeRO stage, in one process and two."""
 
 import json
+from typing import Any
 
 import pytest
 from modes import losses
 from support import INSTRUCTIONS, LATEST, Run, execute, launcher, overrides, train_many
 
-from benchmarks import report
+from benchmarks import recipes, report
+from harness import machine
 
 RECIPE = ["--config", "experiments/cifar10-90.yaml"]
 DEEPSPEED = "hyperparameters__overwrite_deepspeed_args__"
@@ -29,7 +31,7 @@ SGD = overrides(
 )
 
 
-@pytest.mark.parametrize("instructions", ["", *INSTRUCTIONS])
+@pytest.mark.parametrize("instructions", ["", "AVX2"])
 def test_the_trial_gives_the_bare_loops_losses(tmp_path, instructions):
     """Of the same network, images, Muon and schedule."""
     environment = INSTRUCTIONS.get(instructions, {})
@@ -83,6 +85,30 @@ def test_a_recipe_resumes_to_the_same_bits(tmp_path):
     assert losses(resumed) == losses(straight)
     assert resumed.summary["validation"] == straight.summary["validation"]
     assert resumed.summary["weights_sha256"] == straight.summary["weights_sha256"]
+
+
+def test_the_table_has_every_recipe_that_was_ever_measured(tmp_path):
+    where = {"cores": 2, "processor": "P", "python": "3", **dict.fromkeys(machine.PACKAGES, "1")}
+    for seed, accuracy in enumerate((0.5, 0.7)):
+        validation = {"accuracy_tta": accuracy, "accuracy": accuracy - 0.1}
+        run = {"seed": seed, "whole": 30, "seconds": 20, "validation": validation, "machine": where}
+        (tmp_path / f"one-seed{seed}.json").write_text(json.dumps(run))
+    speed: dict[str, Any] = {"trial": 200, "recipe": 190, "full": 50, "ratio": 1.05, "peak": 4e12}
+    speed |= {"operations": 1e10, "images": 500, "what": "width 1"}
+    (tmp_path / "one-speed.json").write_text(json.dumps(speed))
+    (row,) = [line for line in recipes.lines(recipes.read(tmp_path)) if line.startswith("| `one.yaml`")]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells == [
+        "`one.yaml`: width 1",
+        "0 1",
+        "60.00% (50.00% to 70.00%)",
+        "50.00% (40.00% to 60.00%)",
+        "20",
+        "30",
+        "2.0 of 10 s",
+        "1.050",
+        "2000, 50% of a matrix product's",
+    ]
 
 
 def test_a_section_of_the_results_replaces_its_older_self_alone(tmp_path):
