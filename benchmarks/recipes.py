@@ -214,7 +214,7 @@ def lines(measured: dict[str, dict[str, Any]]) -> list[str]:
             f"{statistics.mean(whole):,.0f}",
             f"{statistics.mean(seconds) / full_epoch:.1f} of {full_epoch:,.0f} s",
             f"{each['ratio']:.3f}",
-            f"{speed / 1e9:.0f}, {speed / each['peak']:.0%} of a matrix product's",
+            f"{speed / 1e9:.0f}, {speed / each['peak']:.0%} of an fp32 matrix product's",
         ]
         made.append(f"| {' | '.join(cells)} |")
     described = next(iter(measured.values()))["runs"][-1]["machine"]

@@ -107,7 +107,7 @@ def test_the_table_has_every_recipe_that_was_ever_measured(tmp_path):
         "30",
         "2.0 of 10 s",
         "1.050",
-        "2000, 50% of a matrix product's",
+        "2000, 50% of an fp32 matrix product's",
     ]
 
 
