@@ -83,7 +83,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
     if "RANK" in os.environ:
-        print(json.dumps(measure(args.nets[0], args.batch, args.steps)))
+        # A single write, for both ranks have the pipe
+        sys.stdout.write(json.dumps(measure(args.nets[0], args.batch, args.steps)) + "\n")
         return 0
     for net in args.nets:
         for processes in args.processes:
