@@ -26,14 +26,14 @@ from classify.models import registry
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
 
 
-def losses(config: TrialConfig) -> Iterator[tuple[Tensor, int]]:
+def losses(config: TrialConfig) -> Iterator[Tensor]:
     """Trains, a step each time that it is asked for the next loss.
 
     Args:
         config: of a plain network and Muon with a rate that falls to 0, in one process without accumulation.
 
     Returns:
-        Of every step the mean loss of its images, a scalar, and their number.
+        Of every step the mean loss of its images, a scalar.
     """
     device, hyper, params = torch.device("cpu"), config.hyper, config.deepspeed["optimizer"]["params"]
     images = data.Images(config.data, config.source, hyper.net, config.seed, device)
@@ -48,7 +48,6 @@ def losses(config: TrialConfig) -> Iterator[tuple[Tensor, int]]:
         others, params["adam_lr"], betas=params["betas"], eps=params["eps"], weight_decay=0
     )
     last = config.steps or 1
-    autocast = (config.deepspeed.get("torch_autocast") or {}).get("enabled", False)
     falls = [torch.optim.lr_scheduler.LinearLR(each, 1.0, 0.0, last) for each in (muon, adam)]
     sampler = images.training_sampler(config.batch, 1)
     step = 0
@@ -58,7 +57,7 @@ def losses(config: TrialConfig) -> Iterator[tuple[Tensor, int]]:
             if images.augmenter:
                 pixels = images.augmenter(pixels, chosen, epoch)
             inputs = images.inputs(pixels, config.channels_last, config.input_size(step))
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            with torch.autocast("cpu", torch.bfloat16, enabled=config.autocasts):
                 scores = net(inputs).float()
             loss = F.cross_entropy(scores, labels, label_smoothing=hyper.label_smoothing)
             loss.backward()
@@ -67,7 +66,7 @@ def losses(config: TrialConfig) -> Iterator[tuple[Tensor, int]]:
                 optimizer.zero_grad()
                 fall.step()
             step += 1
-            yield loss.detach(), len(labels)
+            yield loss.detach()
 
 
 class Muon(torch.optim.Optimizer):
@@ -116,7 +115,7 @@ def main() -> int:
     args = command_line.parser(__doc__, "experiments/cifar10-90.yaml").parse_args()
     experiment = experiment_file.load(args.config, args.overrides)
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, 1, "cpu")
-    print(json.dumps([loss.item() for loss, _ in itertools.islice(losses(config), 100)]))
+    print(json.dumps([loss.item() for loss in itertools.islice(losses(config), 100)]))
     return 0
 
 

@@ -4,14 +4,13 @@ import json
 from typing import Any
 
 import pytest
-from modes import losses
+from modes import DEEPSPEED, losses
 from support import INSTRUCTIONS, LATEST, Run, execute, launcher, overrides, train_many
 
 from benchmarks import recipes, report
 from harness import machine
 
 RECIPE = ["--config", "experiments/cifar10-90.yaml"]
-DEEPSPEED = "hyperparameters__overwrite_deepspeed_args__"
 SMALL = overrides(
     data="{dataset: digits, image_size: 24, normalize: dataset, augment: {crop: 2, edge: reflection}}",
     hyperparameters__net_args__width=4,
