@@ -20,7 +20,6 @@ from classify.images.loader import MicroBatchLoader
 from classify.images.sampler import MicroBatchSampler
 from classify.images.settings import DataSettings
 from classify.images.sources import Source
-from classify.models import pretrained
 
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that take 0 to 255 to [-1, 1]
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as torchvision's pretrained weights take them
@@ -39,7 +38,6 @@ class Images:
     Args:
         settings: the checked ``data`` section.
         source: the dataset.
-        net: the name of the network, whose pretrained weights may say how inputs are normalised.
         seed: of everything random.
         device: the one that trains.
 
@@ -50,10 +48,8 @@ class Images:
         InvalidInput: if the data is missing, damaged or not usable; the line names the folder or file.
     """
 
-    def __init__(
-        self, settings: DataSettings, source: Source, net: str, seed: int, device: torch.device
-    ) -> None:
-        self.settings, self.source, self.net = settings, source, net
+    def __init__(self, settings: DataSettings, source: Source, seed: int, device: torch.device) -> None:
+        self.settings, self.source = settings, source
         self.seed, self.device = seed, device
         pixels = math.prod(settings.stored_size)
         sizes = [3 * pixels * source.count(split) for split in SPLITS]
@@ -82,7 +78,7 @@ class Images:
     @functools.cached_property
     def normalization(self) -> Normalization:
         """Mean and standard deviation of each channel; the dataset's own need its images."""
-        return normalization(self.settings, lambda: self.train, self.net)
+        return normalization(self.settings, lambda: self.train)
 
     def inputs(self, images: Tensor, channels_last: bool, size: tuple[int, int] | None = None) -> Tensor:
         """Inputs (B, 3, h, w) float32 on the device of images (B, 3, H, W) uint8, scaled to a size."""
@@ -138,16 +134,13 @@ def load(settings: DataSettings, split: str, source: Source | None = None) -> Im
     return ImageSet(images, labels, tuple(source.classes), settings.image_size)
 
 
-def normalization(settings: DataSettings, train_set: Callable[[], ImageSet], net: str) -> Normalization:
+def normalization(settings: DataSettings, train_set: Callable[[], ImageSet]) -> Normalization:
     """Mean and standard deviation of each channel, of pixels from 0 to 1, by which inputs are normalised.
 
     Args:
-        settings: which say whose.
+        settings: which say whose; for ``weights`` their numbers stand there already.
         train_set: gives the images of which statistics are taken, evenly spaced ones if there are many.
-        net: the name of the network, whose pretrained weights are asked.
     """
-    if settings.normalize == "weights":
-        return pretrained.normalization(net)
     if isinstance(settings.normalize, Mapping):
         return tuple(settings.normalize["mean"]), tuple(settings.normalize["std"])
     if settings.normalize == "imagenet":

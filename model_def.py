@@ -67,7 +67,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         processes, device = context.distributed.size, context.device
         self.config = config = TrialConfig.resolve(self.args, experiment_of(context), processes, device.type)
         # Images, decoded when all else is known to be right, and MixUp or CutMix of them
-        images = data.Images(config.data, config.source, config.hyper.net, config.seed, device)
+        images = data.Images(config.data, config.source, config.seed, device)
         self.images = images
         self.mixup = make_mixup(config.hyper.mixup, config.hyper.cutmix, config.net.num_classes)
         # Network, in the form that its mode needs, and engine

@@ -26,6 +26,7 @@ from sqlalchemy.exc import SQLAlchemyError
 import data
 from classify.config import command_line
 from classify.images.settings import DataSettings
+from classify.models import registry
 from classify.tuning import specification
 from classify.tuning.runner import SearchRunner
 from harness.errors import InvalidInput, one_line, print_errors, printable
@@ -55,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     try:
         search = specification.load(args.config, args.overrides, args.parallel)
-        settings = DataSettings.parse(search.experiment.config.get("data"))
+        section, hparams = (search.experiment.config.get(key) for key in ("data", "hyperparameters"))
+        size = registry.input_size(hparams.get("net"), hparams.get("weights"))
+        settings = DataSettings.parse(section, size)
         source = settings.open_source()
         for split in data.SPLITS:  # listed, before a folder is made
             source.count(split)

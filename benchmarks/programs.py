@@ -154,7 +154,7 @@ def write_inputs(overrides: Sequence[str], folder: pathlib.Path) -> None:
         "epochs": experiment.hyperparameters["max_length"]["epochs"],
         "optimizer": {key: value for key, value in params.items() if key != "torch_adam"},
         "scheduler": config.deepspeed["scheduler"],
-        "normalization": data.normalization(config.data, lambda: splits["train"], config.hyper.net),
+        "normalization": data.normalization(config.data, lambda: splits["train"]),
         "augment": vars(config.data.augment),
         "validate_every": period[1],
     }

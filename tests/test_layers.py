@@ -21,7 +21,7 @@ MAY_IMPORT = {
         "classify.engine",
     },
     "classify.tuning": {"harness", "classify.config", "classify.images", "classify.engine"},
-    "data": {"harness", "classify.config", "classify.images", "classify.models"},
+    "data": {"harness", "classify.config", "classify.images"},
 }
 PROGRAMS = {"train", "search", "checkpoint", "baseline", "model_def"}
 FOLDERS = ("harness", "classify")

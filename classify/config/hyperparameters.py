@@ -8,7 +8,7 @@ together is in ``classify/engine/combinations.py``; what must be the same after 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from classify.config.options import (
 )
 from classify.config.parameter_groups import entry_errors, is_pattern
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, one_of, optional, whole
-from harness.errors import ErrorList, nearest
+from harness.errors import ErrorList
 from harness.experiment import LENGTH_UNITS, unit_errors
 
 
@@ -55,7 +55,7 @@ _MAPPING = Rule(lambda value: isinstance(value, Mapping), "")
 _LENGTH = Rule(
     lambda value: not unit_errors("", value, LENGTH_UNITS, least=1), "must be {epochs: N} or {batches: N}"
 )
-_WEIGHTS = "must be the path of a state_dict, e.g. a run's net.pt, or DEFAULT for a network of torchvision"
+_WEIGHTS = "must be the path of a state_dict, e.g. a run's net.pt, or DEFAULT for one of torchvision or timm"
 _STOPPING = (
     "must be e.g. {metric: loss, patience: 3, min_improvement: 0.01}: validations to wait, and for how much"
 )
@@ -71,13 +71,13 @@ class Hyperparameters:
     """The trial's own hyperparameters, and in ``inline`` the others, which are DeepSpeed's."""
 
     net: str = _setting("net", ANY)
-    """The network: one of ``net.py``, ``net-moe``, or a classifier of torchvision."""
+    """The network: one of ``net.py``, ``net-moe``, one of torchvision's, or of timm's as ``timm/NAME``."""
     net_args: Mapping[str, Any] | None = _setting(
         None, optional(_MAPPING._replace(message="must be a mapping of the network's arguments"))
     )
     """Further arguments of the network's function."""
     weights: str | None = _setting(None, optional(Rule(lambda v: isinstance(v, str) and bool(v), _WEIGHTS)))
-    """Where training starts: the path of a ``state_dict``, or the name of torchvision's weights."""
+    """Where training starts: the path of a ``state_dict``, or the name of torchvision's or timm's weights."""
 
     max_length: Mapping[str, int] | None = _setting(None, _LENGTH)
     """The training's length: ``{epochs: N}`` or ``{batches: N}``, a batch being an optimizer step."""
@@ -170,12 +170,12 @@ class Hyperparameters:
         return {key: getattr(self, key) for key in EXPERTS} | {"num_experts": self.num_experts or (2,)}
 
     @classmethod
-    def parse(cls, hparams: Mapping[str, Any], nets: Collection[str]) -> Hyperparameters:
+    def parse(cls, hparams: Mapping[str, Any], check_net: Callable[[object], None]) -> Hyperparameters:
         """Checks each value by itself and fills in the defaults.
 
         Args:
             hparams: the experiment's.
-            nets: the names that ``net`` may have.
+            check_net: raises ``InvalidInput`` for a name that ``net`` cannot have.
 
         Raises:
             InvalidInput: with a line for each that is wrong.
@@ -192,10 +192,8 @@ class Hyperparameters:
                 with errors.collecting():
                     given[key] = options.parse(f"hyperparameters.{key}", given[key])
         errors.lines += entry_errors(given.get("parameter_groups"))
-        net = given.get("net", cls.net)
-        if net not in nets:
-            mend = f"{nearest(net, nets)}, or register it in net.py"
-            errors.lines.append(f"hyperparameters.net: {net!r}: no such network; {mend}")
+        with errors.collecting():
+            check_net(given.get("net", cls.net))
         errors.raise_any()
         return cls._of(hparams, given)
 

@@ -63,7 +63,7 @@ def build_network(
         initialize(sample())
     freeze(net.named_parameters(), config.groups)
     if hyper.sync_batchnorm:
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+        net = registry.with_sync_batchnorm(hyper.net, net)
     if hyper.checkpoint_activations:
         recompute.enable(net)
     if config.zero_stage == 3:
@@ -76,7 +76,8 @@ def _load_weights(net: nn.Module, config: TrialConfig) -> None:
     chosen = config.hyper.weights
     assert chosen
     label = f"hyperparameters.weights: {chosen}"
-    skipped = state_dicts.load_pretrained(net, pretrained.read(config.hyper.net, chosen), label)
+    found = pretrained.read(config.hyper.net, chosen, config.data.image_size, config.hyper.net_args)
+    skipped = state_dicts.load_pretrained(net, found, label)
     if skipped and torch.distributed.get_rank() == 0:
         print(printable(state_dicts.describe_skipped_weights(skipped, label)), file=sys.stderr)
 

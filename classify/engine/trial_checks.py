@@ -9,7 +9,7 @@ from torch import Tensor
 
 from classify.config.hyperparameters import Hyperparameters
 from classify.config.options import TTA_METRIC
-from classify.models import dry_run, pretrained, recompute, registry, state_dicts
+from classify.models import dry_run, recompute, registry, state_dicts
 from classify.models.registry import NetSpec
 from harness.errors import InvalidInput, nearest
 
@@ -34,19 +34,16 @@ def check_metrics(hyper: Hyperparameters, searcher: Mapping[str, Any], classes: 
 
 
 def check_network(
-    spec: NetSpec, hyper: Hyperparameters, normalize: Any, micro_batch: int, weights: dict[str, Tensor] | None
+    spec: NetSpec, hyper: Hyperparameters, micro_batch: int, weights: dict[str, Tensor] | None
 ) -> None:
     """Refuses a network that does not go with the images, or weights that are not its own.
 
     Args:
         spec: the network.
         hyper: the hyperparameters.
-        normalize: how the images are normalised.
         micro_batch: the fewest images that it is given at a time in training.
         weights: those that it starts from.
     """
-    if normalize == "weights":
-        pretrained.normalization(hyper.net)
     dry_run.check(spec, micro_batch, bool(hyper.channels_last))
     if how := hyper.progressive_resizing:
         dry_run.check(spec, micro_batch, smaller=how.size(spec.image_size))

@@ -5,6 +5,7 @@ The trial, ``train.py --check`` and the search all ask here, so that all find th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -98,9 +99,12 @@ class TrialConfig:
         with errors.collecting():
             check_metrics(hyper, experiment.get("searcher") or {}, source.classes)
         errors.raise_any()
+        if data.normalize == "weights":
+            mean, std = pretrained.normalization(hyper.net, hyper.weights)
+            data = dataclasses.replace(data, normalize={"mean": mean, "std": std})
         seed = int((experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
         config = cls(hyper, data, source, deepspeed, seed, processes, device)
-        check_network(config.net, hyper, data.normalize, config.least_micro_batch, parts.weights)
+        check_network(config.net, hyper, config.least_micro_batch, parts.weights)
         _ = config.groups
         return config
 
@@ -256,24 +260,28 @@ class _Parts:
         self, hparams: Mapping[str, Any], experiment: Mapping[str, Any], source: Source | None
     ) -> None:
         self.errors = ErrorList()
+        size = None
         with self.errors.collecting():
-            self.data = DataSettings.parse(experiment.get("data"))
+            size = registry.input_size(hparams.get("net"), hparams.get("weights"))
+        with self.errors.collecting():
+            self.data = DataSettings.parse(experiment.get("data"), size)
             self.source = source or self.data.open_source()
             self.source.count("train"), self.source.count("test")  # which looks for the files
         with self.errors.collecting():
-            self.hyper = Hyperparameters.parse(hparams, registry.names())
+            self.hyper = Hyperparameters.parse(hparams, registry.check_name)
         if form := self.hyper or Hyperparameters.parse_form(hparams):
             with self.errors.collecting():
                 self.merged = deepspeed_config.merge(form)
         if self.hyper and self.hyper.weights:
             with self.errors.collecting():
-                self.weights = pretrained.read(self.hyper.net, self.hyper.weights)
+                size = self.data.image_size if self.data else size or DataSettings().image_size
+                self.weights = pretrained.read(self.hyper.net, self.hyper.weights, size, self.hyper.net_args)
 
 
 def errors_of(hparams: Mapping[str, Any], experiment: Mapping[str, Any]) -> list[str]:
     """What is wrong by itself with the parts of a configuration, of which other fields are wrong already."""
     deepspeed_patches.prepare_accelerator()
-    return _Parts(hparams, experiment, None).errors.lines
+    return list(dict.fromkeys(_Parts(hparams, experiment, None).errors.lines))
 
 
 def _total_steps(length: Mapping[str, int], source: Source, batch_size: int, parts: int) -> int:

@@ -18,6 +18,7 @@ from harness.errors import ErrorList, InvalidInput, nearest
 
 IMAGE_SIZE = 32  # what Net takes, in pixels
 MOST_PIXELS = {"digits": 512, "": rules.MOST_PIXELS}  # of a side; digits are enlarged in memory
+OF_ANY_SIZE = ("imagefolder",)  # the datasets whose images have no size of their own
 DEVICES = ("auto", "cpu", "cuda")
 NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
 
@@ -30,7 +31,8 @@ class DataSettings:
         dataset: ``cifar10``, ``imagefolder`` or ``digits``.
         root: the folder that holds the dataset (``digits`` needs none).
         download: whether ``cifar10`` may be downloaded when ``root`` lacks it.
-        image_size: height and width of the images that the network sees, in pixels; ``Net`` takes 32.
+        image_size: height and width of the images that the network sees, in pixels; ``Net`` takes 32. If
+            not given, 32, or for a folder of images what timm's network was made for.
         resize: the shorter side, in pixels, to which images are scaled before they are cropped to
             ``image_size``: in the middle, and for training at random places. As ``image_size`` if None.
         normalize: ``half`` (inputs in [-1, 1]), ``dataset`` (by its own mean and standard deviation),
@@ -70,8 +72,15 @@ class DataSettings:
         return SOURCES[self.dataset](pathlib.Path(self.root), self.download)
 
     @classmethod
-    def parse(cls, section: Mapping[str, Any] | None) -> DataSettings:
+    def parse(
+        cls, section: Mapping[str, Any] | None, net_size: tuple[int, int] | None = None
+    ) -> DataSettings:
         """Checks the section and fills in the defaults.
+
+        Args:
+            section: of the experiment file.
+            net_size: height and width for which the network was made, if it says: the default for images
+                that have no size of their own.
 
         Raises:
             InvalidInput: for every key, type or value that cannot be meant, all at once.
@@ -83,7 +92,8 @@ class DataSettings:
         errors = ErrorList()
         unknown = {key: value for key, value in section.items() if key not in keys}
         errors.lines += [f"data.{k}: {v!r}: unknown key; {nearest(k, keys)}" for k, v in unknown.items()]
-        parsed = cls(**{key: value for key, value in section.items() if key in keys})
+        own = {"image_size": net_size} if net_size and section.get("dataset") in OF_ANY_SIZE else {}
+        parsed = cls(**{**own, **{key: value for key, value in section.items() if key in keys}})
         errors.lines += parsed._errors()
         errors.lines += parsed._size_errors(section)
         sides = parsed.image_size if _are_sides(parsed.image_size) else (IMAGE_SIZE, IMAGE_SIZE)

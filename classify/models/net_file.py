@@ -42,7 +42,7 @@ SIDE = Rule(
     f"must be a whole number of pixels of at most {MOST_PIXELS:,}",
 )
 DESCRIPTION = {
-    "net.name": Rule(lambda value: value in registry.names(), "is no network of net.py or torchvision"),
+    "net.name": Rule(registry.is_name, "is no network of net.py, torchvision or timm"),
     "net.num_classes": whole(2),
     "net.net_args": optional(MAPPING),
     "classes": list_of(TEXT),

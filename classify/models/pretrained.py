@@ -1,4 +1,4 @@
-"""Torchvision's pretrained weights, and how they want their images normalised.
+"""Pretrained weights of torchvision and timm, and how they want their images normalised.
 
 Source: https://docs.pytorch.org/vision/stable/models.html
 """
@@ -12,7 +12,9 @@ import pathlib
 import pickle
 import posixpath
 import re
+import socket
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,35 +22,52 @@ import torchvision
 from torch import Tensor
 
 import net as own
-from classify.models import state_dicts
-from classify.models.registry import MOE
+from classify.models import state_dicts, timm_nets
+from classify.models.registry import MOE, NetSpec, on_meta_device
 from harness.errors import InvalidInput, one_line
 from harness.host_lock import host_lock
 
+PATIENCE = 20.0  # seconds without a byte, after which a download has failed
 _OLD_DENSE_LAYER = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.(\d)")
 
 
 def is_name(net: str, weights: str) -> bool:
-    """Whether ``weights`` is the name of weights that torchvision has for a network, such as ``DEFAULT``."""
+    """Whether ``weights`` is the name of weights that a library has for a network, such as ``DEFAULT``."""
     if is_own(net):
         return False
+    if timm_nets.is_timm(net):
+        return timm_nets.is_tag(net, weights)
     known = torchvision.models.get_model_weights(net).__members__
     return weights == "DEFAULT" or weights in known
 
 
 def is_own(net: str) -> bool:
-    """Whether a network is none of torchvision's."""
+    """Whether a network is none of torchvision's or timm's."""
     return net in own.NETS or net == MOE
 
 
-def read(net: str, weights: str) -> dict[str, Tensor]:
-    """The weights that ``hyperparameters.weights`` names: torchvision's, or those of a file.
+def read(
+    net: str, weights: str, image_size: tuple[int, int], args: Mapping[str, Any] | None = None
+) -> dict[str, Tensor]:
+    """The weights that ``hyperparameters.weights`` names: a library's, or those of a file.
+
+    Args:
+        net: the name of the network.
+        weights: their name or path.
+        image_size: height and width of the images, to which timm fits what is for each place in them.
+        args: further arguments of the network.
 
     Raises:
         InvalidInput: if they cannot be had.
     """
-    if is_name(net, weights):
-        return fetch(net, weights)
+    with _patience():
+        if timm_nets.is_timm(net):
+            outline = on_meta_device(NetSpec(net, 2, image_size, args))
+            if is_name(net, weights):
+                return timm_nets.fetch(net, weights, image_size, args)
+            return timm_nets.read(net, weights, image_size, args, outline)
+        if is_name(net, weights):
+            return fetch(net, weights)
     if weights == "DEFAULT":
         mend = "give the path of a state_dict"
         raise InvalidInput(f"hyperparameters.weights: 'DEFAULT': {net} has no pretrained weights; {mend}")
@@ -78,8 +97,23 @@ def fetch(net: str, weights: str) -> dict[str, Tensor]:
     return {key: value for key, value in found.items() if not key.lower().startswith("aux")}
 
 
-def normalization(net: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation that torchvision's pretrained weights of a network want.
+@contextlib.contextmanager
+def _patience() -> Iterator[None]:
+    """Has a server that does not answer be given up, which torch waits for without end."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(PATIENCE)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def normalization(net: str, weights: str | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation that a network's pretrained weights want.
+
+    Args:
+        net: the name of the network.
+        weights: those that it starts from, for timm's differ; its default ones if None.
 
     Raises:
         InvalidInput: if it has none.
@@ -87,6 +121,8 @@ def normalization(net: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
     if is_own(net):
         mend = "use half, dataset or imagenet"
         raise InvalidInput(f"data.normalize: 'weights': {net} has no pretrained weights that say; {mend}")
+    if timm_nets.is_timm(net):
+        return timm_nets.normalization(net, weights)
     if net in ("googlenet", "inception_v3"):  # what their transform_input, left out here, makes of ImageNet's
         return (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
     transforms: Any = _weights(net, "DEFAULT").transforms()

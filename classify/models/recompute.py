@@ -24,6 +24,13 @@ def enable(net: nn.Module) -> None:
     Raises:
         InvalidInput: if it has no blocks.
     """
+    for norm in net.modules():
+        if isinstance(norm, nn.modules.batchnorm._NormBase):
+            norm.forward = _counted_once(norm)
+    # Those of timm know their blocks themselves, but for some
+    with contextlib.suppress(AttributeError, AssertionError, NotImplementedError):
+        net.set_grad_checkpointing(True)  # type: ignore[operator]
+        return
     found = list(blocks(net))
     if not found:
         raise InvalidInput(
@@ -31,7 +38,7 @@ def enable(net: nn.Module) -> None:
             " sequence; use smaller micro-batches"
         )
     for block in found:
-        block.forward = _recomputed(block)
+        block.forward = _recomputed(block.forward)
 
 
 def blocks(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
@@ -45,36 +52,29 @@ def blocks(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
             yield from blocks(child, False)
 
 
-def _recomputed(block: nn.Module) -> Callable[..., Any]:
-    forward = block.forward
-
-    def run(*inputs: Any) -> Any:
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*inputs: Any, **more: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*inputs)
-        computed = False
-
-        def compute(*again: Any) -> Any:
-            nonlocal computed
-            with _still_statistics(block) if computed else contextlib.nullcontext():
-                computed = True
-                return forward(*again)
-
-        return checkpoint(compute, *inputs, use_reentrant=False)
+            return forward(*inputs, **more)
+        return checkpoint(forward, *inputs, use_reentrant=False, **more)
 
     return run
 
 
-@contextlib.contextmanager
-def _still_statistics(block: nn.Module) -> Iterator[None]:
-    """Has batch normalization count a micro-batch once, however often it is computed."""
-    norms = [each for each in block.modules() if isinstance(each, nn.modules.batchnorm._NormBase)]
-    kept = [(each, each.momentum, each.num_batches_tracked) for each in norms]
-    for each in norms:
-        each.momentum = 0.0
-        if each.num_batches_tracked is not None:
-            each.num_batches_tracked = each.num_batches_tracked.clone()
-    try:
-        yield
-    finally:
-        for each, momentum, count in kept:
-            each.momentum, each.num_batches_tracked = momentum, count
+def _counted_once(norm: nn.modules.batchnorm._NormBase) -> Callable[..., Any]:
+    """A layer's forward pass that leaves its statistics as they are when it is computed again."""
+    forward = norm.forward
+
+    def run(*inputs: Any) -> Any:
+        if torch._C._current_graph_task_id() == -1:  # not within a backward pass
+            return forward(*inputs)
+        momentum, count = norm.momentum, norm.num_batches_tracked
+        norm.momentum = 0.0
+        if count is not None:
+            norm.num_batches_tracked = count.clone()
+        try:
+            return forward(*inputs)
+        finally:
+            norm.momentum, norm.num_batches_tracked = momentum, count
+
+    return run

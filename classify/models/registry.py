@@ -1,4 +1,4 @@
-"""Networks by name: those of ``net.py``, and every classifier of torchvision.
+"""Networks by name: those of ``net.py``, and every classifier of torchvision and of timm.
 
 Source: https://docs.pytorch.org/vision/stable/models.html
 """
@@ -13,8 +13,11 @@ import torchvision
 from torch import nn
 
 import net as own
-from classify.models import net_airbench  # noqa: F401 - which registers itself
-from harness.errors import InvalidInput, one_line
+from classify.models import (
+    net_airbench,  # noqa: F401 - which registers itself
+    timm_nets,
+)
+from harness.errors import InvalidInput, nearest, one_line
 
 MOE = "net-moe"  # the name of Net with experts, which classify/models/net_moe.py makes
 # Vision transformers, whose sizes torchvision's own functions fix and so do not take as arguments.
@@ -32,7 +35,7 @@ class NetSpec(NamedTuple):
     """What has to be said to make a network.
 
     Attributes:
-        name: one of ``names``.
+        name: one of ``names``, or timm's behind ``timm/``.
         num_classes: the width of its last layer.
         image_size: height and width of its images in pixels, for the networks that have to know.
         args: further arguments of its function.
@@ -45,8 +48,36 @@ class NetSpec(NamedTuple):
 
 
 def names() -> list[str]:
-    """Every name that ``hyperparameters.net`` may have."""
+    """Every name that ``hyperparameters.net`` may have, but timm's, which begin with ``timm/``."""
     return [*own.NETS, MOE, *torchvision.models.list_models(module=torchvision.models)]
+
+
+def check_name(name: object) -> None:
+    """Refuses a name that ``hyperparameters.net`` cannot have.
+
+    Raises:
+        InvalidInput: with the nearest one.
+    """
+    known = names()
+    if isinstance(name, str) and timm_nets.is_timm(name):
+        timm_nets.check_name(name)
+    elif name not in known:
+        mend = f"{nearest(name, known)}, one of timm's as timm/NAME, or register it in net.py"
+        raise InvalidInput(f"hyperparameters.net: {name!r}: no such network; {mend}")
+
+
+def is_name(name: object) -> bool:
+    """Whether a network may have that name, as far as is known without importing timm."""
+    return timm_nets.is_timm(name) or name in names()
+
+
+def input_size(name: object, weights: object = None) -> tuple[int, int] | None:
+    """Height and width of the images that a network was made for with these weights; None if not timm's.
+
+    Raises:
+        InvalidInput: if timm has no such network.
+    """
+    return timm_nets.input_size(str(name), weights) if timm_nets.is_timm(name) else None
 
 
 def build(spec: NetSpec) -> nn.Module:
@@ -63,6 +94,8 @@ def build(spec: NetSpec) -> nn.Module:
             if not isinstance(made, nn.Module):
                 raise TypeError(f"its function in net.py gives a {type(made).__name__}, no nn.Module")
             return made
+        if timm_nets.is_timm(name):
+            return timm_nets.build(name, spec.num_classes, spec.image_size, spec.args)
         if name in VIT:
             sizes = dict(zip(VIT_KEYS, VIT[name], strict=True))
             given = {"image_size": spec.image_size[0], **sizes, **given}
@@ -104,6 +137,13 @@ def prefers_channels_last(name: str) -> bool:
 def trains_faster_channels_last(name: str, device: str) -> bool:
     """Whether training is faster in that memory format; for torchvision's it depends on the batch."""
     return name in ("net", "airbench") and device == "cpu"
+
+
+def with_sync_batchnorm(name: str, net: nn.Module) -> nn.Module:
+    """Has a network's batch normalization be over all processes."""
+    if timm_nets.is_timm(name):
+        return timm_nets.with_sync_batchnorm(net)
+    return nn.SyncBatchNorm.convert_sync_batchnorm(net)
 
 
 def logits(outputs: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from classify.models.heads import head_layers
 from harness.checkpoints.weights import mismatch
 from harness.errors import InvalidInput, why_unloadable
 from harness.input_files import regular_file
@@ -63,10 +66,10 @@ def load_pretrained(module: nn.Module, found: Mapping[str, Tensor], label: str) 
         InvalidInput: if they are of another network.
     """
     mine = {**dict(module.named_parameters(remove_duplicate=False)), **dict(kept_buffers(module))}
-    found = _as_named(found, mine)
+    found = as_named(found, mine)
     found = {name: value for name, value in found.items() if name in mine or not name.endswith(COUNT)}
     wanted = {name: each for name, each in mine.items() if name in found or not name.endswith(COUNT)}
-    skipped = _head_without_weights(found, wanted, [name for name, _ in module.named_parameters()])
+    skipped = _heads_without_weights(found, wanted, head_layers(module))
     wanted = {name: each for name, each in wanted.items() if name not in skipped}
     found = {name: each for name, each in found.items() if name not in skipped}
     _check(found, wanted, label)
@@ -93,7 +96,7 @@ def load_strict(module: nn.Module, found: Mapping[str, Tensor], label: str) -> N
         InvalidInput: if they are of another network.
     """
     wanted = module.state_dict()
-    found = _as_named(found, wanted)
+    found = as_named(found, wanted)
     _check(found, wanted, label)
     module.load_state_dict(found)
 
@@ -103,7 +106,7 @@ def _check(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], label: str
         raise InvalidInput(f"{label}: {wrong}; give its own weights")
 
 
-def _as_named(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def as_named(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights without what wrappers put before every name, as far as the network has no such names."""
     found = {name: value for name, value in found.items() if name != AVERAGED or name in wanted}
     while found and not found.keys() & wanted.keys():
@@ -114,35 +117,35 @@ def _as_named(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict
     return found
 
 
-def _head_without_weights(
-    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], parameters: Sequence[str]
+def _heads_without_weights(
+    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], heads: Sequence[str]
 ) -> list[str]:
-    """The weights of a head that are not there, or for another number of classes."""
-    if not parameters:
-        return []
-    layer, child = parameters[-1].rpartition(".")[0], parameters[-1].partition(".")[0]
-    here, there = found.get(f"{layer}.weight"), wanted.get(f"{layer}.weight")
-    if here is not None and there is not None:
-        is_other = here.shape[1:] == there.shape[1:] and here.shape[:1] != there.shape[:1]
-        return [name for name in wanted if is_other and name.rpartition(".")[0] == layer]
-    if found.keys() - wanted.keys():  # which may be the head by another name
-        return []
-    for head in (f"{child}.", f"{layer}."):
-        missing = [name for name in wanted if name.startswith(head)]
-        if len(missing) < len(wanted) and not any(name.startswith(head) for name in found):
-            return missing
-    return []
+    """The weights of the last layers that are not there, or for another number of classes."""
+    skipped: dict[str, None] = {}
+    for layer in heads:
+        here, there = found.get(f"{layer}.weight"), wanted.get(f"{layer}.weight")
+        if here is not None and there is not None:
+            is_other = here.shape[1:] == there.shape[1:] and here.shape[:1] != there.shape[:1]
+            skipped |= dict.fromkeys(n for n in wanted if is_other and n.rpartition(".")[0] == layer)
+        elif not found.keys() - wanted.keys():  # which may be the head by another name
+            for head in (f"{layer.partition('.')[0]}.", f"{layer}."):
+                missing = [name for name in wanted if name.startswith(head)]
+                if len(missing) < len(wanted) and not any(name.startswith(head) for name in found):
+                    skipped |= dict.fromkeys(missing)
+                    break
+    return list(skipped)
 
 
 # ----------------------------------------------------------------------------------------------- from a file
 
 
-def read(path: str, label: str = "") -> dict[str, Tensor]:
+def read(path: str, label: str = "", first: Sequence[str] = ()) -> dict[str, Tensor]:
     """Reads a ``state_dict``, also within a training checkpoint.
 
     Args:
         path: the file, of ``torch.save`` or safetensors.
         label: what to call it in an error line; its path if empty.
+        first: under which keys of a checkpoint it is looked for before the usual ones.
 
     Raises:
         InvalidInput: if the file cannot be read or holds none.
@@ -153,9 +156,10 @@ def read(path: str, label: str = "") -> dict[str, Tensor]:
     except Exception as error:  # torch, zipfile and pickle raise each their own
         reason = f"not a readable state_dict ({why_unloadable(error)}); give a net.pt"
         raise InvalidInput(f"{label}: {reason}") from error
-    for _ in WRAPPERS:  # may hold each other
+    keys = (*first, *WRAPPERS)
+    for _ in keys:  # may hold each other
         if isinstance(found, Mapping):
-            found = next((found[key] for key in WRAPPERS if isinstance(found.get(key), Mapping)), found)
+            found = next((found[key] for key in keys if isinstance(found.get(key), Mapping)), found)
     if not isinstance(found, Mapping) or not found or not all(_is_plain(*each) for each in found.items()):
         raise InvalidInput(f"{label}: holds no state_dict; give a net.pt")
     return dict(found)
@@ -163,7 +167,8 @@ def read(path: str, label: str = "") -> dict[str, Tensor]:
 
 def _load(path: str) -> Any:
     if not path.endswith(".safetensors"):
-        return torch.load(regular_file(path), map_location="cpu", weights_only=True)
+        with _namespaces_allowed():
+            return torch.load(regular_file(path), map_location="cpu", weights_only=True)
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -171,6 +176,13 @@ def _load(path: str) -> Any:
         return load_file(regular_file(path))
     except SafetensorError as error:
         raise ValueError(str(error)) from error
+
+
+def _namespaces_allowed() -> contextlib.AbstractContextManager[Any]:
+    """Training scripts keep their arguments beside the weights, timm's, too."""
+    if not hasattr(torch.serialization, "safe_globals"):  # before torch 2.5
+        return contextlib.nullcontext()
+    return torch.serialization.safe_globals([argparse.Namespace])
 
 
 def _is_plain(name: object, value: object) -> bool:

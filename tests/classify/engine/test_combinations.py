@@ -17,13 +17,13 @@ def test_errors_of_hyperparameters():
         "net: net-moe, net_args: {a: 1}": "experts have hyperparameters of their own",
         "net: net-moe, checkpoint_activations: true": "does not go with experts",
     }.items():
-        hyper = Hyperparameters.parse(YAML(typ="safe").load(f"{{{chosen}}}"), registry.names())
+        hyper = Hyperparameters.parse(YAML(typ="safe").load(f"{{{chosen}}}"), registry.check_name)
         (line,) = network_errors(hyper, 2)
         assert part in line
 
 
 def test_no_average_of_weights_on_a_disk():
-    hyper = Hyperparameters.parse({"weight_average": {}}, registry.names())
+    hyper = Hyperparameters.parse({"weight_average": {}}, registry.check_name)
     for what in ("offload_optimizer", "offload_param"):
         config = {"zero_optimization": {"stage": 3, what: {"device": "nvme", "nvme_path": "/tmp"}}}
         (line,) = [each for each in combination_errors(config, hyper, "cpu") if "weight_average" in each]

@@ -9,6 +9,7 @@ from support import PROJECT, overrides, train_many
 from classify.config.hyperparameters import Hyperparameters
 from classify.engine import deepspeed_config
 from classify.engine.optimizer_rules import TORCH_SCHEDULES
+from classify.models import registry
 
 
 def test_every_experiment_is_in_the_table():
@@ -111,7 +112,7 @@ def forms(folder, schedule):
 def test_the_least_rate_keeps_its_share_of_the_peak():
     def cycle(**chosen):
         hparams = {"deepspeed_config": "experiments/cifar10-67.json", "overwrite_deepspeed_args": chosen}
-        hyper = Hyperparameters.parse(hparams, ["net"])
+        hyper = Hyperparameters.parse(hparams, registry.check_name)
         resolved = deepspeed_config.resolve(deepspeed_config.merge(hyper), hyper, 1, "cpu", lambda *_: 7038)
         params = resolved["scheduler"]["params"]
         return params["cycle_min_lr"], params["cycle_max_lr"]

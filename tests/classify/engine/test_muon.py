@@ -53,7 +53,7 @@ def orthogonal(matrix):
 def reference(weights):
     """The losses of a bare loop, and its weights in the end."""
     config = TrialConfig.resolve({**HYPER, "weights": str(weights)}, {"data": DATA}, 1, "cpu")
-    images = data.Images(config.data, config.source, config.hyper.net, 0, torch.device("cpu"))
+    images = data.Images(config.data, config.source, 0, torch.device("cpu"))
     net = registry.build(config.net)
     net.load_state_dict(torch.load(weights))
     named, momenta, lost = dict(net.named_parameters()), dict.fromkeys(MATRICES, 0), []

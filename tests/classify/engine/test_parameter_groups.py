@@ -29,7 +29,7 @@ MODES: dict[str, dict] = {
 
 
 def groups_of(net, **hyper):
-    chosen = Hyperparameters.parse({"net": net, **hyper}, registry.names())
+    chosen = Hyperparameters.parse({"net": net, **hyper}, registry.check_name)
     outline = registry.on_meta_device(NetSpec(net, 10, (224, 224)))
     return assign(outline, chosen)
 
@@ -54,7 +54,7 @@ def test_each_parameter_is_in_one_group():
     assert "class_token" in without.parameters and "encoder.pos_embedding" not in without.parameters
     # Muon has hidden matrices; the others are Adam's, at a rate of their own
     muon = {"lr": 0.02, "adam_lr": 0.001}
-    hyper = Hyperparameters.parse({"net": "vit_b_16"}, registry.names())
+    hyper = Hyperparameters.parse({"net": "vit_b_16"}, registry.check_name)
     vit = registry.on_meta_device(NetSpec("vit_b_16", 10, (224, 224)))
     hidden, rest = assign(vit, hyper, 10, muon)
     assert (hidden.muon, hidden.lr_factor, rest.muon, rest.lr_factor) == (True, 1, False, 0.05)
@@ -88,7 +88,7 @@ def test_a_schedule_reaches_the_optimizer_that_zero_makes_anew(tmp_path):
 
 def test_ranks_have_the_same_groups():
     names = "{net: net-moe, ep_world_size: 2, parameter_groups: [{match: experts.1, frozen: true}]}"
-    hyper = Hyperparameters.parse(YAML(typ="safe").load(names), registry.names())
+    hyper = Hyperparameters.parse(YAML(typ="safe").load(names), registry.check_name)
     from classify.models.net_moe import NetMoE
 
     with torch.device("meta"):

@@ -201,7 +201,7 @@ def plain_loop(net, how, images, lr):
 def test_it_equals_that_of_a_plain_loop(tmp_path):
     """The average is that which is validated and kept, at ZeRO 3 in two processes as at ZeRO 0 in one."""
     settings = DataSettings.parse({"dataset": "digits"})
-    images = data.Images(settings, settings.open_source(), "net", 0, torch.device("cpu"))
+    images = data.Images(settings, settings.open_source(), 0, torch.device("cpu"))
     rows, expected, expected_losses = {}, {}, {}
     for name, net_name, chosen in [
         *((name, "net", chosen) for name, chosen in AVERAGES.items()),

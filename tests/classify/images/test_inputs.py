@@ -31,7 +31,7 @@ def test_inputs_are_normalised_by_the_statistics_of_the_dataset():
     )
     images[:, 1] //= 2
     source = ImageSet(images, torch.zeros(50, dtype=torch.int64), ("a",))
-    mean, std = normalization(DataSettings(normalize="dataset"), lambda: source, "net")
+    mean, std = normalization(DataSettings(normalize="dataset"), lambda: source)
     inputs = as_inputs(images, mean, std)
     assert inputs.mean((0, 2, 3)).tolist() == pytest.approx([0, 0, 0], abs=1e-4)
     assert inputs.std((0, 2, 3)).tolist() == pytest.approx([1, 1, 1], abs=1e-3)

@@ -19,7 +19,7 @@ def test_images_are_smaller_in_the_first_steps_alone():
     config = TrialConfig.resolve(HYPER, {"data": {"dataset": "digits", "image_size": [24, 32]}}, 1, "cpu")
     assert [config.input_size(step) for step in (0, 4)] == [(18, 24)] * 2
     assert [config.input_size(step) for step in (5, 9, None)] == [(24, 32)] * 3
-    images = data.Images(config.data, config.source, "airbench", 0, torch.device("cpu"))
+    images = data.Images(config.data, config.source, 0, torch.device("cpu"))
     pixels = images.train.images[:4]
     full = images.inputs(pixels, False, config.input_size(5))
     assert torch.equal(full, images.inputs(pixels, False))
