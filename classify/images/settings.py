@@ -92,7 +92,9 @@ class DataSettings:
         errors = ErrorList()
         unknown = {key: value for key, value in section.items() if key not in keys}
         errors.lines += [f"data.{k}: {v!r}: unknown key; {nearest(k, keys)}" for k, v in unknown.items()]
-        own = {"image_size": net_size} if net_size and section.get("dataset") in OF_ANY_SIZE else {}
+        own: dict[str, Any] = {}
+        if net_size and section.get("dataset") in OF_ANY_SIZE:
+            own["image_size"] = net_size
         parsed = cls(**{**own, **{key: value for key, value in section.items() if key in keys}})
         errors.lines += parsed._errors()
         errors.lines += parsed._size_errors(section)

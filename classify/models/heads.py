@@ -19,7 +19,8 @@ def head_layers(net: nn.Module) -> list[str]:
 
 def _classifier(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The layers with weights of what ``get_classifier`` gives, which every network of timm has."""
-    found: Any = net.get_classifier() if callable(getattr(net, "get_classifier", None)) else ()
+    get: Any = getattr(net, "get_classifier", None)
+    found = get() if callable(get) else ()
     parts = found if isinstance(found, (tuple, list)) else [found]
     inside = {id(each) for part in parts if isinstance(part, nn.Module) for each in part.modules()}
     for name, module in net.named_modules():

@@ -27,9 +27,9 @@ def enable(net: nn.Module) -> None:
     for norm in net.modules():
         if isinstance(norm, nn.modules.batchnorm._NormBase):
             norm.forward = _counted_once(norm)
-    # Those of timm know their blocks themselves, but for some
+    known: Any = net  # of timm, whose networks but for some know their blocks themselves
     with contextlib.suppress(AttributeError, AssertionError, NotImplementedError):
-        net.set_grad_checkpointing(True)  # type: ignore[operator]
+        known.set_grad_checkpointing(True)
         return
     found = list(blocks(net))
     if not found:
