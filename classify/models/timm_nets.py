@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from classify.config.rules import is_count, is_finite
 from classify.models import state_dicts
 from classify.models.heads import head_layers
 from harness.checkpoints.weights import mismatch
@@ -235,11 +236,14 @@ def _config_of_folder(name: str, folder: pathlib.Path) -> Any:
     try:
         given, arch, _ = load_model_config_from_path(folder)
         config = PretrainedCfg(**{key: given[key] for key in ("input_size", "mean", "std") if key in given})
-        is_whole = len(config.input_size) == len(config.mean) == len(config.std) == 3 and all(config.std)
+        sizes, numbers = config.input_size, [*config.mean, *config.std]
+        is_whole = len(sizes) == len(config.mean) == len(config.std) == 3 and all(config.std)
+        if not is_whole or not all(is_count(each, 1) for each in sizes) or not all(map(is_finite, numbers)):
+            raise ValueError(f"input_size {sizes}, mean {config.mean}, std {config.std}")
     except Exception as error:  # no JSON, or other keys
         mend = "give the path of the file of weights"
         raise InvalidInput(f"{label}: its {CONFIG} is none of timm's ({one_line(error)}); {mend}") from error
-    if arch != _split(name)[0] or not is_whole:
+    if arch != _split(name)[0]:
         raise InvalidInput(f"{label}: its {CONFIG} is of {arch}; set hyperparameters.net: {PREFIX}{arch}")
     return config
 

@@ -64,7 +64,7 @@ def test_normalization_and_size_are_those_of_the_weights(tmp_path):
     assert DataSettings.parse({"dataset": "imagefolder"}, (384, 384)).image_size == (384, 384)
     assert DataSettings.parse({"dataset": "imagefolder", "image_size": 64}, (384, 384)).image_size == (64, 64)
     assert DataSettings.parse({"dataset": "digits"}, (384, 384)).image_size == SIZE
-    config = {
+    config: dict[str, Any] = {
         "architecture": "resnet10t",
         "pretrained_cfg": {"input_size": [3, 96, 64], "mean": [0.1] * 3, "std": [1] * 3},
     }
@@ -73,8 +73,10 @@ def test_normalization_and_size_are_those_of_the_weights(tmp_path):
     assert pretrained.normalization(RESNET, str(tmp_path)) == ((0.1, 0.1, 0.1), (1, 1, 1))
     (tmp_path / "config.json").write_text(json.dumps({**config, "architecture": "resnet18"}))
     assert "set hyperparameters.net: timm/resnet18" in error_line(registry.input_size, RESNET, str(tmp_path))
-    (tmp_path / "config.json").write_text("{")
-    assert "its config.json is none of timm's" in error_line(registry.input_size, RESNET, str(tmp_path))
+    sizes = config["pretrained_cfg"] | {"input_size": [3, "96", 64]}
+    for text in ("{", json.dumps({**config, "pretrained_cfg": sizes})):
+        (tmp_path / "config.json").write_text(text)
+        assert "its config.json is none of timm's" in error_line(registry.input_size, RESNET, str(tmp_path))
 
 
 def as_timm_trains(state):
