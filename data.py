@@ -18,7 +18,7 @@ from classify.images.augment import Augmentation, Augmenter
 from classify.images.image_set import ImageSet, places
 from classify.images.loader import MicroBatchLoader
 from classify.images.sampler import MicroBatchSampler
-from classify.images.settings import DataSettings
+from classify.images.settings import MOST_WORKERS, DataSettings
 from classify.images.sources import Source
 
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that take 0 to 255 to [-1, 1]
@@ -99,7 +99,10 @@ class Images:
 
     def training_loader(self, sampler: MicroBatchSampler) -> MicroBatchLoader:
         """Micro-batches of training images (B, 3, H, W) uint8 and labels (B,) int64."""
-        return MicroBatchLoader(self.train, sampler, self.augmenter)
+        workers = self.settings.workers if self.settings.augment.transforms else 0
+        if workers == "auto":
+            workers = min(torch.get_num_threads(), MOST_WORKERS)
+        return MicroBatchLoader(self.train, sampler, self.augmenter, int(workers))
 
     def validation_loader(
         self, micro_batch: int, micro_batches_per_step: int

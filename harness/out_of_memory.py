@@ -15,7 +15,7 @@ from harness.machine import peak_memory
 
 @contextlib.contextmanager
 def explain_out_of_memory(when: Callable[[], str], advice: Callable[[], str]) -> Iterator[None]:
-    """Ends what runs inside, where there is no memory left, with what to change.
+    """Ends what runs inside, where there is no memory left, or none for a worker, with what to change.
 
     Args:
         when: says in which step, or before which.
@@ -27,6 +27,9 @@ def explain_out_of_memory(when: Callable[[], str], advice: Callable[[], str]) ->
     try:
         yield
     except (RuntimeError, MemoryError) as error:
+        if str(error).startswith("DataLoader worker"):  # as torch says of one that was killed
+            what = f"a worker process of the data loader ended {when()} ({one_line(error)})"
+            raise TrainingStopped(f"{what}; give it more memory or /dev/shm, or use fewer workers") from error
         if isinstance(error, TrainingStopped) or not is_out_of_memory(error):
             raise
         traceback.clear_frames(error.__traceback__)  # what they hold may be all that the explanation needs

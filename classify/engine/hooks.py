@@ -148,6 +148,8 @@ class ClassifierHooks(TrialHooks):
         augment = json.loads(json.dumps(vars(data.augment)))
         if data.augment.edge == "zeros":
             del augment["edge"]  # which older checkpoints do not have
+        if not data.augment.transforms:
+            del augment["transforms"]  # nor these
         net = {
             "hyperparameters.net": "net" if hyper.has_experts else hyper.net,
             "hyperparameters.net_args": dict(hyper.net_args or {}),

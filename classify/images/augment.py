@@ -1,4 +1,6 @@
-"""Random flips, crops and cutouts of whole micro-batches, drawn for each image and epoch from the seed alone.
+"""Random changes of training images, drawn for each image and epoch from the seed alone.
+
+Flips, crops and cutouts are made of whole micro-batches, torchvision's transforms of one image at a time.
 
 So an image is changed in the same way for any number of processes, any accumulation, and after a resume.
 """
@@ -15,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from classify.config.rules import is_number, one_of
-from harness.errors import InvalidInput, nearest
+from classify.images import transforms
+from harness.errors import ErrorList, InvalidInput, nearest
 
 _CHOICES = {"flip": one_of(False, True, "alternating"), "edge": one_of("zeros", "reflection")}
 
@@ -36,6 +39,8 @@ class Augmentation:
         resized_crop: crop a random part of the image and scale it to its size: the least and the largest
             part of the area, e.g. [0.08, 1], with sides of 3:4 to 4:3 (https://arxiv.org/abs/1409.4842).
         cutout: put zeros in a square of so many pixels at a random place (https://arxiv.org/abs/1708.04552).
+        transforms: torchvision's, by name and arguments, after crops and before ``cutout``; see
+            ``transforms.py``.
     """
 
     flip: bool | str = False
@@ -43,45 +48,54 @@ class Augmentation:
     edge: str = "zeros"
     resized_crop: tuple[float, float] | None = None
     cutout: int = 0
+    transforms: tuple[transforms.Entry, ...] = ()
 
     @classmethod
-    def parse(cls, section: Mapping[str, Any] | None, size: int) -> Augmentation:
-        """Checks ``data.augment`` for images of a size in pixels; raises ``InvalidInput`` with all errors."""
+    def parse(cls, section: Mapping[str, Any] | None, sides: tuple[int, int]) -> Augmentation:
+        """Checks ``data.augment`` for images of a height and width.
+
+        Raises:
+            InvalidInput: with all errors.
+        """
         section = {} if section is None else section
         if not isinstance(section, Mapping):
             raise InvalidInput(f"data.augment: {section!r}: must be a mapping, e.g. {{flip: true, crop: 4}}")
-        errors = []
+        size, errors, checked = min(sides), ErrorList(), {}
         for key, value in section.items():
             if key not in cls.__annotations__:
-                errors.append(
+                errors.lines.append(
                     f"data.augment.{key}: {value!r}: unknown key; {nearest(key, cls.__annotations__)}"
                 )
             elif key in _CHOICES and not _CHOICES[key].is_valid(value):
-                errors.append(f"data.augment.{key}: {value!r}: {_CHOICES[key].message}")
+                errors.lines.append(f"data.augment.{key}: {value!r}: {_CHOICES[key].message}")
             elif key == "resized_crop" and value is not None:
                 numbers = (
                     isinstance(value, (list, tuple)) and len(value) == 2 and all(is_number(v) for v in value)
                 )
                 if not (numbers and 0 < value[0] <= value[1] <= 1):
                     must = "must be the least and the largest part of the area, e.g. [0.08, 1]"
-                    errors.append(f"data.augment.resized_crop: {value!r}: {must}")
+                    errors.lines.append(f"data.augment.resized_crop: {value!r}: {must}")
             elif key in ("crop", "cutout") and (type(value) is not int or not 0 <= value <= size):
-                errors.append(
+                errors.lines.append(
                     f"data.augment.{key}: {value!r}: must be a whole number of pixels from 0 to {size}"
                 )
+            elif key == "transforms" and value is not None:
+                with errors.collecting():
+                    checked[key] = transforms.parse(f"data.augment.{key}", value, sides)
         if "edge" in section and not section.get("crop"):
-            errors.append(f"data.augment.edge: {section['edge']!r}: does nothing without crop; set that, too")
+            errors.lines.append(
+                f"data.augment.edge: {section['edge']!r}: does nothing without crop; set that, too"
+            )
         if section.get("edge") == "reflection" and section.get("crop") == size:
             most = f"an image of {size} pixels has a reflection of {size - 1}"
-            errors.append(f"data.augment.crop: {size}: {most}; use less, or edge: zeros")
+            errors.lines.append(f"data.augment.crop: {size}: {most}; use less, or edge: zeros")
         if section.get("crop") and section.get("resized_crop"):
-            errors.append(
+            errors.lines.append(
                 f"data.augment.crop: {section['crop']!r}: resized_crop crops already; give one of them"
             )
-        if errors:
-            raise InvalidInput(errors)
+        errors.raise_any()
         part = section.get("resized_crop")
-        return cls(**{**section, "resized_crop": tuple(part) if part else None})
+        return cls(**{**section, "resized_crop": tuple(part) if part else None, "transforms": (), **checked})
 
 
 class Augmenter:
@@ -104,7 +118,7 @@ class Augmenter:
         seed: int,
     ) -> None:
         self.augmentation, self.count, self.seed = augmentation, count, seed
-        self.size = size
+        self.size, self.transform = size, transforms.make(augmentation.transforms)
         # how far down and right a crop may begin in the padded image
         self.room = [side + 2 * augmentation.crop - seen for side, seen in zip(stored, size, strict=True)]
         self._epoch = -1
@@ -129,6 +143,8 @@ class Augmenter:
             images = images.round_().to(torch.uint8)
         elif chosen.flip or any(self.room):
             images = self._windows(images, indices)
+        if self.transform:
+            images = transforms.transform_each(self.transform, images, self._seeds[indices])
         if chosen.cutout:
             rows, columns = (
                 (place >= corners.unsqueeze(1)) & (place - corners.unsqueeze(1) < chosen.cutout)  # (B, side)
@@ -178,6 +194,8 @@ class Augmenter:
             zero, way = np.zeros(self.count), np.where(flips, -1, 1)
             parts = np.stack([np.stack([way * width, zero, right], 1), np.stack([zero, height, down], 1)], 1)
             self._parts = torch.from_numpy(parts).float().to(device)  # (N, 2, 3), as affine_grid takes them
+        if self.transform:
+            self._seeds = torch.from_numpy(random.integers(2**63, size=self.count))
 
     def _places(self, random: np.random.Generator, least: list[int], most: list[int]) -> Tensor:
         """Draws a row and a column for every image, (2, N)."""

@@ -48,7 +48,7 @@ def places(sizes: Sequence[int], settings: DataSettings, device: torch.device) -
     """Where ``data.device`` wants sets: in the memory of the device that trains, or in the host's.
 
     Args:
-        sizes: their bytes.
+        sizes: their bytes, of the training images first; these stay on the host where they are transformed.
         settings: the checked ``data`` section.
         device: the one that trains.
 
@@ -60,6 +60,8 @@ def places(sizes: Sequence[int], settings: DataSettings, device: torch.device) -
         return chosen
     free = torch.cuda.mem_get_info(device)[0]
     for index, size in enumerate(sizes):
+        if index == 0 and settings.augment.transforms:
+            continue
         if settings.device == "cuda" and size > free:
             shown = f"{size / 2**20:,.0f} MiB of images, but {free / 2**20:,.0f} MiB are free on the GPU"
             raise InvalidInput(f"data.device: 'cuda': {shown}; use auto")

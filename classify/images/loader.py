@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
+import multiprocessing
+import signal
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import torch
 from determined import pytorch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import BatchSampler, Dataset
 from typing_extensions import override
 
 from classify.images.augment import Augmenter
@@ -25,33 +28,63 @@ class MicroBatchDataset(Dataset):
 
     Args:
         source: the images.
-        sampler: whose epoch the augmentation is for.
-        augmenter: of training images.
     """
 
-    def __init__(
-        self,
-        source: ImageSet,
-        sampler: MicroBatchSampler | None = None,
-        augmenter: Augmenter | None = None,
-    ) -> None:
-        self.source, self.sampler, self.augmenter = source, sampler, augmenter
+    def __init__(self, source: ImageSet) -> None:
+        self.source = source
 
     def __len__(self) -> int:
         return len(self.source)
 
     def __getitems__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Gives images (B, 3, H, W) uint8 and labels (B,) int64 for indices (B,) int64."""
-        indices = indices.to(self.source.images.device, non_blocking=True)
-        images = self.source.images.index_select(0, indices)
-        labels = self.source.labels.index_select(0, indices)
-        if self.augmenter and self.sampler:
-            return self.augmenter(images, indices, self.sampler.epoch), labels
+        images, labels, _ = _fetch(self.source, indices)
         return self.source.center_crop(images), labels
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         images, labels = self.__getitems__(torch.tensor([index]))
         return images[0], labels[0]
+
+
+class AugmentedDataset(Dataset):
+    """Training images, fetched and augmented a whole micro-batch at a time.
+
+    Args:
+        source: the images.
+        augmenter: what changes them.
+    """
+
+    def __init__(self, source: ImageSet, augmenter: Augmenter) -> None:
+        self.source, self.augmenter = source, augmenter
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitems__(self, place: tuple[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """Gives images (B, 3, H, W) uint8 and labels (B,) int64 for an epoch and indices (B,) int64."""
+        epoch, indices = place
+        images, labels, indices = _fetch(self.source, indices)
+        return self.augmenter(images, indices, epoch), labels
+
+
+def _fetch(source: ImageSet, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Images (B, 3, h, w) as they are kept, their labels, and the indices on their device."""
+    indices = indices.to(source.images.device, non_blocking=True)
+    return source.images.index_select(0, indices), source.labels.index_select(0, indices), indices
+
+
+class WithEpoch(BatchSampler):
+    """The micro-batches of a sampler, each with its epoch, which a worker process could not know."""
+
+    def __init__(self, sampler: MicroBatchSampler) -> None:
+        self.micro_batches = sampler
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for indices in self.micro_batches:
+            yield self.micro_batches.epoch, indices
 
 
 def whole_micro_batch(batch: Any) -> Any:
@@ -62,29 +95,55 @@ def whole_micro_batch(batch: Any) -> Any:
 class MicroBatchLoader(pytorch.DataLoader):
     """The loader that Determined shards, repeats and skips in.
 
-    Where a GPU trains on images in the host's memory, a thread prefetches and pins them.
+    Where a GPU trains on images in the host's memory, a thread prefetches and pins them. Worker processes are
+    forked, so that they share the images, and transform them ahead of the step.
 
     Args:
         source: the images.
         sampler: which images make a micro-batch.
         augmenter: of training images.
+        workers: how many processes fetch and augment; with none the one that trains does.
     """
 
     def __init__(
-        self, source: ImageSet, sampler: MicroBatchSampler, augmenter: Augmenter | None = None
+        self,
+        source: ImageSet,
+        sampler: MicroBatchSampler,
+        augmenter: Augmenter | None = None,
+        workers: int = 0,
     ) -> None:
-        self.prefetches = torch.cuda.is_available() and not source.images.is_cuda
+        on_host = torch.cuda.is_available() and not source.images.is_cuda
+        # Transforms draw from torch's generator, which a thread would share with the training.
+        self.prefetches = on_host and not (augmenter and augmenter.transform)
         super().__init__(
-            MicroBatchDataset(source, sampler, augmenter),
-            batch_sampler=sampler,
+            AugmentedDataset(source, augmenter) if augmenter else MicroBatchDataset(source),
+            batch_sampler=WithEpoch(sampler) if augmenter else sampler,
             collate_fn=whole_micro_batch,
-            pin_memory=self.prefetches,
+            pin_memory=on_host,
+            num_workers=workers,
+            worker_init_fn=_leave_signals,
+            multiprocessing_context="fork" if workers else None,
         )
+        if workers:
+            atexit.register(_end_workers)
 
     @override
     def get_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super().get_data_loader(*args, **kwargs)
         return Prefetcher(loader) if self.prefetches else loader
+
+
+def _leave_signals(worker: int) -> None:
+    """Has a worker outlive a signal, which launchers send to all processes: the trainer ends it in time."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _end_workers() -> None:
+    """Ends workers that a loader has left; ``multiprocessing`` would wait for what ignores its signal."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 class Prefetcher:

@@ -19,6 +19,7 @@ from harness.errors import ErrorList, InvalidInput, nearest
 IMAGE_SIZE = 32  # what Net takes, in pixels
 MOST_PIXELS = {"digits": 512, "": rules.MOST_PIXELS}  # of a side; digits are enlarged in memory
 OF_ANY_SIZE = ("imagefolder",)  # the datasets whose images have no size of their own
+MOST_WORKERS = 64  # of a rank
 DEVICES = ("auto", "cpu", "cuda")
 NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
 
@@ -41,6 +42,8 @@ class DataSettings:
         device: where the decoded images are kept: ``cpu``, ``cuda``, or ``auto``, a GPU's memory if they
             fit in half of what is free.
         augment: random changes of training images; see ``augment.py``.
+        workers: how many processes each rank has to transform images ahead of the step, where ``augment`` has
+            ``transforms``; 0 for none, ``auto`` for as many as the rank has threads.
     """
 
     dataset: str = "cifar10"
@@ -51,6 +54,7 @@ class DataSettings:
     normalize: Any = "half"
     device: str = "auto"
     augment: Augmentation = dataclasses.field(default_factory=Augmentation)
+    workers: int | str = "auto"
 
     def __post_init__(self) -> None:
         if is_count(self.image_size, 1):
@@ -98,10 +102,19 @@ class DataSettings:
         parsed = cls(**{**own, **{key: value for key, value in section.items() if key in keys}})
         errors.lines += parsed._errors()
         errors.lines += parsed._size_errors(section)
-        sides = parsed.image_size if _are_sides(parsed.image_size) else (IMAGE_SIZE, IMAGE_SIZE)
+        sides = parsed.image_size
+        if not _are_sides(sides) or max(sides) > rules.MOST_PIXELS:
+            sides = (IMAGE_SIZE, IMAGE_SIZE)
         augmentation = Augmentation()
         with errors.collecting():
-            augmentation = Augmentation.parse(section.get("augment"), min(sides))
+            augmentation = Augmentation.parse(section.get("augment"), sides)
+        errors.raise_any()
+        if not augmentation.transforms and parsed.workers != "auto":
+            what = "does nothing without data.augment.transforms; set these, or remove it"
+            errors.lines.append(f"data.workers: {parsed.workers!r}: {what}")
+        elif augmentation.transforms and parsed.device == "cuda":
+            what = "data.augment.transforms run on the host, where the images have to be; use auto"
+            errors.lines.append(f"data.device: 'cuda': {what}")
         errors.raise_any()
         return dataclasses.replace(parsed, augment=augmentation)
 
@@ -121,6 +134,9 @@ class DataSettings:
             errors.append(f"data.device: {self.device!r}: must be one of {', '.join(DEVICES)}")
         elif self.device == "cuda" and not torch.cuda.is_available():
             errors.append("data.device: 'cuda': this machine has no GPU; use auto")
+        if self.workers != "auto" and not (is_count(self.workers, 0) and int(self.workers) <= MOST_WORKERS):
+            must = f"must be auto or a whole number from 0 to {MOST_WORKERS}"
+            errors.append(f"data.workers: {self.workers!r}: {must}")
         return errors
 
     def _size_errors(self, section: Mapping[str, Any]) -> list[str]:

@@ -1,16 +1,24 @@
 """Random changes of training images: what they do, and that they depend on seed, epoch and image alone."""
 
+import multiprocessing
+import signal
+
+import psutil
 import pytest
 import torch
+from modes import LR
 from support import error_line, overrides, train_many
 
 from classify.images.augment import Augmentation, Augmenter
 from classify.images.image_set import ImageSet
-from classify.images.loader import MicroBatchDataset
+from classify.images.loader import MicroBatchLoader
 from classify.images.sampler import MicroBatchSampler
 from classify.images.settings import DataSettings
+from harness.errors import TrainingStopped
+from harness.out_of_memory import explain_out_of_memory
 
 SIZE, COUNT = 32, 64
+LIST = "data.augment.transforms"
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +107,13 @@ def test_an_image_is_changed_alike_in_any_batch_and_otherwise_in_another_epoch(i
 def test_a_loader_augments_by_the_epoch_it_is_in(images):
     source = ImageSet(images, torch.arange(COUNT), ("a",))
     sampler = MicroBatchSampler(COUNT, 16, 1, seed=5)
-    batches = MicroBatchDataset(
-        source, sampler, Augmenter(Augmentation(flip=True), COUNT, (SIZE, SIZE), (SIZE, SIZE), 5)
-    )
+    augmenter = Augmenter(Augmentation(flip=True), COUNT, (SIZE, SIZE), (SIZE, SIZE), 5)
+    loader = MicroBatchLoader(source, sampler, augmenter).get_data_loader()
+    order = MicroBatchSampler(COUNT, 16, 1, seed=5)
     for epoch in range(2):
         wanted = augmented(images, epoch=epoch, flip=True)
-        for indices in sampler:
-            assert torch.equal(batches.__getitems__(indices)[0], wanted[indices])
+        for indices, (given, _) in zip(order, loader, strict=True):
+            assert torch.equal(given, wanted[indices])
 
 
 @pytest.mark.parametrize(
@@ -119,6 +127,55 @@ def test_a_loader_augments_by_the_epoch_it_is_in(images):
         ({"crop": 32, "edge": "reflection"}, "data.augment.crop: 32: an image of 32 pixels has a reflection"),
         ({"crop": -1}, "data.augment.crop: -1: must be a whole number of pixels from 0 to 32"),
         ({"cutout": 33}, "data.augment.cutout: 33: must be a whole number of pixels from 0 to 32"),
+        ({"transforms": "RandAugment"}, f"{LIST}: 'RandAugment': must be a list, e.g. [RandAugment]"),
+        ({"transforms": [{}]}, f"{LIST}[0]: {{}}: must be a name, or one with its arguments"),
+        (
+            {"transforms": [{"RandomErasing": None, "p": 1}]},
+            f"{LIST}[0]: {{'RandomErasing': None, 'p': 1}}: ",
+        ),
+        ({"transforms": ["RandAugment", "randaugment"]}, f"{LIST}[1]: 'randaugment': no such transform in"),
+        (
+            {"transforms": ["RandAugmnt"]},
+            f"{LIST}[0]: 'RandAugmnt': no such transform in torchvision."
+            "transforms.v2; did you mean 'RandAugment'?",
+        ),
+        (
+            {"transforms": [{"RandAugment": {"magntude": 9}}]},
+            f"{LIST}[0].RandAugment.magntude: 9: no such argument; did you mean 'magnitude'?",
+        ),
+        ({"transforms": [{"RandAugment": 9}]}, f"{LIST}[0].RandAugment: 9: must be a mapping"),
+        (
+            {"transforms": [{"RandAugment": {"magnitude": 99}}]},
+            f"{LIST}[0].RandAugment: {{'magnitude': 99}}: fails on an image of 32x32 pixels (",
+        ),
+        (
+            {"transforms": [{"RandomErasing": {"p": 2}}]},
+            f"{LIST}[0].RandomErasing: {{'p': 2}}: cannot be made (",
+        ),
+        (
+            {"transforms": [{"RandomErasing": {"value": "random"}}]},
+            f"{LIST}[0].RandomErasing: {{'value': 'random'}}: its random values are for images of floats",
+        ),
+        ({"transforms": ["RandomPosterize"]}, f"{LIST}[0].RandomPosterize.bits: missing"),
+        (
+            {"transforms": [{"AutoAugment": {"policy": "cifar"}}]},
+            f"{LIST}[0].AutoAugment.policy: 'cifar': must be one of imagenet, cifar10, svhn",
+        ),
+        (
+            {"transforms": [{"Resize": {"size": 40}}]},
+            f"{LIST}[0].Resize: {{'size': 40}}: makes [3, 40, 40] of an image of [3, 32, 32]",
+        ),
+        ({"transforms": ["RandomZoomOut"]}, f"{LIST}[0].RandomZoomOut: {{}}: makes [3, "),
+        ({"transforms": ["MixUp"]}, f"{LIST}[0].MixUp: is not for single images of 0 to 255; set hyper"),
+        ({"transforms": ["ToPILImage"]}, f"{LIST}[0].ToPILImage: {{}}: makes Image of an image"),
+        ({"transforms": ["ToImage"]}, f"{LIST}[0].ToImage: {{}}: makes Image of an image"),
+        ({"transforms": [{"FiveCrop": {"size": 32}}]}, f"{LIST}[0].FiveCrop: {{'size': 32}}: makes tuple of"),
+        ({"transforms": ["PILToTensor"]}, f"{LIST}[0].PILToTensor: {{}}: does nothing to an image"),
+        ({"transforms": ["RandomIoUCrop"]}, f"{LIST}[0].RandomIoUCrop: {{}}: fails on an image of 32x32"),
+        (
+            {"transforms": [{"RandomApply": {"transforms": ["GaussianNois"]}}]},
+            f"{LIST}[0].RandomApply.transforms[0]: 'GaussianNois': no such transform",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(augment, line):
@@ -152,11 +209,82 @@ def test_devices():
         assert "this machine has no GPU" in error_line(DataSettings.parse, {"device": "cuda"})
 
 
+TRANSFORMS = ("RandAugment", {"ColorJitter": {"brightness": 0.2}}, {"RandomErasing": {"p": 0.5}})
+
+
+def given_by_ranks(images, ranks=1, accumulated=1, workers=0, skip=0) -> dict[tuple[int, int], torch.Tensor]:
+    """Every image of two epochs after so many micro-batches a rank, by (epoch, image)."""
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+    source, parts = ImageSet(images, torch.arange(COUNT), ("a",)), ranks * accumulated
+    augment = Augmentation.parse({"transforms": TRANSFORMS, "flip": True}, (SIZE, SIZE))
+    for rank in range(ranks):
+        augmenter = Augmenter(augment, COUNT, (SIZE, SIZE), (SIZE, SIZE), 5)
+        sampler = MicroBatchSampler(COUNT, 16, parts, seed=5)
+        loader = MicroBatchLoader(source, sampler, augmenter, workers)
+        dealt = iter(loader.get_data_loader(repeat=True, skip=skip, num_replicas=ranks, rank=rank))
+        epoch = len(sampler) // ranks
+        for number in range(skip, 2 * epoch):
+            changed, labels = next(dealt)
+            for label, image in zip(labels.tolist(), changed, strict=True):
+                seen[number // epoch, label] = image
+    return seen
+
+
+def test_transforms_are_drawn_for_each_image_wherever_it_is_transformed(images):
+    """In this process or in workers, for one rank or two, accumulated or not, and after a resume."""
+    random, children = torch.get_rng_state(), multiprocessing.active_children()
+    whole = given_by_ranks(images)
+    after = torch.get_rng_state()
+    assert len(whole) == 2 * COUNT
+    plain = {(epoch, index): images[index] for epoch, index in whole}
+    changed = [not torch.equal(image, plain[place]) for place, image in whole.items()]
+    assert sum(changed) > 1.9 * COUNT  # some draw nothing but identities
+    assert sum(not torch.equal(whole[0, i], whole[1, i]) for i in range(COUNT)) > 0.9 * COUNT
+    for how in (
+        {"workers": 2},
+        {"ranks": 2, "workers": 1},
+        {"ranks": 2, "accumulated": 4},
+        {"workers": 2, "skip": 6},
+    ):
+        again = given_by_ranks(images, **how)
+        assert len(again) == len(whole) - 16 * how.get("skip", 0)
+        assert all(torch.equal(image, whole[place]) for place, image in again.items()), how
+    torch.set_rng_state(random)
+    torch.empty((), dtype=torch.int64).random_()  # which torch's loader draws, whatever it gives
+    assert torch.equal(torch.get_rng_state(), after)
+    assert multiprocessing.active_children() == children
+
+
+def test_workers_leave_signals_to_the_process_that_trains(images):
+    """Which launchers send to all. They end with the loader, and one that is killed ends the training."""
+    augmenter = Augmenter(Augmentation(flip=True), COUNT, (SIZE, SIZE), (SIZE, SIZE), 5)
+    source = ImageSet(images, torch.arange(COUNT), ("a",))
+    loader = MicroBatchLoader(source, MicroBatchSampler(COUNT, 4, 1, seed=5), augmenter, workers=1)
+    dealt = iter(loader.get_data_loader(repeat=True))
+    next(dealt)
+    (worker,) = multiprocessing.active_children()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        psutil.Process(worker.pid).send_signal(number)
+    assert len([next(dealt) for _ in range(20)]) == 20 and worker.is_alive()
+    del dealt
+    assert not worker.is_alive()
+    dealt = iter(loader.get_data_loader(repeat=True))
+    multiprocessing.active_children()[0].kill()
+    what = r"a worker process of the data loader ended in step 3 \("
+    with pytest.raises(TrainingStopped, match=what), explain_out_of_memory(lambda: "in step 3", str):
+        for _ in dealt:
+            pass
+
+
 def test_training_does_not_depend_on_processes_or_a_stop(tmp_path):
-    """Three epochs with every augmentation: in one and two processes, and stopped in the second."""
-    row = ["--config", "experiments/digits.yaml", *overrides(scheduling_unit=1)]
+    """Three epochs with every augmentation: in one and two processes, and stopped in the second.
+
+    By worker processes, and without them after the stop.
+    """
+    row = ["--config", "experiments/digits.yaml", *overrides(scheduling_unit=1), *LR]
     row += overrides(
-        data__augment="{flip: true, crop: 4, cutout: 8}", hyperparameters__max_length="{batches: 100}"
+        data__augment="{flip: true, crop: 4, cutout: 8, transforms: [TrivialAugmentWide]}",
+        hyperparameters__max_length="{batches: 100}",
     )
     runs = {}
     for processes in (1, 2):
@@ -171,5 +299,5 @@ def test_training_does_not_depend_on_processes_or_a_stop(tmp_path):
     stopped = tmp_path / "stopped"
     stopped.mkdir()
     assert train_many(stopped, {"run": row}, sigterm_at=60)["run"].code == 130
-    rest = train_many(stopped, {"run": [*row, "--resume", "latest"]})["run"]
+    rest = train_many(stopped, {"run": [*row, "--resume", "latest", *overrides(data__workers=0)]})["run"]
     assert rest.summary["weights_sha256"] == runs[1].summary["weights_sha256"]

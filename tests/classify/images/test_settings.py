@@ -31,7 +31,10 @@ def test_config():
         ({"datset": "digits"}, ["data.datset", "'digits'", "did you mean 'dataset'"]),
         (
             {"colour": 1},
-            ["data.colour", "augment, dataset, device, download, image_size, normalize, resize, root"],
+            [
+                "data.colour",
+                "augment, dataset, device, download, image_size, normalize, resize, root, workers",
+            ],
         ),
         ({7: 1}, ["data.7", "unknown key"]),
         ({"root": None}, ["data.root", "None"]),
@@ -46,6 +49,11 @@ def test_config():
         ({"normalize": {"mean": [1.5, 0, 0], "std": [1, 1, 1]}}, ["data.normalize", "1.5", "0 to 1"]),
         ({"image_size": "32"}, ["data.image_size", "'32'"]),
         ({"image_size": 32.0}, ["data.image_size", "32.0"]),
+        ({"workers": 65, "augment": {"transforms": ["RandAugment"]}}, ["data.workers", "65", "from 0 to 64"]),
+        (
+            {"workers": 2, "augment": {"flip": True}},
+            ["data.workers", "2", "does nothing without data.augment"],
+        ),
         ("digits", ["data: 'digits'", "mapping"]),
     ],
     ids=str,

@@ -1,0 +1,178 @@
+"""Transforms of torchvision by name, each image's draws being its own.
+
+Source: https://docs.pytorch.org/vision/stable/transforms.html
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchvision.transforms import v2
+
+from classify.config.rules import is_number, one_of
+from harness.errors import ErrorList, InvalidInput, nearest, one_line
+
+TRANSFORMS: dict[str, type[v2.Transform]] = {
+    name: each
+    for name, each in vars(v2).items()
+    if isinstance(each, type) and issubclass(each, v2.Transform) and each is not v2.Transform
+}
+INSTEAD = {  # of what is not for one image of whole numbers
+    "MixUp": "set hyperparameters.mixup",
+    "CutMix": "set hyperparameters.cutmix",
+    "Normalize": "set data.normalize",
+    "ToDtype": "remove it; images become floats afterwards",
+    "ConvertImageDtype": "remove it; images become floats afterwards",
+}
+FORM = "must be a name, or one with its arguments, e.g. {ColorJitter: {brightness: 0.2}}"
+TRIES = 4  # of each transform, on images of random pixels
+
+Entry = Mapping[str, Mapping[str, Any]]  # a name and its arguments
+
+
+def parse(path: str, value: Any, size: tuple[int, int]) -> tuple[Entry, ...]:
+    """Checks a list of transforms, and tries each by itself.
+
+    Args:
+        path: what to call it in an error line.
+        value: names, or mappings of a name to its arguments.
+        size: height and width of the images.
+
+    Returns:
+        All of them as mappings.
+
+    Raises:
+        InvalidInput: with a line for each that is unknown, cannot be made, fails, changes the image's size or
+            type, or leaves it as it is.
+    """
+    if not isinstance(value, (list, tuple)):
+        raise InvalidInput(f"{path}: {value!r}: must be a list, e.g. [RandAugment]")
+    errors, entries = ErrorList(), []
+    for index, each in enumerate(value):
+        with errors.collecting():
+            entries.append(_entry(f"{path}[{index}]", each, size))
+    errors.raise_any()
+    return tuple(entries)
+
+
+def make(entries: Sequence[Entry]) -> v2.Compose | None:
+    """Makes what transforms an image by all of them in turn; None if there are none."""
+    return v2.Compose([_made(entry) for entry in entries]) if entries else None
+
+
+def transform_each(transform: v2.Transform, images: Tensor, seeds: Tensor) -> Tensor:
+    """Transforms every image by the draws of its own seed, and leaves torch's generator as it was.
+
+    Args:
+        transform: of ``make``.
+        images: (B, 3, H, W) uint8, on the CPU.
+        seeds: (B,) int64.
+
+    Returns:
+        Images as they came in shape and type.
+    """
+    transformed = []
+    with torch.random.fork_rng(devices=[]):
+        for image, seed in zip(images, seeds.tolist(), strict=True):
+            torch.default_generator.manual_seed(seed)
+            transformed.append(transform(image))
+    return torch.stack(transformed)
+
+
+def _entry(path: str, value: Any, size: tuple[int, int]) -> Entry:
+    entry = {value: {}} if isinstance(value, str) else value
+    if not isinstance(entry, Mapping) or len(entry) != 1:
+        raise InvalidInput(f"{path}: {value!r}: {FORM}")
+    ((name, given),) = entry.items()
+    if name not in TRANSFORMS:
+        which = f"no such transform in torchvision.transforms.v2; {nearest(name, TRANSFORMS)}"
+        raise InvalidInput(f"{path}: {name!r}: {which}")
+    path, arguments = f"{path}.{name}", {} if given is None else given
+    if name in INSTEAD:
+        raise InvalidInput(f"{path}: is not for single images of 0 to 255; {INSTEAD[name]}")
+    if not isinstance(arguments, Mapping):
+        raise InvalidInput(f"{path}: {arguments!r}: must be a mapping of its arguments, or nothing")
+    known, errors, checked = inspect.signature(TRANSFORMS[name]).parameters, ErrorList(), {}
+    for key, argument in arguments.items():
+        with errors.collecting():
+            if key not in known:
+                unknown = f"no such argument; {nearest(key, known)}" if known else "it takes no arguments"
+                raise InvalidInput(f"{path}.{key}: {argument!r}: {unknown}")
+            choices = _choices(known[key])
+            if choices and not choices.is_valid(argument):
+                raise InvalidInput(f"{path}.{key}: {argument!r}: {choices.message}")
+            nested = key == "transforms"
+            checked[key] = parse(f"{path}.{key}", argument, size) if nested else argument
+    missing = [
+        key
+        for key, parameter in known.items()
+        if parameter.default is parameter.empty and key not in arguments
+    ]
+    errors.lines += [f"{path}.{key}: missing; give that argument" for key in missing]
+    errors.raise_any()
+    if reason := _refusal(name, checked, size):
+        raise InvalidInput(f"{path}: {dict(arguments)!r}: {reason}")
+    return {name: checked}
+
+
+def _choices(parameter: inspect.Parameter) -> Any:
+    """The rule of an argument that is one of an enumeration, given by its value."""
+    kind = type(parameter.default)
+    return one_of(*(each.value for each in kind)) if issubclass(kind, enum.Enum) else None
+
+
+def _made(entry: Entry) -> v2.Transform:
+    ((name, arguments),) = entry.items()
+    values: dict[str, Any] = {}
+    for key, parameter in inspect.signature(TRANSFORMS[name]).parameters.items():
+        if key in arguments:
+            value, default = arguments[key], parameter.default
+            if key == "transforms":
+                value = [_made(each) for each in value]
+            values[key] = type(default)(value) if isinstance(default, enum.Enum) else value
+    return TRANSFORMS[name](**values)
+
+
+def _refusal(name: str, arguments: Mapping[str, Any], size: tuple[int, int]) -> str | None:
+    """Why a transform will not do, after trying it on images with all contrasts and with few."""
+    mend = "change or remove it"
+    if name == "RandomErasing" and isinstance(arguments.get("value"), str):
+        return "its random values are for images of floats; give a number from 0 to 255, or one a channel"
+    noise = torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    changes, shown = False, f"an image of {size[0]}x{size[1]} pixels"
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        try:
+            transform = _always(_made({name: arguments}))
+        except Exception as error:  # each refuses in its own way
+            return f"cannot be made ({one_line(error)}); {mend}"
+        for number in range(TRIES):
+            image = noise if number % 2 else noise // 4 + 96
+            torch.default_generator.manual_seed(number)
+            try:
+                after = transform(image.clone())
+            except Exception as error:
+                return f"fails on {shown} ({one_line(error)}); {mend}"
+            if type(after) is not Tensor or after.dtype != image.dtype:
+                what = after.dtype if type(after) is Tensor else type(after).__name__
+                return f"makes {what} of an image, which is a tensor of torch.uint8; {mend}"
+            if after.shape != image.shape:
+                return f"makes {list(after.shape)} of an image of {list(image.shape)}; {mend}"
+            changes |= not torch.equal(after, image)
+    return None if changes else f"does nothing to an image; {mend}"
+
+
+def _always(transform: v2.Transform) -> v2.Transform:
+    """A transform that is applied whatever its odds."""
+    certain = copy.deepcopy(transform)
+    for each in certain.modules():
+        if is_number(getattr(each, "p", None)):
+            vars(each)["p"] = 1.0
+    return certain
