@@ -27,6 +27,7 @@ from classify.engine.hooks import ClassifierHooks
 from classify.engine.trial_config import TrialConfig
 from classify.images.mixup import apply_mixup, make_mixup
 from classify.images.sampler import MicroBatchSampler
+from classify.models.losses import Loss
 from classify.models.registry import logits
 from classify.reports.callbacks import make_callbacks
 from classify.reports.metrics import ClassificationMetrics, Throughput
@@ -70,6 +71,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         images = data.Images(config.data, config.source, config.seed, device)
         self.images = images
         self.mixup = make_mixup(config.hyper.mixup, config.hyper.cutmix, config.net.num_classes)
+        self.loss = Loss(config.hyper, config.source.classes, lambda: images.train.labels)
         # Network, in the form that its mode needs, and engine
         with building(config, images.gpu_bytes):
             sample = None if getattr(context, "resumes", False) else images.sample
@@ -107,7 +109,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         """Trains on one micro-batch, or in a pipeline on all those of a step.
 
         Returns:
-            ``loss``: cross-entropy, without the experts' ``load_balancing_loss``, a scalar on the device;
+            ``loss``: the one chosen, without the experts' ``load_balancing_loss``, a scalar on the device;
             ``learning_rate``.
         """
         micro_batches = self._inputs(dataloader_iter, batch_idx)
@@ -139,13 +141,11 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         return {}
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Cross-entropy, so weighted that its mean over a step's micro-batches is that over its images.
+        """The loss of logits (B, C), and labels (B,) int64, or (B, C) float32 where images are mixed.
 
-        Args:
-            outputs: logits (B, C).
-            labels: (B,) int64, or (B, C) float32 where images are mixed.
+        So weighted that its mean over a step's micro-batches is that over its images.
         """
-        loss = F.cross_entropy(outputs.float(), labels, label_smoothing=self.config.hyper.label_smoothing)
+        loss = self.loss(outputs.float(), labels)
         weight = self.train_sampler.weight(len(labels), self.context.current_train_batch())
         return loss if weight == 1 else loss * weight
 

@@ -1,6 +1,6 @@
-"""The network of the PyTorch CIFAR-10 tutorial, and the place for your own. Needs torch alone.
+"""The network of the PyTorch CIFAR-10 tutorial, and the place for nets and losses of your own.
 
-Source: https://pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html
+Needs torch alone. Source: https://pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 NETS: dict[str, Callable[..., nn.Module]] = {}  # by hyperparameters.net
+LOSSES: dict[str, Callable[..., Tensor]] = {}  # by hyperparameters.loss
 
 
 def register(name: str) -> Callable[[Any], Any]:
@@ -20,6 +21,20 @@ def register(name: str) -> Callable[[Any], Any]:
 
     def keep(function: Any) -> Any:
         NETS[name] = function
+        return function
+
+    return keep
+
+
+def register_loss(name: str) -> Callable[[Any], Any]:
+    """Makes a function a loss of this name.
+
+    It gets logits (B, C) float32, targets (B, C) float32, smoothed or mixed where that is asked for, and the
+    arguments that ``hyperparameters.loss`` gives; and it returns the loss of each image, (B,).
+    """
+
+    def keep(function: Any) -> Any:
+        LOSSES[name] = function
         return function
 
     return keep

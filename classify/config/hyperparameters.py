@@ -93,6 +93,10 @@ class Hyperparameters:
     )
     """Overrides for ``deepspeed_config``."""
 
+    loss: str | Mapping[str, Any] = _setting("cross_entropy", ANY)
+    """The loss of training: its name, or a mapping of that to its arguments."""
+    class_weights: str | Mapping[str, float] | None = _setting(None, ANY)
+    """How much images count by their class: ``balanced``, or numbers by the classes' names."""
     label_smoothing: float = _setting(
         0.0, Rule(lambda v: is_number(v, 0, 1), "must be a number from 0 to below 1")
     )

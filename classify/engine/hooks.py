@@ -171,6 +171,9 @@ class ClassifierHooks(TrialHooks):
             "hyperparameters.label_smoothing": hyper.label_smoothing,
             "hyperparameters.mixup": hyper.mixup,
             "hyperparameters.cutmix": hyper.cutmix,
+            # None as in older checkpoints, which do not have them
+            "hyperparameters.loss": None if hyper.loss == "cross_entropy" else hyper.loss,
+            "hyperparameters.class_weights": hyper.class_weights,
         }
         return {"net": net, "position": position}
 

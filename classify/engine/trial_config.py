@@ -27,7 +27,7 @@ from classify.images import views
 from classify.images.sampler import step_sizes
 from classify.images.settings import DataSettings
 from classify.images.sources import Source
-from classify.models import pretrained, registry
+from classify.models import losses, pretrained, registry
 from classify.models.registry import NetSpec
 from classify.models.stages import layers_of
 from harness import deepspeed_patches, machine
@@ -98,6 +98,8 @@ class TrialConfig:
                 views.check_shift("hyperparameters.test_time_augmentation", how, data.image_size)
         with errors.collecting():
             check_metrics(hyper, experiment.get("searcher") or {}, source.classes)
+        with errors.collecting():
+            losses.check(hyper.loss, hyper.class_weights, source.classes)
         errors.raise_any()
         if data.normalize == "weights":
             mean, std = pretrained.normalization(hyper.net, hyper.weights)

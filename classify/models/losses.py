@@ -1,0 +1,150 @@
+"""Losses by name: those here, and those of ``net.py``."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.ops import sigmoid_focal_loss
+
+import net as own
+from classify.config.hyperparameters import Hyperparameters
+from classify.config.rules import is_number
+from harness.errors import ErrorList, InvalidInput, nearest, one_line
+
+CROSS_ENTROPY, BALANCED = "cross_entropy", "balanced"
+KEY, WEIGHTS = "hyperparameters.loss", "hyperparameters.class_weights"
+
+LossFunction = Callable[..., Tensor]
+
+
+def bce(logits: Tensor, targets: Tensor) -> Tensor:
+    """Binary cross-entropy, the mean over the classes (https://arxiv.org/abs/2110.00476): (B,)."""
+    return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1)
+
+
+def focal(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: float = 2) -> Tensor:
+    """Focal loss of a sigmoid, the sum over the classes (https://arxiv.org/abs/1708.02002): (B,)."""
+    return sigmoid_focal_loss(logits, targets, alpha, gamma).sum(1)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy of a softmax: (B,)."""
+    return F.cross_entropy(logits, targets, reduction="none")
+
+
+def losses() -> dict[str, LossFunction]:
+    """The losses that ``hyperparameters.loss`` may name."""
+    return {CROSS_ENTROPY: cross_entropy, "bce": bce, "focal": focal, **own.LOSSES}
+
+
+def check(choice: Any, class_weights: Any, classes: Sequence[str]) -> None:
+    """Tries a loss on two images, and looks whether there are the classes that have weights.
+
+    Args:
+        choice: ``hyperparameters.loss``: a name, or one with its arguments.
+        class_weights: ``hyperparameters.class_weights``.
+        classes: the names of the classes.
+
+    Raises:
+        InvalidInput: with a line for each thing that is wrong.
+    """
+    errors = ErrorList()
+    with errors.collecting():
+        _check_loss(choice, len(classes))
+    for name, weight in class_weights.items() if isinstance(class_weights, Mapping) else ():
+        if str(name) not in classes:
+            errors.lines.append(f"{WEIGHTS}.{name}: {weight!r}: no such class; {nearest(name, classes)}")
+        elif not (is_number(weight, below=1e6) and weight > 0):
+            errors.lines.append(f"{WEIGHTS}.{name}: {weight!r}: must be a number above 0, e.g. 2")
+    if class_weights is not None and class_weights != BALANCED and not isinstance(class_weights, Mapping):
+        must = "must be balanced, or a mapping of classes to their weights, e.g. {cat: 2}"
+        errors.lines.append(f"{WEIGHTS}: {class_weights!r}: {must}")
+    errors.raise_any()
+
+
+def _named(choice: Any) -> tuple[str, Mapping[str, Any]]:
+    """The name and the arguments of what ``hyperparameters.loss`` says; raises ``InvalidInput``."""
+    entry = {choice: None} if isinstance(choice, str) else choice
+    if not isinstance(entry, Mapping) or len(entry) != 1:
+        raise InvalidInput(
+            f"{KEY}: {choice!r}: must be a name, or one with its arguments, {{focal: {{gamma: 1}}}}"
+        )
+    ((name, given),) = entry.items()
+    if given is not None and not isinstance(given, Mapping):
+        raise InvalidInput(f"{KEY}.{name}: {given!r}: must be a mapping of its arguments, or nothing")
+    return name, given or {}
+
+
+def _check_loss(choice: Any, classes: int) -> None:
+    name, arguments = _named(choice)
+    if name not in losses():
+        mend = f"{nearest(name, losses())}, or register it in net.py"
+        raise InvalidInput(f"{KEY}: {name!r}: no such loss; {mend}")
+    known = list(inspect.signature(losses()[name]).parameters)[2:]
+    unknown = {key: value for key, value in arguments.items() if key not in known}
+    mends = {key: nearest(key, known) if known else "it takes none" for key in unknown}
+    errors = [
+        f"{KEY}.{name}.{key}: {value!r}: no such argument; {mends[key]}" for key, value in unknown.items()
+    ]
+    if errors:
+        raise InvalidInput(errors)
+    logits, targets = torch.zeros(2, classes, requires_grad=True), torch.eye(classes)[[0, -1]]
+    try:
+        with torch.enable_grad():
+            values = losses()[name](logits, targets, **arguments)
+            if not (isinstance(values, Tensor) and values.shape == (2,) and values.isfinite().all()):
+                raise ValueError("it must give a finite number for each image, a tensor (B,)")
+            values.sum().backward()
+    except Exception as error:  # each fails in its own way
+        shown = f"{KEY}.{name}: {dict(arguments)!r}" if arguments else f"{KEY}: {name!r}"
+        raise InvalidInput(f"{shown}: fails on two images ({one_line(error)}); change that") from error
+
+
+class Loss:
+    """The loss of a micro-batch: the mean over its images, each weighted by its class.
+
+    Args:
+        hyper: of which ``loss``, ``class_weights`` and ``label_smoothing`` are read, and have been checked.
+        classes: their names.
+        labels: gives those of all training images, (N,) int64.
+    """
+
+    def __init__(self, hyper: Hyperparameters, classes: Sequence[str], labels: Callable[[], Tensor]) -> None:
+        self.name, self.arguments = _named(hyper.loss)
+        self.function, self.label_smoothing = losses()[self.name], hyper.label_smoothing
+        self.class_weights, self.classes, self.labels = hyper.class_weights, classes, labels
+        self._weights: Tensor | None = None
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The mean, a scalar.
+
+        Args:
+            logits: (B, C) float32.
+            labels: (B,) int64, or (B, C) float32 where images are mixed.
+        """
+        if self.name == CROSS_ENTROPY and not self.class_weights:
+            return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+        targets = F.one_hot(labels, logits.shape[1]).float() if labels.dim() == 1 else labels
+        smoothed = torch.lerp(targets, torch.full_like(targets, 1 / logits.shape[1]), self.label_smoothing)
+        values = self.function(logits, smoothed, **self.arguments)
+        if self.class_weights:
+            if self._weights is None:
+                self._weights = self._class_weights().to(logits.device)
+            values = values * (targets @ self._weights)
+        return values.mean()
+
+    def _class_weights(self) -> Tensor:
+        """The weight of each class, (C,); balanced, those of all training images have a mean of 1.
+
+        Source: https://scikit-learn.org/stable/modules/generated/sklearn.utils.class_weight.compute_class_weight.html
+        """
+        if not isinstance(self.class_weights, Mapping):
+            counts = torch.bincount(self.labels().cpu(), minlength=len(self.classes))
+            return counts.sum() / (counts.clamp(min=1) * (counts > 0).sum())
+        given = {str(name): float(weight) for name, weight in self.class_weights.items()}
+        return torch.tensor([given.get(name, 1.0) for name in self.classes])
