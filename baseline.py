@@ -35,7 +35,7 @@ from classify.images.image_set import ImageSet
 from classify.images.loader import MicroBatchDataset, whole_micro_batch
 from classify.images.sampler import MicroBatchSampler
 from classify.images.settings import DataSettings
-from classify.images.sources import Source
+from classify.images.splits import Splits
 from classify.models import dry_run, registry, state_dicts
 from classify.models.registry import NetSpec
 from classify.reports import summary
@@ -93,7 +93,7 @@ def train(args: argparse.Namespace) -> None:
     torch.manual_seed(experiment.seed)
 
     # 1. Data.
-    train_set, test_set = (data.load(settings, split, source) for split in ("train", "test"))
+    train_set, test_set = (data.load(settings, split, source) for split in ("train", source.validation))
     parts = world_size * args.accumulate
     sampler = MicroBatchSampler(len(train_set), args.batch_size, parts, experiment.seed)
 
@@ -167,7 +167,7 @@ def train(args: argparse.Namespace) -> None:
         save(args.output, weights, of_steps, summarized)
 
 
-def check(args: argparse.Namespace) -> tuple[Experiment, DataSettings, Source, dict[str, Tensor] | None]:
+def check(args: argparse.Namespace) -> tuple[Experiment, DataSettings, Splits, dict[str, Tensor] | None]:
     """Checks the options, before any image is decoded; gives the experiment, its data and the first weights.
 
     Raises:
@@ -275,7 +275,7 @@ def evaluate(
     everyone: list[Any] = [counts.per_slot_reduce()] * world_size
     if world_size > 1:
         torch.distributed.all_gather_object(everyone, counts.per_slot_reduce())
-    return summary.validation_summary(counts.cross_slot_reduce(everyone), test_set.classes)
+    return summary.metrics_summary(counts.cross_slot_reduce(everyone), test_set.classes)
 
 
 def save(

@@ -64,6 +64,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     one = commands.add_parser("evaluate", help="validate a network")
     one.add_argument("net", metavar="NET", type=pathlib.Path)
     _add_tta(one)
+    one.add_argument(
+        "--split",
+        choices=("train", "val", "test"),
+        help="which images (test, or val where there are no others)",
+    )
     command_line.add_experiment_options(one, "const.yaml")
     one.add_argument("--json", action="store_true", help="print the validation as in summary.json")
 
@@ -185,28 +190,38 @@ def _print_predictions(files: Sequence[pathlib.Path], probabilities: Tensor, cla
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Validates a network on the experiment's test images, as the trial does."""
+    """Judges a network on the experiment's test images, or others of it, as the trial does."""
+    import torch
+
     import data
     from classify.config import experiment_file
     from classify.images.settings import DataSettings
     from classify.models import net_file
     from classify.reports.metrics import ClassificationMetrics
-    from classify.reports.summary import accuracies, validation_summary
+    from classify.reports.summary import accuracies, metrics_summary
 
     net, description = net_file.read(args.net)
     how = _views(args.tta, description)
     settings = DataSettings.parse(experiment_file.read(args.config, args.overrides).get("data"))
     stored = tuple(description["input"]["resize"])  # whatever size the experiment file names now
-    source = data.load(dataclasses.replace(settings, image_size=stored, resize=None), "test")
+    settings = dataclasses.replace(settings, image_size=stored, resize=None)
+    splits = settings.open_source()
+    split = args.split or splits.names[-1]
+    if split not in splits.names:
+        raise InvalidInput(
+            f"--split: {split}: the data has {', '.join(splits.names)} alone; use one of these"
+        )
+    source = data.load(settings, split, splits)
     if list(source.classes) != description["classes"]:
         differ = f"its classes ({', '.join(source.classes[:12])}) are not those of {args.net}"
         raise InvalidInput(f"data: {args.config}: {differ}; give its own data")
     metrics = ClassificationMetrics(source.classes, how=how)
-    batches, classify = as_in_validation(net, description, source.images)
+    images = source.images if source.rows is None else source.select(torch.arange(len(source)))
+    batches, classify = as_in_validation(net, description, images)
     for inputs, labels in zip(batches, source.labels.split(BATCH), strict=True):
         metrics.classify(classify, inputs, labels)
     counted = metrics.cross_slot_reduce([metrics.per_slot_reduce()])
-    validation = validation_summary(counted, source.classes)
+    validation = metrics_summary(counted, source.classes)
     if args.json:
         print(json.dumps(validation, indent=2))
         return

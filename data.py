@@ -1,4 +1,4 @@
-"""Images for training and validation: the ``data`` section -> image sets -> normalised inputs -> loaders.
+"""Images to train, validate and test: the ``data`` section -> image sets -> normalised inputs -> loaders.
 
 Where images come from is in ``classify/images/sources.py``, how training images are changed in
 ``augment.py`` and ``mixup.py`` there.
@@ -18,12 +18,11 @@ from classify.images.augment import Augmentation, Augmenter
 from classify.images.image_set import ImageSet, places
 from classify.images.loader import MicroBatchLoader
 from classify.images.sampler import MicroBatchSampler
-from classify.images.settings import MOST_WORKERS, DataSettings
-from classify.images.sources import Source
+from classify.images.settings import BALANCED, MOST_WORKERS, DataSettings
+from classify.images.splits import Splits
 
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that take 0 to 255 to [-1, 1]
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as torchvision's pretrained weights take them
-SPLITS = ("train", "test")
 SAMPLE = 10_000  # images of which a dataset's statistics are taken
 FOR_WEIGHTS = 5_000  # images from which a network may initialise itself
 
@@ -31,13 +30,13 @@ Normalization = tuple[Sequence[float], Sequence[float]]  # mean and standard dev
 
 
 class Images:
-    """The images of a trial: both splits, how they become inputs, and their loaders.
+    """The images of a trial: its splits, how they become inputs, and their loaders.
 
     A split is decoded when it is first asked for, so that all else can be refused before.
 
     Args:
         settings: the checked ``data`` section.
-        source: the dataset.
+        source: the dataset, and which of its images train, validate and test.
         seed: of everything random.
         device: the one that trains.
 
@@ -48,13 +47,14 @@ class Images:
         InvalidInput: if the data is missing, damaged or not usable; the line names the folder or file.
     """
 
-    def __init__(self, settings: DataSettings, source: Source, seed: int, device: torch.device) -> None:
+    def __init__(self, settings: DataSettings, source: Splits, seed: int, device: torch.device) -> None:
         self.settings, self.source = settings, source
         self.seed, self.device = seed, device
         pixels = math.prod(settings.stored_size)
-        sizes = [3 * pixels * source.count(split) for split in SPLITS]
-        self._places = places(sizes, settings, device)
-        pairs = zip(sizes, self._places, strict=True)
+        splits = ("train", source.validation)
+        sizes = [3 * pixels * source.count(split) for split in splits]
+        self._places = dict(zip(splits, places(sizes, settings, device), strict=True))
+        pairs = zip(sizes, self._places.values(), strict=True)
         self.gpu_bytes = sum(size for size, place in pairs if place.type == "cuda")
         self.augmenter: Augmenter | None = None
         stored, seen = settings.stored_size, settings.image_size
@@ -67,12 +67,17 @@ class Images:
         return self._load("train")
 
     @functools.cached_property
+    def validation(self) -> ImageSet:
+        """Those of the validations, which are the test images where no others are held out."""
+        return self._load(self.source.validation)
+
+    @functools.cached_property
     def test(self) -> ImageSet:
-        """Those of the validation; raises as ``load`` does."""
-        return self._load("test")
+        """Those by which the trained network is judged at the end, on the host."""
+        return load(self.settings, "test", self.source)
 
     def _load(self, split: str) -> ImageSet:
-        decoded, place = load(self.settings, split, self.source), self._places[SPLITS.index(split)]
+        decoded, place = load(self.settings, split, self.source), self._places[split]
         return decoded if place.type == "cpu" else decoded.to(place)
 
     @functools.cached_property
@@ -91,11 +96,13 @@ class Images:
         """Inputs (N, 3, H, W) float32 on the CPU of at most 5,000 training images, evenly spaced."""
         images = self.train
         chosen = torch.arange(0, len(images), -(-len(images) // FOR_WEIGHTS), device=images.images.device)
-        return as_inputs(images.center_crop(images.images.index_select(0, chosen)).cpu(), *self.normalization)
+        return as_inputs(images.center_crop(images.select(chosen)).cpu(), *self.normalization)
 
     def training_sampler(self, batch_size: int, micro_batches_per_step: int) -> MicroBatchSampler:
-        """Which training images make a micro-batch, shuffled by (seed, epoch)."""
-        return MicroBatchSampler(self.source.count("train"), batch_size, micro_batches_per_step, self.seed)
+        """Which training images make a micro-batch, drawn by (seed, epoch)."""
+        labels = self.train.labels.cpu() if self.settings.sampling == BALANCED else None
+        count = self.source.count("train")
+        return MicroBatchSampler(count, batch_size, micro_batches_per_step, self.seed, labels)
 
     def training_loader(self, sampler: MicroBatchSampler) -> MicroBatchLoader:
         """Micro-batches of training images (B, 3, H, W) uint8 and labels (B,) int64."""
@@ -104,37 +111,40 @@ class Images:
             workers = min(torch.get_num_threads(), MOST_WORKERS)
         return MicroBatchLoader(self.train, sampler, self.augmenter, int(workers))
 
-    def validation_loader(
-        self, micro_batch: int, micro_batches_per_step: int
-    ) -> tuple[MicroBatchLoader, list[Tensor]]:
-        """Micro-batches of the test images, in order, every image once.
+    def validation_loader(self, micro_batch: int, micro_batches_per_step: int) -> MicroBatchLoader:
+        """Micro-batches of the validation's images, in order, every image once.
 
         Args:
             micro_batch: images each.
-            micro_batches_per_step: ranks times the micro-batches that each takes together.
-
-        Returns:
-            The loader, and the indices of the images in each micro-batch; ranks take turns.
+            micro_batches_per_step: ranks, which take turns, times the micro-batches that each takes together.
         """
-        batch_size = micro_batch * micro_batches_per_step
-        sampler = MicroBatchSampler(len(self.test), batch_size, micro_batches_per_step)
-        return MicroBatchLoader(self.test, sampler), list(sampler)
+        return _in_order(self.validation, micro_batch, micro_batches_per_step)
+
+    def test_loader(self, micro_batch: int, micro_batches_per_step: int) -> MicroBatchLoader | None:
+        """The same of the test images; None where validations are of these, or there are none."""
+        if not self.source.has_test:
+            return None
+        return _in_order(self.test, micro_batch, micro_batches_per_step)
 
 
-def load(settings: DataSettings, split: str, source: Source | None = None) -> ImageSet:
+def _in_order(images: ImageSet, micro_batch: int, parts: int) -> MicroBatchLoader:
+    return MicroBatchLoader(images, MicroBatchSampler(len(images), micro_batch * parts, parts))
+
+
+def load(settings: DataSettings, split: str, source: Splits | None = None) -> ImageSet:
     """Reads one split of a dataset.
 
     Args:
         settings: the checked ``data`` section.
-        split: ``train`` or ``test``.
+        split: ``train``, ``val`` or ``test``.
         source: the dataset, if it is open already.
 
     Raises:
         InvalidInput: if the data is missing, damaged or not usable; the line names the folder or file.
     """
     source = source or settings.open_source()
-    images, labels = source.load(split, settings.stored_size)
-    return ImageSet(images, labels, tuple(source.classes), settings.image_size)
+    images, labels, rows = source.load(split, settings.stored_size)
+    return ImageSet(images, labels, tuple(source.classes), settings.image_size, rows)
 
 
 def normalization(settings: DataSettings, train_set: Callable[[], ImageSet]) -> Normalization:
@@ -150,11 +160,11 @@ def normalization(settings: DataSettings, train_set: Callable[[], ImageSet]) -> 
         return IMAGENET
     if settings.normalize == "half":
         return HALF, HALF
-    images = train_set().images
-    chosen = images[:: -(-len(images) // SAMPLE)]
+    images = train_set()
+    chosen = torch.arange(0, len(images), -(-len(images) // SAMPLE), device=images.images.device)
     sums, squares, count = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), 0
     for part in chosen.split(256):
-        pixels = part.cpu().double() / 255
+        pixels = images.select(part).cpu().double() / 255
         sums, squares = sums + pixels.sum((0, 2, 3)), squares + pixels.square().sum((0, 2, 3))
         count += pixels[:, 0].numel()
     mean = sums / count

@@ -68,8 +68,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         processes, device = context.distributed.size, context.device
         self.config = config = TrialConfig.resolve(self.args, experiment_of(context), processes, device.type)
         # Images, decoded when all else is known to be right, and MixUp or CutMix of them
-        images = data.Images(config.data, config.source, config.seed, device)
-        self.images = images
+        self.images = images = data.Images(config.data, config.source, config.seed, device)
         self.mixup = make_mixup(config.hyper.mixup, config.hyper.cutmix, config.net.num_classes)
         self.loss = Loss(config.hyper, config.source.classes, lambda: images.train.labels)
         # Network, in the form that its mode needs, and engine
@@ -79,8 +78,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
             engine, *_ = deepspeed.initialize(model=net, **engine_arguments(net, config))
         self.model_engine = context.wrap_model_engine(engine)
         self.accumulation = engine.gradient_accumulation_steps()
-        parts = config.replicas * self.accumulation
-        self.train_sampler = images.training_sampler(engine.train_batch_size(), parts)
+        self.train_sampler = images.training_sampler(config.batch, config.replicas * self.accumulation)
         # Metrics, reduced over all ranks; the network in checkpoints
         self.throughput = context.wrap_reducer(Throughput(), for_validation=False)
         metrics = ClassificationMetrics(config.source.classes, self.throughput, config.views)
@@ -92,17 +90,19 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         return self.images.training_loader(self.train_sampler)
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
-        """Micro-batches of the test images, in order, every image once."""
-        config, ranks = self.config, self.config.replicas
-        parts = ranks * (self.accumulation if self.context.use_pipeline_parallel else 1)
-        loader, indices = self.images.validation_loader(config.validation_micro_batch, parts)
-        self.metrics.order = torch.cat(indices[data_parallel_rank(self.model_engine) :: ranks])
+        """Micro-batches of the validation's images, in order, every image once."""
+        loader = self.images.validation_loader(*self.config.evaluation_batches)
+        self.metrics.order = loader.seen_by(data_parallel_rank(self.model_engine), self.config.replicas)
         return loader
+
+    def build_test_data_loader(self) -> pytorch.DataLoader | None:
+        """The same of test images that are evaluated once, at the end; None if validations are of them."""
+        return self.images.test_loader(*self.config.evaluation_batches)
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
         """The network in checkpoints, reports beside the metrics, and early stopping if asked for."""
         engine, config = self.model_engine, self.config
-        reports = make_callbacks(self.context, engine, self.metrics, lambda: self.images.test, config)
+        reports = make_callbacks(self.context, engine, self.metrics, lambda: self.images.validation, config)
         return {"network": self.hooks, **reports}
 
     def train_batch(self, dataloader_iter: Batches, epoch_idx: int, batch_idx: int) -> dict[str, Any]:

@@ -56,16 +56,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     try:
         search = specification.load(args.config, args.overrides, args.parallel)
-        section, hparams = (search.experiment.config.get(key) for key in ("data", "hyperparameters"))
-        size = registry.input_size(hparams.get("net"), hparams.get("weights"))
-        settings = DataSettings.parse(section, size)
+        hyperparameters = search.experiment.hyperparameters
+        size = registry.input_size(hyperparameters.get("net"), hyperparameters.get("weights"))
+        settings = DataSettings.parse(search.experiment.config.get("data"), size)
         source = settings.open_source()
-        for split in data.SPLITS:  # listed, before a folder is made
+        for split in source.names:  # listed, before a folder is made
             source.count(split)
         with locked_folder(output, "search"):
             runner = SearchRunner(search, output, source)
             runner.refuse_if_all_invalid()
-            for split in data.SPLITS:  # decoded once for all trials, none of which can go without
+            for split in source.names:  # decoded once for all trials, none of which can go without
                 data.load(settings, split, source)
             return runner.run()
     except InvalidInput as error:

@@ -9,6 +9,7 @@
                        --set hyperparameters.overwrite_deepspeed_args.optimizer.params.lr=0.01
     one batch:         --test
     look at steps:     --profile            (OUTPUT/profile.txt, and a trace for TensorBoard)
+    in short:          --epochs 20 --lr 0.001 --batch-size 64 --net resnet18
     only check:        --check [--slots N]     (prints the DeepSpeed configuration that would be used)
 
 The run's folder (--output) holds summary.json, metrics.jsonl, the checkpoints, and net.pt: the trained
@@ -38,6 +39,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = command_line.parser(__doc__, "const.yaml")
     add = parser.add_argument
+    command_line.add_short_forms(parser)
     add("--resume", metavar="latest|UUID", help="go on from a checkpoint of --output")
     add("--output", type=command_line.folder, metavar="FOLDER", help="its folder (runs/<config>-<time>)")
     add("--test", action="store_true", help="train, validate and save one batch")
@@ -79,11 +81,15 @@ def load(args: argparse.Namespace) -> Experiment:
     from harness.errors import InvalidInput, add_new
 
     profile = ["profiling.enabled=true"] if args.profile else []
-    config = experiment_file.read(args.config, [*args.overrides, *profile])
+    config = experiment_file.read(
+        args.config,
+        [*args.overrides, *profile],
+        lambda hyperparameters: command_line.short_overrides(args, hyperparameters),
+    )
     try:
         return experiment_fields.check(config)
     except InvalidInput as error:
-        from classify.engine.trial_config import errors_of  # which takes seconds
+        from classify.engine.config_parts import errors_of  # which takes seconds
 
         hparams = config.get("hyperparameters")
         if not isinstance(hparams, dict):
@@ -194,7 +200,9 @@ def run(args: argparse.Namespace) -> int:
                     "dtype": str(trial.config.dtype).removeprefix("torch."),
                     "seconds": seconds,
                     "images_per_second": trial.throughput.of_run(),
-                    "validation": summary.validation_summary(fit.validation, trial.images.train.classes),
+                    "validation": summary.metrics_summary(fit.validation, trial.config.source.classes),
+                    "chosen_on": trial.config.source.chosen_on,
+                    **summary.test_summary(fit.test, trial.config.source.classes),
                     "weights_sha256": state_dicts.sha256(weights),
                     "checkpoint": fit.checkpoint,
                     "peak_memory_mib": peaks,  # of each rank

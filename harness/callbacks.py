@@ -51,14 +51,23 @@ class EarlyStopping(pytorch.PyTorchCallback):
 
     Args:
         context: the trial's, which is asked to stop.
-        metric: a validation metric; ``loss`` is better when smaller, every other when larger.
+        metric: a validation metric.
         patience: how many validations to wait for an improvement.
         min_improvement: by how much more than this it has to improve.
+        smaller_is_better: as of a loss; if None, of ``loss`` alone.
     """
 
-    def __init__(self, context: Any, metric: str, patience: int, min_improvement: float = 0.0) -> None:
+    def __init__(
+        self,
+        context: Any,
+        metric: str,
+        patience: int,
+        min_improvement: float = 0.0,
+        smaller_is_better: bool | None = None,
+    ) -> None:
         self.context, self.metric = context, metric
-        self.patience = Patience(patience, min_improvement, smaller_is_better=metric == "loss")
+        smaller = metric == "loss" if smaller_is_better is None else smaller_is_better
+        self.patience = Patience(patience, min_improvement, smaller)
 
     @override
     def on_validation_end(self, metrics: dict[str, Any]) -> None:

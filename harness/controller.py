@@ -13,7 +13,7 @@ from determined import pytorch
 from determined.pytorch.deepspeed import DeepSpeedTrial
 from typing_extensions import override
 
-from harness import deepspeed_patches
+from harness import deepspeed_patches, final_test
 from harness.callbacks import NonFiniteLossMonitor
 from harness.checkpoints import contents, identity, safe_load
 from harness.checkpoints.conversion import as_loadable
@@ -45,6 +45,8 @@ class Controller(Loop):
         self.records_steps = records_steps
         self.engines: list[Any] = self.context.models
         self.last_metrics: dict[str, Any] = {}  # of a micro-batch
+        self.test_data: final_test.TestData | None = None
+        self.test_metrics: dict[str, Any] = {}  # of the test at the end
         tolerance = FP16_TOLERANCE if any(engine.fp16_enabled() for engine in self.engines) else 0
         self.monitor = NonFiniteLossMonitor(self.engines, self.calls_per_step, tolerance)
         self.callbacks: dict[str, pytorch.PyTorchCallback] = {**self.callbacks, MONITOR: self.monitor}
@@ -75,12 +77,21 @@ class Controller(Loop):
             if self.local:
                 around.callback(self.local.close)
                 self.local.begin(self._total_steps(), self.epoch_length, self.start_from_batch)
-            if self.context.get_stop_requested():
-                return  # early stopping had ended the run that this one resumes
-            around.enter_context(self._profiled())
             if isinstance(preempt, LocalPreempt):
                 around.enter_context(preempt.gracefully())
-            super()._run()
+            if not self.context.get_stop_requested():  # or the run that this one resumes had ended early
+                with self._profiled():
+                    super()._run()
+            interrupted = isinstance(preempt, LocalPreempt) and preempt.requested
+            is_done = self.steps_done >= self._total_steps() or self.context.get_stop_requested()
+            if self.test_data and is_done and not interrupted:
+                with final_test.testing(self, self.test_data):
+                    self.test_metrics = self._validate()
+
+    @override
+    def _set_data_loaders(self) -> None:
+        super()._set_data_loaders()
+        self.test_data = final_test.make_data(self)
 
     def _total_steps(self) -> int:
         length = self.max_length.value

@@ -2,8 +2,9 @@
 
 - ``prepare_accelerator``, once a process: ``silence_misleading_warnings``, ``allow_fp16_on_cpu``,
   ``reduce_over_gloo``, and those of Muon, in ``muon_patches.py``;
-- ``patch_engine``, to a new engine: those from ``scale_fp16_loss_without_zero`` on;
-- before an engine is made: ``clip_stages_together`` to a pipeline, ``partition_for_zero3`` to a network;
+- ``patch_engine``, to a new engine: those from ``scale_fp16_loss_without_zero`` on, and ``patch_pipeline``;
+- before an engine is made: ``partition_for_zero3`` to a network, ``clip_stages_together`` to a pipeline, both
+  of whose patches are in ``pipeline_patches.py``;
 - before each validation: ``broadcast_buffers``;
 - while a checkpoint is loaded: ``keep_configured_hyperparameters``, ``load_as_universal``,
   ``convert_to_universal``.
@@ -32,6 +33,7 @@ from deepspeed.runtime.utils import clip_grad_norm_
 
 from harness.errors import one_line
 from harness.muon_patches import mend_muon_on_demand
+from harness.pipeline_patches import patch_pipeline
 from harness.schedules import SETTINGS, follow_remade_optimizer
 
 # ----------------------------------------------------------------------------------------------- the process
@@ -90,6 +92,7 @@ def patch_engine(engine: deepspeed.DeepSpeedEngine) -> None:
     skip_reductions_over_one_rank(engine)
     save_plain_configuration(engine)
     follow_remade_optimizer(engine)
+    patch_pipeline(engine)
 
 
 def scale_fp16_loss_without_zero(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -158,15 +161,6 @@ def save_plain_configuration(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 # ---------------------------------------------------------------------------- the network, before its engine
-
-
-def clip_stages_together(stage: torch.nn.Module) -> None:
-    """Has a pipeline's gradients clipped by their norm over all stages.
-
-    DeepSpeed treats parameters without this mark as replicated, and clips by the first stage's norm alone.
-    """
-    for parameter in stage.parameters():
-        parameter.model_parallel = True  # type: ignore[attr-defined]
 
 
 def partition_for_zero3(net: torch.nn.Module, dtype: torch.dtype, config: Mapping[str, Any]) -> None:

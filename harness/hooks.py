@@ -24,7 +24,21 @@ class Code:
     excluded: Sequence[pathlib.Path] = ()
 
 
-class StepCounter(pytorch.PyTorchCallback):
+class Callback(pytorch.PyTorchCallback):
+    """Determined's callback, with what the harness calls around the test at the end of a training."""
+
+    def on_test_start(self) -> None:
+        """Called on every rank before the trained network is tested."""
+
+    def on_test_end(self, metrics: dict[str, Any]) -> None:
+        """Called on every rank when it has been.
+
+        Args:
+            metrics: those of the test, which may be changed before they are reported.
+        """
+
+
+class StepCounter(Callback):
     """A callback that knows how many optimizer steps are done.
 
     Args:

@@ -9,8 +9,9 @@ import torch
 
 CYCLED = ("momentum", "betas")  # what a schedule may change beside the rate
 FACTOR = "lr_factor"  # of a parameter group: its rate is so many times the schedule's
+STARTS_AFTER = "starts_after"  # of a parameter group: the steps for which its rate is 0
 # What a parameter group may be configured with where its optimizer, as DeepSpeed's Muon, has no defaults.
-SETTINGS = ("lr", FACTOR, "weight_decay", "momentum", "betas", "eps", "ns_method")
+SETTINGS = ("lr", FACTOR, STARTS_AFTER, "weight_decay", "momentum", "betas", "eps", "ns_method")
 
 
 class _Rate(torch.optim.Optimizer):
@@ -29,7 +30,8 @@ class GroupSchedule:
     arguments but the first bound.
 
     Args:
-        optimizer: torch's, whose groups may have a key ``lr_factor``; 1 where they have none.
+        optimizer: torch's, whose groups may have a key ``lr_factor``, 1 where they have none, and
+            ``starts_after``.
         lr: the rate without a schedule, or with one that scales it.
         make: makes the schedule for an optimizer; None for a rate that stays.
 
@@ -101,7 +103,8 @@ class GroupSchedule:
     def _pass_on(self) -> None:
         now = self._rate.param_groups[0]
         for group in self.optimizer.param_groups:
-            group["lr"] = now["lr"] * group.get(FACTOR, 1)
+            waits = self.last_batch_iteration + 1 < group.get(STARTS_AFTER, 0)
+            group["lr"] = 0.0 if waits else now["lr"] * group.get(FACTOR, 1)
             group.update({key: now[key] for key in self._cycled if key in group})
 
 

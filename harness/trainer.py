@@ -28,6 +28,7 @@ class FitResult:
         epochs: whole epochs in them.
         checkpoint: the UUID of the last checkpoint.
         validation: the metrics of the last validation, on rank 0 without a cluster; else empty.
+        test: those of the test at the end, on rank 0; empty without test data, or if it was interrupted.
         interrupted: whether a signal stopped it, off a cluster.
     """
 
@@ -35,6 +36,7 @@ class FitResult:
     epochs: int
     checkpoint: str | None
     validation: dict[str, Any]
+    test: dict[str, Any]
     interrupted: bool
 
 
@@ -120,6 +122,7 @@ class Trainer:
             epochs=state.epochs_trained,
             checkpoint=controller.monitor.checkpoint,
             validation=controller.local.validation if controller.local else {},
+            test=controller.test_metrics,
             interrupted=isinstance(preempt, LocalPreempt) and preempt.requested,
         )
 

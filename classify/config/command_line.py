@@ -4,6 +4,19 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from classify.config.schedules import PEAK_KEYS
+
+# What everybody changes, by its option: the keys of its value, and the value's form. Keys that begin with
+# "deepspeed" are where the experiment file has those of DeepSpeed.
+SHORT_FORMS = {
+    "epochs": ("hyperparameters.max_length", "{{epochs: {}}}"),
+    "lr": ("deepspeed.optimizer.params.lr", "{}"),
+    "batch_size": ("deepspeed.train_batch_size", "{}"),
+    "net": ("hyperparameters.net", "{}"),
+}
 
 
 def folder(text: str) -> pathlib.Path:
@@ -41,3 +54,54 @@ def add_experiment_options(
         dest="overrides",
         help="replace a value of it",
     )
+
+
+def add_short_forms(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ``SHORT_FORMS``."""
+    add = parser.add_argument
+    add("--epochs", metavar="N", help="train for so many epochs")
+    add("--lr", metavar="RATE", help="the learning rate, a schedule's peak")
+    add("--batch-size", metavar="N", help="images in an optimizer step, of all processes")
+    add("--net", metavar="NAME", help="net, a registered network, one of torchvision's, or timm/NAME")
+
+
+def short_overrides(args: argparse.Namespace, hyperparameters: Any) -> list[str]:
+    """What the short forms say, as ``--set`` would.
+
+    Args:
+        args: of a parser with ``add_short_forms``.
+        hyperparameters: of the experiment file, whose form says where DeepSpeed's keys are.
+    """
+    file = _at(hyperparameters, "deepspeed_config")[1]
+    section = "hyperparameters" if file is None else "hyperparameters.overwrite_deepspeed_args"
+    paths = {name: path for name, (path, _) in SHORT_FORMS.items()}
+    overrides = []
+    for name, value in ((name, getattr(args, name)) for name in SHORT_FORMS):
+        for path in [paths[name], *(_peak(hyperparameters, section) if name == "lr" else [])]:
+            whole = path.replace("deepspeed", section, 1) if path.startswith("deepspeed.") else path
+            if value is not None:
+                keys = _at({"hyperparameters": hyperparameters}, whole)[0]
+                overrides.append(f"{keys}={SHORT_FORMS[name][1].format(value)}")
+    return overrides
+
+
+def _peak(hyperparameters: Any, section: str) -> list[str]:
+    """Where a schedule's peak stands, if it does: beside the rate it would win over that."""
+    path = f"{section}.scheduler"
+    whole = {"hyperparameters": hyperparameters}
+    kind = _at(whole, f"{path}.type")[1]
+    key = PEAK_KEYS.get(kind) if isinstance(kind, str) else None
+    path = f"{path}.params.{key}"
+    return [path] if key and _at(whole, path)[1] is not None else []
+
+
+def _at(config: Any, path: str) -> tuple[str, Any]:
+    """The keys to a value, through what is marked as constant for a cluster, and the value, or None."""
+    keys = []
+    for key in path.split("."):
+        if isinstance(config, Mapping) and config.get("type") == "const" and "val" in config:
+            keys.append("val")
+            config = config["val"]
+        keys.append(key)
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return ".".join(keys), config

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from classify.config.options import TTA_METRIC
+from classify.config.metric_names import METRICS, SPEED_METRIC, is_metric
 from classify.config.rules import BOOL, TEXT, Rule, is_count, one_of, whole
 from harness.errors import InvalidInput, nearest
 from harness.experiment import LENGTH, LENGTH_UNITS, PERIOD_UNITS, Experiment, unit_errors
@@ -41,19 +41,20 @@ SEARCHERS = {
     "adaptive_asha": [*_HALVING, "mode", "max_rungs", "bracket_rungs"],
 }
 SAMPLED_TYPES = ("int", "double", "log", "categorical")
-METRICS = ("accuracy", TTA_METRIC, "loss", "images_per_second")
 DEFAULT_METRIC = {"metric": "accuracy", "smaller_is_better": False}
 
 
 def _is_metric(value: Any) -> bool:
-    return value in METRICS or (isinstance(value, str) and value.startswith("accuracy/"))
+    return is_metric(value) or value == SPEED_METRIC
 
 
 RULES: dict[str, Rule] = {
     "resources.slots_per_trial": whole(1),
     "searcher.name": TEXT._replace(message="must be a searcher's name, e.g. single"),
     "searcher.metric": Rule(
-        _is_metric, f"no validation reports it; use {', '.join(METRICS)} or accuracy/CLASS"
+        _is_metric,
+        f"no validation reports it; use {', '.join((*METRICS, SPEED_METRIC))}, accuracy/CLASS or"
+        " precision/CLASS",
     ),
     "searcher.smaller_is_better": BOOL,
     "perform_initial_validation": BOOL,

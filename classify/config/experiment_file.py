@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -36,8 +36,19 @@ def load(path: str, overrides: Iterable[str] = (), search: bool = False) -> Expe
     return check(read(path, overrides), search)
 
 
-def read(path: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """Reads the file and the overrides, as ``load`` has them, without checking the fields."""
+def read(
+    path: str, overrides: Iterable[str] = (), more: Callable[[Any], Iterable[str]] = lambda _: ()
+) -> dict[str, Any]:
+    """Reads the file and the overrides, as ``load`` has them, without checking the fields.
+
+    Args:
+        path: the file.
+        overrides: as of ``load``.
+        more: gives further ones for the hyperparameters that these leave.
+
+    Raises:
+        InvalidInput: if the file or an override cannot be read.
+    """
     try:
         config = _yaml(regular_file(path).read_text())
     except FileNotFoundError:
@@ -51,6 +62,10 @@ def read(path: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
         raise InvalidInput(f"--config: {path}: holds no experiment configuration; see const.yaml for one")
     errors = ErrorList()
     for override in overrides:
+        with errors.collecting():
+            _override(config, override)
+    errors.raise_any()
+    for override in more(config.get("hyperparameters")):
         with errors.collecting():
             _override(config, override)
     errors.raise_any()

@@ -12,13 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from classify.config.options import (
-    TTA_METRIC,
-    Options,
-    ProgressiveResizing,
-    TestTimeAugmentation,
-    WeightAverage,
-)
+from classify.config.metric_names import is_metric
+from classify.config.options import Options, ProgressiveResizing, TestTimeAugmentation, WeightAverage
 from classify.config.parameter_groups import entry_errors, is_pattern
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, one_of, optional, whole
 from harness.errors import ErrorList
@@ -40,14 +35,23 @@ def _is_partition_method(value: Any) -> bool:
     return value in ("parameters", "uniform") or (value.startswith("type:") and is_pattern(value[5:]))
 
 
+def _is_decay(value: Any) -> bool:
+    return is_number(value) and 0 < value < 1
+
+
+def _is_head_only(value: Any) -> bool:
+    return isinstance(value, bool) or (
+        value is not None and not unit_errors("", value, LENGTH_UNITS, least=1)
+    )
+
+
 def _is_early_stopping(value: Any) -> bool:
     if not isinstance(value, Mapping) or value.keys() - {"metric", "patience", "min_improvement"}:
         return False
-    metric = value.get("metric", "loss")
     return (
         is_count(value.get("patience"), 1)
         and is_number(value.get("min_improvement", 0))
-        and (metric in ("loss", "accuracy", TTA_METRIC) or str(metric).startswith("accuracy/"))
+        and is_metric(value.get("metric", "loss"))
     )
 
 
@@ -59,6 +63,7 @@ _WEIGHTS = "must be the path of a state_dict, e.g. a run's net.pt, or DEFAULT fo
 _STOPPING = (
     "must be e.g. {metric: loss, patience: 3, min_improvement: 0.01}: validations to wait, and for how much"
 )
+_HEAD_ONLY = "must be true, or for how long at first: {epochs: N} or {batches: N}"
 _BETA = Rule(_is_beta, "must be 0 or a number of at least 0.001, e.g. 0.2")
 
 
@@ -120,6 +125,11 @@ class Hyperparameters:
     """Smaller images in the first part of the training."""
     weight_decay_on: str = _setting("all", one_of("all", "weights"))
     """``weights`` for no decay of biases, norms and other weights of one dimension."""
+    layer_decay: float | None = _setting(None, optional(Rule(_is_decay, "must be a number between 0 and 1")))
+    """The learning rate of each layer over that of the next, the head having all of it
+    (https://arxiv.org/abs/2106.08254, appendix)."""
+    head_only: bool | Mapping[str, int] | None = _setting(None, optional(Rule(_is_head_only, _HEAD_ONLY)))
+    """``true`` to train the last layer alone; ``{epochs: N}`` or ``{batches: N}`` for so long at first."""
     parameter_groups: tuple[Mapping[str, Any], ...] = _setting((), ANY)
     """Parameters by patterns of their names: each with its ``lr_factor``, ``weight_decay``, or ``frozen``."""
 

@@ -11,8 +11,6 @@ from typing_extensions import Self, override
 from classify.config.rules import BOOL, Rule, is_number, number, whole
 from harness.errors import InvalidInput, nearest
 
-TTA_METRIC = "accuracy_tta"  # of a validation, by test-time augmentation
-
 
 class Options:
     """A dataclass that is read from a mapping.

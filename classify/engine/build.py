@@ -25,9 +25,10 @@ from classify.engine.trial_config import TrialConfig
 from classify.models import pretrained, recompute, registry, state_dicts
 from classify.models.net_moe import NetMoE
 from classify.models.stages import layers_of
-from harness.deepspeed_patches import clip_stages_together, partition_for_zero3
+from harness.deepspeed_patches import partition_for_zero3
 from harness.errors import InvalidInput, one_line, printable
 from harness.out_of_memory import explain_out_of_memory
+from harness.pipeline_patches import clip_stages_together
 from harness.schedules import GroupSchedule
 
 PipelineLoss = Callable[[Tensor, Tensor], Tensor]  # of logits (B, C) and labels

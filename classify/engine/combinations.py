@@ -83,6 +83,8 @@ def _net_errors(hyper: Hyperparameters) -> Iterator[str]:
         yield f"{HYPER}moe: False: but net is {MOE}; use net: net"
     if hyper.net_args and hyper.has_experts:
         yield f"{HYPER}net_args: experts have hyperparameters of their own, such as num_experts; use those"
+    if hyper.layer_decay and hyper.head_only is True:
+        yield f"{HYPER}layer_decay: {hyper.layer_decay}: does nothing with head_only: true; remove one"
     if hyper.checkpoint_activations and hyper.has_experts:
         yield f"{HYPER}checkpoint_activations: True: does not go with experts; use smaller micro-batches"
     if hyper.checkpoint_activations and hyper.pipe_parallel_size > 1:
@@ -169,7 +171,8 @@ def _group_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator
             if "muon" in entry:
                 what = f"does nothing with {name}; use optimizer.type: Muon, or remove it"
                 yield f"{HYPER}parameter_groups[{index}].muon: {entry['muon']!r}: {what}"
-    stage, grouped = zero_stage(config), hyper.parameter_groups or hyper.weight_decay_on != "all"
+    stage = zero_stage(config)
+    grouped = hyper.parameter_groups or hyper.weight_decay_on != "all" or hyper.layer_decay or hyper.head_only
     if stage and grouped and name.lower() == "adagrad":
         what = f"at ZeRO stage {stage} DeepSpeed has Adagrad in one group; use stage 0, or another optimizer"
         yield f"optimizer.type: {name!r}: {what}"

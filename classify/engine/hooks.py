@@ -85,6 +85,14 @@ class ClassifierHooks(TrialHooks):
         self._validation.close()
 
     @override
+    def on_test_start(self) -> None:
+        self.on_validation_start()
+
+    @override
+    def on_test_end(self, metrics: dict[str, Any]) -> None:
+        self.on_validation_end(metrics)
+
+    @override
     def on_checkpoint_load_end(self, checkpoint_dir: pathlib.Path) -> None:
         """Goes on from the average; where the checkpoint is of none, its network is where one starts."""
         if self.average:
@@ -165,13 +173,17 @@ class ClassifierHooks(TrialHooks):
         }
         position = {
             "data: training images": self.config.source.count("train"),
+            # None as in older checkpoints, which do not have these
+            "data.sampling": None if data.sampling == "shuffle" else data.sampling,
+            "data.validation": data.validation,
+            "data.test": data.test,
+            "data.split_seed": data.split_seed or None,
             "data.augment": augment,
             "data.resize": list(data.stored_size),
             "data.normalize": [self.mean, self.std],
             "hyperparameters.label_smoothing": hyper.label_smoothing,
             "hyperparameters.mixup": hyper.mixup,
             "hyperparameters.cutmix": hyper.cutmix,
-            # None as in older checkpoints, which do not have them
             "hyperparameters.loss": None if hyper.loss == "cross_entropy" else hyper.loss,
             "hyperparameters.class_weights": hyper.class_weights,
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from classify.config.schedules import PEAK_KEYS
 from classify.engine.optimizer_rules import (
     LENGTHS,
     TORCH_SCHEDULES,
@@ -18,13 +19,6 @@ from classify.engine.optimizer_rules import (
     schedule_class,
 )
 
-# Where each schedule keeps its peak; the others scale the optimizer's learning rate and so have none.
-PEAK_KEYS = {
-    "WarmupLR": "warmup_max_lr",
-    "WarmupDecayLR": "warmup_max_lr",
-    "OneCycle": "cycle_max_lr",
-    "OneCycleLR": "max_lr",
-}
 LEAST_KEYS = {"WarmupLR": "warmup_min_lr", "WarmupDecayLR": "warmup_min_lr", "OneCycle": "cycle_min_lr"}
 LONGEST_WARMUP = 1000  # steps, where the file gives none
 

@@ -1,4 +1,7 @@
-"""Which parameters the optimizer treats alike, and how: ``parameter_groups`` and ``weight_decay_on``."""
+"""Which parameters the optimizer treats alike, and how.
+
+By ``parameter_groups``, ``weight_decay_on``, ``layer_decay`` and ``head_only``.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,17 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from classify.config.hyperparameters import Hyperparameters
 from classify.config.parameter_groups import KEY
+from classify.models.depths import depths
+from classify.models.heads import head_layers
 from harness.errors import InvalidInput
 from harness.muon_patches import USES_MUON
-from harness.schedules import FACTOR
+from harness.schedules import FACTOR, STARTS_AFTER
 
 OTHERS = "others"  # the parameters that no pattern matches
 _EXPERT = re.compile(r"(deepspeed_experts)\.\d+\.")
@@ -32,6 +37,7 @@ class Group:
         lr_factor: of the optimizer's rate.
         weight_decay: None for the optimizer's.
         frozen: whether they stay as they are.
+        starts_after: the optimizer steps for which their rate is 0.
         muon: whether Muon trains them, or the Adam beside it; None with another optimizer.
     """
 
@@ -41,6 +47,7 @@ class Group:
     lr_factor: float = 1
     weight_decay: float | None = None
     frozen: bool = False
+    starts_after: int = 0
     muon: bool | None = None
 
     def describe(self, optimizer: Mapping[str, Any]) -> str:
@@ -51,11 +58,42 @@ class Group:
             return f"{size}, frozen"
         decay = optimizer.get("weight_decay", 0) if self.weight_decay is None else self.weight_decay
         factor = f" ({self.lr_factor:g} times)" if self.lr_factor != 1 else ""
-        return f"{size}, learning rate {optimizer['lr'] * self.lr_factor:g}{factor}, weight decay {decay:g}"
+        wait = f", after {self.starts_after:,} steps" if self.starts_after else ""
+        rate = f"learning rate {optimizer['lr'] * self.lr_factor:g}{factor}{wait}"
+        return f"{size}, {rate}, weight decay {decay:g}"
+
+
+class _Treatment(NamedTuple):
+    """How one parameter is treated: what those of a group have in common.
+
+    Attributes:
+        entry: which of ``parameter_groups`` it matches; -1 for none.
+        half: whether Muon trains it, or the Adam beside it; None with another optimizer, or if frozen.
+        decays: whether it has the weight decay.
+        layer: where each layer has a rate of its own.
+        frozen: whether it stays as it is.
+        waits: whether it does so for the first steps.
+    """
+
+    entry: int
+    half: bool | None
+    decays: bool
+    layer: int
+    frozen: bool
+    waits: bool
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Where its group comes among the others."""
+        return self.entry, not self.half, not self.decays, self.layer, self.frozen, self.waits
 
 
 def assign(
-    net: nn.Module, hyper: Hyperparameters, classes: int = 0, muon: Mapping[str, Any] | None = None
+    net: nn.Module,
+    hyper: Hyperparameters,
+    classes: int = 0,
+    muon: Mapping[str, Any] | None = None,
+    waits: int = 0,
 ) -> tuple[Group, ...]:
     """Deals a network's parameters out.
 
@@ -64,6 +102,7 @@ def assign(
         hyper: the hyperparameters.
         classes: into which it sorts, for its last layer has as many rows.
         muon: the optimizer's parameters, if it is Muon.
+        waits: the optimizer steps for which all but the head stays as it is.
 
     Returns:
         The groups that have parameters: first those that no pattern matches. What the network has frozen
@@ -78,40 +117,59 @@ def assign(
     shapes = {name: tuple(each.shape) for name, each in net.named_parameters()}
     found = {name: [i for i, each in enumerate(patterns) if each.search(name)] for name in shapes}
     errors = [*_unmatched(entries, found), *_matched_twice(entries, found), *_uneven_experts(hyper, found)]
-    hidden = _hidden_matrices(net, classes)
+    hidden, heads = _hidden_matrices(net, classes), head_layers(net)
+    layers = depths(net) if hyper.layer_decay else {}
     trains = {name for name, each in net.named_parameters() if each.requires_grad}
-    held: dict[tuple[int, bool, bool | None], list[str]] = {}
+    held: dict[_Treatment, list[str]] = {}
     for name, indices in found.items():
         if name not in trains:  # for the network has frozen it
             continue
         index = indices[0] if indices else -1
-        uses_muon = entries[index].get("muon", name in hidden) if index >= 0 else name in hidden
+        entry = entries[index] if index >= 0 else {}
+        uses_muon = entry.get("muon", name in hidden)
         if muon and uses_muon and len(shapes[name]) < 2:
             what = f"{name} has one dimension, and Muon takes matrices; set it to false"
             errors.append(f"{KEY}[{index}].muon: True: {what}")
+        is_body = name.rpartition(".")[0] not in heads
+        frozen = entry.get("frozen", False) or (is_body and hyper.head_only is True)
         decays = hyper.weight_decay_on == "all" or sum(size > 1 for size in shapes[name]) > 1
-        is_frozen = index >= 0 and entries[index].get("frozen", False)
-        own = is_frozen or (index >= 0 and "weight_decay" in entries[index])
-        half = uses_muon if muon and not is_frozen else None
-        held.setdefault((index, decays or own, half), []).append(name)
+        treatment = _Treatment(
+            entry=index,
+            half=uses_muon if muon and not frozen else None,
+            decays=decays or frozen or "weight_decay" in entry,
+            layer=0 if frozen else layers.get(name, 0),
+            frozen=frozen,
+            waits=is_body and waits > 0 and not frozen,
+        )
+        held.setdefault(treatment, []).append(name)
+    last = max(layers.values(), default=0)
     groups = []
-    for index, decays, half in sorted(held, key=lambda each: (each[0], not each[2], not each[1])):
-        names = held[index, decays, half]
-        entry = {**entries[index]} if index >= 0 else {}
+    for each in sorted(held, key=lambda each: each.place):
+        names = held[each]
+        entry = {**entries[each.entry]} if each.entry >= 0 else {}
         name = entry.pop("match", OTHERS)
         marks = []
-        if muon and half is not None:
-            share = 1 if half else muon["adam_lr"] / muon["lr"]
-            entry |= {"muon": half, "lr_factor": entry.get("lr_factor", 1) * share}
-            marks.append("Muon" if half else "Adam")
-        if not decays:
+        if each.frozen:
+            entry = {"frozen": True}
+        if muon and each.half is not None:
+            share = 1 if each.half else muon["adam_lr"] / muon["lr"]
+            entry |= {"muon": each.half, "lr_factor": entry.get("lr_factor", 1) * share}
+            marks.append("Muon" if each.half else "Adam")
+        if layers and not each.frozen:
+            decay = hyper.layer_decay or 1.0
+            entry["lr_factor"] = entry.get("lr_factor", 1) * decay ** (last - each.layer)
+            marks.append(f"layer {each.layer} of 0 to {last}")
+        if not each.decays:
             entry["weight_decay"] = 0.0
             marks.append("no decay")
+        if each.waits:
+            entry["starts_after"] = waits
         name += f" ({', '.join(marks)})" if marks else ""
         weights = sum(math.prod(shapes[each]) for each in names)
         groups.append(Group(name, tuple(names), weights, **entry))
-    if entries and all(group.frozen for group in groups):
-        errors.append(f"{KEY}: freeze every parameter of {hyper.net}; leave one to train")
+    if groups and all(group.frozen for group in groups):
+        key = KEY if entries else "hyperparameters.head_only"
+        errors.append(f"{key}: freeze every parameter of {hyper.net}; leave one to train")
     if errors:
         raise InvalidInput(errors)
     return tuple(groups)
@@ -171,8 +229,8 @@ def _uneven_experts(hyper: Hyperparameters, found: Mapping[str, list[int]]) -> l
 def are_plain(groups: Sequence[Group]) -> bool:
     """Whether there is one group, of which the optimizer's own parameters say all."""
     (first, *more) = groups
-    own = first.lr_factor, first.weight_decay, first.frozen, first.muon
-    return not more and own == (1, None, False, None)
+    own = first.lr_factor, first.weight_decay, first.frozen, first.starts_after, first.muon
+    return not more and own == (1, None, False, 0, None)
 
 
 def summarise(groups: Sequence[Group]) -> str | None:
@@ -210,7 +268,8 @@ def optimizer_groups(
     for index, group in enumerate(groups):
         mine = [parameter for name, parameter in held if name in group.parameters]
         decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
-        made.append({"params": mine, "name": f"{index} {group.name}", FACTOR: group.lr_factor, **decay})
+        rate = {FACTOR: group.lr_factor, STARTS_AFTER: group.starts_after}
+        made.append({"params": mine, "name": f"{index} {group.name}", **rate, **decay})
         if group.muon is not None:
             made[-1] |= {USES_MUON: group.muon, **_of_half(group.muon, optimizer), **decay}
             for parameter in mine:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from classify.config.hyperparameters import Hyperparameters
-from classify.config.options import TTA_METRIC
+from classify.config.metric_names import SPEED_METRIC, TOP5_METRIC, TTA_METRIC, metrics_for
 from classify.models import dry_run, recompute, registry, state_dicts
 from classify.models.registry import NetSpec
 from harness.errors import InvalidInput, nearest
@@ -16,12 +16,13 @@ from harness.errors import InvalidInput, nearest
 
 def check_metrics(hyper: Hyperparameters, searcher: Mapping[str, Any], classes: tuple[str, ...]) -> None:
     """Refuses a metric that no validation will report, with the nearest one that there is."""
-    known = ["loss", "accuracy", *(f"accuracy/{name}" for name in classes)]
-    if hyper.test_time_augmentation:
-        known.append(TTA_METRIC)
-    hints = {TTA_METRIC: "set hyperparameters.test_time_augmentation: {mirror: true}"}
+    known = metrics_for(classes, hyper.test_time_augmentation is not None)
+    hints = {
+        TTA_METRIC: "set hyperparameters.test_time_augmentation: {mirror: true}",
+        TOP5_METRIC: "it needs more than five classes; use accuracy",
+    }
     chosen = {
-        "searcher.metric": (searcher.get("metric"), [*known, "images_per_second"]),
+        "searcher.metric": (searcher.get("metric"), [*known, SPEED_METRIC]),
         "hyperparameters.early_stopping.metric": ((hyper.early_stopping or {}).get("metric"), known),
     }
     errors = [

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from classify.config.hyperparameters import Hyperparameters
 from classify.config.options import TestTimeAugmentation
 from classify.engine import deepspeed_config
 from classify.engine.combinations import DTYPES, dtype_name, enabled, network_errors, zero_stage
+from classify.engine.config_parts import Parts
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
 from classify.engine.learning_rate import schedule_notes
 from classify.engine.optimizer_rules import is_muon
@@ -26,12 +26,12 @@ from classify.engine.trial_checks import check_metrics, check_network
 from classify.images import views
 from classify.images.sampler import step_sizes
 from classify.images.settings import DataSettings
-from classify.images.sources import Source
+from classify.images.splits import Splits
 from classify.models import losses, pretrained, registry
 from classify.models.registry import NetSpec
 from classify.models.stages import layers_of
 from harness import deepspeed_patches, machine
-from harness.errors import ErrorList
+from harness.errors import ErrorList, InvalidInput
 
 VALIDATION_PIXELS = 512 * 32**2  # of a micro-batch: a forward pass needs little memory
 
@@ -52,7 +52,7 @@ class TrialConfig:
 
     hyper: Hyperparameters
     data: DataSettings
-    source: Source
+    source: Splits
     deepspeed: dict[str, Any]
     seed: int
     processes: int
@@ -65,7 +65,7 @@ class TrialConfig:
         experiment: Mapping[str, Any],
         processes: int,
         device: str,
-        source: Source | None = None,
+        source: Splits | None = None,
     ) -> TrialConfig:
         """Resolves and checks a configuration, decoding no image and building no engine.
 
@@ -82,7 +82,7 @@ class TrialConfig:
                 them; if there is none, with a line for each that does not go with another.
         """
         deepspeed_patches.prepare_accelerator()
-        parts = _Parts(hparams, experiment, source)
+        parts = Parts(hparams, experiment, source)
         parts.errors.raise_any()
         data, source, hyper, merged = parts.data, parts.source, parts.hyper, parts.merged
         assert data and source and hyper and merged
@@ -100,6 +100,9 @@ class TrialConfig:
             check_metrics(hyper, experiment.get("searcher") or {}, source.classes)
         with errors.collecting():
             losses.check(hyper.loss, hyper.class_weights, source.classes)
+        if data.sampling == hyper.class_weights == losses.BALANCED:
+            what = "does what data.sampling: balanced does already; remove one of them"
+            errors.lines.append(f"hyperparameters.class_weights: 'balanced': {what}")
         errors.raise_any()
         if data.normalize == "weights":
             mean, std = pretrained.normalization(hyper.net, hyper.weights)
@@ -169,8 +172,22 @@ class TrialConfig:
 
             experts = {**self.hyper.experts, "ep_world_size": 1}
             with torch.device("meta"):
-                return assign(NetMoE(net.num_classes, **experts), self.hyper, net.num_classes, muon)
-        return assign(registry.on_meta_device(net), self.hyper, net.num_classes, muon)
+                outline: torch.nn.Module = NetMoE(net.num_classes, **experts)
+        else:
+            outline = registry.on_meta_device(net)
+        return assign(outline, self.hyper, net.num_classes, muon, self._head_steps)
+
+    @property
+    def _head_steps(self) -> int:
+        """The optimizer steps for which the head alone trains."""
+        how = self.hyper.head_only
+        if not isinstance(how, Mapping):
+            return 0
+        steps = how["batches"] if "batches" in how else how["epochs"] * self.epoch_steps
+        if self.steps is not None and steps >= self.steps:
+            what = f"as long as the training or longer ({self.steps:,} steps); use true, or less"
+            raise InvalidInput(f"hyperparameters.head_only: {dict(how)!r}: {what}")
+        return steps
 
     @property
     def described_groups(self) -> list[str]:
@@ -236,6 +253,12 @@ class TrialConfig:
         return max(2, self.micro_batch, VALIDATION_PIXELS // (height * width))
 
     @property
+    def evaluation_batches(self) -> tuple[int, int]:
+        """Images of a micro-batch in validations, and how many micro-batches all ranks together take."""
+        taken = self.deepspeed[ACCUMULATION] if self.stages > 1 else 1
+        return self.validation_micro_batch, self.replicas * taken
+
+    @property
     def stage_layers(self) -> list[str] | None:
         """The names of a pipeline's layers, in the order of the forward pass; None if there is none."""
         if self.stages == 1:
@@ -245,48 +268,7 @@ class TrialConfig:
         return [name for name, _ in layers]
 
 
-class _Parts:
-    """The parts of a configuration, each checked by itself.
-
-    Attributes:
-        errors: what is wrong with any of them; without errors, all of them are there.
-    """
-
-    data: DataSettings | None = None
-    source: Source | None = None
-    hyper: Hyperparameters | None = None
-    merged: deepspeed_config.Merged | None = None
-    weights: dict[str, Tensor] | None = None  # where the hyperparameters name some
-
-    def __init__(
-        self, hparams: Mapping[str, Any], experiment: Mapping[str, Any], source: Source | None
-    ) -> None:
-        self.errors = ErrorList()
-        size = None
-        with self.errors.collecting():
-            size = registry.input_size(hparams.get("net"), hparams.get("weights"))
-        with self.errors.collecting():
-            self.data = DataSettings.parse(experiment.get("data"), size)
-            self.source = source or self.data.open_source()
-            self.source.count("train"), self.source.count("test")  # which looks for the files
-        with self.errors.collecting():
-            self.hyper = Hyperparameters.parse(hparams, registry.check_name)
-        if form := self.hyper or Hyperparameters.parse_form(hparams):
-            with self.errors.collecting():
-                self.merged = deepspeed_config.merge(form)
-        if self.hyper and self.hyper.weights:
-            with self.errors.collecting():
-                size = self.data.image_size if self.data else size or DataSettings().image_size
-                self.weights = pretrained.read(self.hyper.net, self.hyper.weights, size, self.hyper.net_args)
-
-
-def errors_of(hparams: Mapping[str, Any], experiment: Mapping[str, Any]) -> list[str]:
-    """What is wrong by itself with the parts of a configuration, of which other fields are wrong already."""
-    deepspeed_patches.prepare_accelerator()
-    return list(dict.fromkeys(_Parts(hparams, experiment, None).errors.lines))
-
-
-def _total_steps(length: Mapping[str, int], source: Source, batch_size: int, parts: int) -> int:
+def _total_steps(length: Mapping[str, int], source: Splits, batch_size: int, parts: int) -> int:
     """The optimizer steps of the whole training, given the batch size and its number of micro-batches."""
     if "batches" in length:
         return length["batches"]

@@ -123,12 +123,13 @@ class Augmenter:
         self.room = [side + 2 * augmentation.crop - seen for side, seen in zip(stored, size, strict=True)]
         self._epoch = -1
 
-    def __call__(self, images: Tensor, indices: Tensor, epoch: int) -> Tensor:
+    def __call__(self, images: Tensor, draws: Tensor, epoch: int) -> Tensor:
         """Changes images of a micro-batch.
 
         Args:
             images: (B, 3, h, w) uint8, as they are stored.
-            indices: (B,) int64, which of the set they are.
+            draws: (B,) int64, which of the epoch's draws are for each: its index in the set, or its place in
+                the epoch.
             epoch: from 0.
 
         Returns:
@@ -138,24 +139,24 @@ class Augmenter:
             self._draw(epoch, images.device)
         chosen = self.augmentation
         if chosen.resized_crop:
-            grid = F.affine_grid(self._parts[indices], [len(images), 3, *self.size], align_corners=False)
+            grid = F.affine_grid(self._parts[draws], [len(images), 3, *self.size], align_corners=False)
             images = F.grid_sample(images.float(), grid, align_corners=False, padding_mode="border")
             images = images.round_().to(torch.uint8)
         elif chosen.flip or any(self.room):
-            images = self._windows(images, indices)
+            images = self._windows(images, draws)
         if self.transform:
-            images = transforms.transform_each(self.transform, images, self._seeds[indices])
+            images = transforms.transform_each(self.transform, images, self._seeds[draws])
         if chosen.cutout:
             rows, columns = (
                 (place >= corners.unsqueeze(1)) & (place - corners.unsqueeze(1) < chosen.cutout)  # (B, side)
-                for side, corners in zip(self.size, self._corners[:, indices], strict=True)
+                for side, corners in zip(self.size, self._corners[:, draws], strict=True)
                 for place in [torch.arange(side, device=images.device)]
             )
             hole = rows.unsqueeze(2) & columns.unsqueeze(1)
             images = images.masked_fill(hole.unsqueeze(1), 0)
         return images
 
-    def _windows(self, images: Tensor, indices: Tensor) -> Tensor:
+    def _windows(self, images: Tensor, draws: Tensor) -> Tensor:
         """Cuts a window out of each padded image, or of its mirror image.
 
         A row at a time, which ``index_select`` copies as a whole: several times faster than an index a pixel.
@@ -163,8 +164,8 @@ class Augmenter:
         padded = _padded(images, self.augmentation.crop, self.augmentation.edge)
         either = torch.cat([padded, padded.flip(3)]) if self.augmentation.flip else padded
         (height, width), (seen, across) = padded.shape[2:], self.size
-        down, right = self._shifts.index_select(1, indices)
-        first = self._flips.index_select(0, indices) * padded.numel() + down * width + right
+        down, right = self._shifts.index_select(1, draws)
+        first = self._flips.index_select(0, draws) * padded.numel() + down * width + right
         planes = torch.arange(len(images) * 3, device=images.device).view(-1, 3, 1) * (height * width)
         rows = first.view(-1, 1, 1) + planes + torch.arange(seen, device=images.device) * width  # (B, 3, H)
         return (

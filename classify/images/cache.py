@@ -28,7 +28,7 @@ from harness.input_files import regular_file
 
 LARGE = 2**28  # bytes, from which on the place and the size are said before anything is written, too
 CHUNK = 500  # images in memory written at a time
-_FILE = re.compile(r"\.((?:cifar10|images)-(?:train|test)-\d+x\d+)\.(?:pt|raw|partial|sidecar)")
+_FILE = re.compile(r"\.((?:cifar10|images)-(?:train|val|test|all)-\d+x\d+)\.(?:pt|raw|partial|sidecar)")
 Kept = tuple[Tensor, Tensor]  # images (N, 3, H, W) uint8, mapped into memory, and labels (N,) int64
 
 

@@ -34,36 +34,41 @@ class Cifar10:
     """
 
     classes = tuple("airplane automobile bird cat deer dog frog horse ship truck".split())
+    parts = ("train", "test")
 
     def __init__(self, root: pathlib.Path, may_download: bool) -> None:
         self.root, self.may_download = root, may_download
 
-    def count(self, split: str) -> int:
-        """How many images a split has."""
-        return {"train": 50_000, "test": 10_000}[split]
+    def count(self, part: str) -> int:
+        """How many images a part has."""
+        return {"train": 50_000, "test": 10_000}[part]
 
-    def load(self, split: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Reads a split: images (N, 3, H, W) uint8 and labels (N,) int64.
+    def class_counts(self, part: str) -> list[int]:
+        """How many images of each class a part has: as many of all."""
+        return [self.count(part) // len(self.classes)] * len(self.classes)
+
+    def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Reads a part: images (N, 3, H, W) uint8 and labels (N,) int64.
 
         Raises:
             InvalidInput: if the dataset is missing or damaged and cannot be had.
         """
         with refused(f"data.root: {self.root}"):
-            kept = cache.Cache(self.root, f"cifar10-{split}", size)
+            kept = cache.Cache(self.root, f"cifar10-{part}", size)
             if (found := kept.read(f"{_fingerprint(self.root)} {size}")) is not None:
                 return found
             with host_lock(self.root, "cifar10", "data.root"):
-                dataset = self._dataset(split)
+                dataset = self._dataset(part)
             images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
             fill = functools.partial(cache.write_resized, images, size)
             fingerprint = f"{_fingerprint(self.root)} {size}"
             return kept.write(fingerprint, torch.tensor(dataset.targets), fill)
 
-    def _dataset(self, split: str) -> torchvision.datasets.CIFAR10:
-        dataset = _on_disk(self.root, split)
+    def _dataset(self, part: str) -> torchvision.datasets.CIFAR10:
+        dataset = _on_disk(self.root, part)
         if dataset is None:
             _fetch(self.root, self.may_download)
-            dataset = _on_disk(self.root, split)
+            dataset = _on_disk(self.root, part)
         if dataset is None:
             what = f"{_CIFAR.base_folder} is damaged again after unpacking"
             raise InvalidInput(f"data.root: {self.root}: {what}; check the disk")
@@ -78,10 +83,10 @@ def _fingerprint(root: pathlib.Path) -> str:
     )
 
 
-def _on_disk(root: pathlib.Path, split: str) -> torchvision.datasets.CIFAR10 | None:
+def _on_disk(root: pathlib.Path, part: str) -> torchvision.datasets.CIFAR10 | None:
     """The dataset, or None if its files are missing or fail their checksums."""
     try:
-        return _CIFAR(str(root), train=split == "train", download=False)
+        return _CIFAR(str(root), train=part == "train", download=False)
     except RuntimeError:
         return None
     except OSError as error:

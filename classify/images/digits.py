@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,21 +18,32 @@ class Digits:
     """
 
     classes = tuple("0123456789")
+    parts = ("train", "test")
 
-    def count(self, split: str) -> int:
-        """How many digits a split has."""
-        return {"train": 1797 - TESTED, "test": TESTED}[split]
+    def count(self, part: str) -> int:
+        """How many digits a part has."""
+        return {"train": 1797 - TESTED, "test": TESTED}[part]
 
-    def load(self, split: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Enlarges a split: images (N, 3, H, W) uint8 and labels (N,) int64."""
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
+    def class_counts(self, part: str) -> list[int]:
+        """How many of each digit a part has."""
+        return np.bincount(_chosen(part)[1]).tolist()
 
-        bunch = load_digits()
-        everything = np.arange(len(bunch.target))
-        train, test = train_test_split(everything, test_size=TESTED, random_state=0, stratify=bunch.target)
-        chosen = np.sort(train if split == "train" else test)
-        grey = torch.from_numpy(bunch.images[chosen]).float().unsqueeze(1) * (255 / 16)
+    def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Enlarges a part: images (N, 3, H, W) uint8 and labels (N,) int64."""
+        images, labels = _chosen(part)
+        grey = torch.from_numpy(images).float().unsqueeze(1) * (255 / 16)
         large = torch.nn.functional.interpolate(grey, size=size, mode="bilinear", align_corners=False)
         images = large.round().clamp(0, 255).to(torch.uint8).expand(-1, 3, -1, -1).contiguous()
-        return images, torch.from_numpy(bunch.target[chosen]).long()
+        return images, torch.from_numpy(labels).long()
+
+
+def _chosen(part: str) -> tuple[Any, Any]:
+    """Images (N, 8, 8) of 0 to 16 and labels (N,) of a part."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    bunch = load_digits()
+    everything = np.arange(len(bunch.target))
+    train, test = train_test_split(everything, test_size=TESTED, random_state=0, stratify=bunch.target)
+    chosen = np.sort(train if part == "train" else test)
+    return bunch.images[chosen], bunch.target[chosen]

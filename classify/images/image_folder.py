@@ -1,4 +1,4 @@
-"""Folders of image files: ``ROOT/train/<class>/*`` and ``ROOT/test/<class>/*``, in any common format."""
+"""Folders of image files: ``ROOT/<split>/<class>/*``, or ``ROOT/<class>/*``, in any common format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from classify.images import cache, decode
 from harness.errors import ErrorList, InvalidInput, one_line
 from harness.input_files import refused
 
-SPLITS = ("train", "test")
+PARTS = ("train", "val", "test")
+WHOLE = "all"  # the part of a folder that has only classes
+_LIKE_PARTS = ("train", "training", "test", "testing", "val", "valid", "validation")
+_NEEDS = "it needs train/<class>/* with test/<class>/* or val/<class>/*, or <class>/* alone, to be split"
 _CACHE_FORMAT = 3
 _EXTENSIONS = ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .tga .jp2 .avif".split()
 Files = list[tuple[str, int]]  # path and label
@@ -27,7 +30,7 @@ class ImageFolder:
     """An image folder, listed once.
 
     Args:
-        root: the folder with ``train`` and ``test`` in it.
+        root: the folder with ``train``, and ``val``, ``test`` or both in it, or with a folder a class.
     """
 
     def __init__(self, root: pathlib.Path) -> None:
@@ -36,40 +39,53 @@ class ImageFolder:
 
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
-        """The class names, which must be the same in both splits."""
+        """The class names, which must be the same in all parts."""
         with refused(f"data.root: {self.root}"):
-            return tuple(_find_classes(self.root))
+            return tuple(_find_classes({part: self._folder(part) for part in self.parts}, self.root))
 
-    def count(self, split: str) -> int:
-        """How many image files a split has."""
-        return len(self.files(split))
+    @functools.cached_property
+    def parts(self) -> tuple[str, ...]:
+        """``train`` and what there is beside it, or ``all``."""
+        with refused(f"data.root: {self.root}"):
+            return _find_parts(self.root)
 
-    def files(self, split: str) -> Files:
+    def count(self, part: str) -> int:
+        """How many image files a part has."""
+        return len(self.files(part))
+
+    def class_counts(self, part: str) -> list[int]:
+        """How many image files of each class a part has."""
+        return torch.tensor([label for _, label in self.files(part)]).bincount().tolist()
+
+    def files(self, part: str) -> Files:
         """The (path, label) of every image file, in a fixed order."""
-        if split not in self._files:
+        if part not in self._files:
             with refused(f"data.root: {self.root}"):
-                self._files[split] = _find_files(self.root / split, self.classes)
-        return self._files[split]
+                self._files[part] = _find_files(self._folder(part), self.classes)
+        return self._files[part]
 
-    def load(self, split: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Decodes a split, or takes it from the cache where that is still true to the folder.
+    def _folder(self, part: str) -> pathlib.Path:
+        return self.root if part == WHOLE else self.root / part
+
+    def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Decodes a part, or takes it from the cache where that is still true to the folder.
 
         Args:
-            split: ``train`` or ``test``.
+            part: one of ``parts``.
             size: height and width to scale to, in pixels; other shapes are cropped in the middle.
 
         Returns:
             Images (N, 3, H, W) uint8, labels (N,) int64.
 
         Raises:
-            InvalidInput: if a folder is missing or empty, the splits' classes differ, or a file is not
+            InvalidInput: if a folder is missing or empty, the parts' classes differ, or a file is not
                 readable.
         """
-        files = self.files(split)
-        kept = cache.Cache(self.root, f"images-{split}", size)
-        fingerprint = _fingerprint(self.root / split, files, self.classes, size)
+        files = self.files(part)
+        kept = cache.Cache(self.root, f"images-{part}", size)
+        fingerprint = _fingerprint(self._folder(part), files, self.classes, size)
         labels = torch.tensor([label for _, label in files])
-        fill = functools.partial(decode.decode_files, [path for path, _ in files], size, split)
+        fill = functools.partial(decode.decode_files, [path for path, _ in files], size, part)
         return kept.read(fingerprint, labels) or kept.write(fingerprint, labels, fill)
 
 
@@ -124,27 +140,40 @@ def _lies_in(link: str, place: str, folder: str | os.PathLike[str]) -> bool:
     return any(each.resolve().is_relative_to(target) for each in way)
 
 
-def _find_classes(root: pathlib.Path) -> list[str]:
-    for split in SPLITS:
-        if not (root / split).is_dir():
-            needs = "it needs train/<class>/* and test/<class>/*"
-            raise InvalidInput(f"data.root: {root}: has no folder {split!r}; {needs}")
-    train, test = (_subfolders(root / split) for split in SPLITS)
-    for name in train:
+def _find_parts(root: pathlib.Path) -> tuple[str, ...]:
+    held = _subfolders(root) if root.is_dir() else []
+    parts = tuple(part for part in PARTS if part in held)
+    if "train" in parts and len(parts) > 1:
+        return parts
+    if not parts and held:
+        like = [name for name in held if name.lower() in _LIKE_PARTS]
+        if like:
+            mend = f"holds the folder {like[0]!r}; rename it to train, val or test"
+            raise InvalidInput(f"data.root: {root}: {mend}, or, if it is a class, to another name")
+        return (WHOLE,)
+    lacks = "'test' nor 'val'" if "train" in parts else "'train'"
+    raise InvalidInput(f"data.root: {root}: has no folder {lacks}; {_NEEDS}")
+
+
+def _find_classes(folders: dict[str, pathlib.Path], root: pathlib.Path) -> list[str]:
+    (first, folder), *others = folders.items()
+    classes = _subfolders(folder)
+    for name in classes:
         if name != name.encode(errors="replace").decode():
             mend = f"holds the folder {name!r}, no UTF-8 name; rename it"
-            raise InvalidInput(f"data.root: {root / 'train'}: {mend}")
-    if len(train) < 2:
-        found = f"only the class {train[0]!r}" if train else "no class folder"
+            raise InvalidInput(f"data.root: {folder}: {mend}")
+    if len(classes) < 2:
+        found = f"only the class {classes[0]!r}" if classes else "no class folder"
         needs = "it needs a folder each for two classes or more"
-        raise InvalidInput(f"data.root: {root / 'train'}: holds {found}; {needs}")
-    if train != test:
-        here, there = sorted(set(train) - set(test)), sorted(set(test) - set(train))
-        raise InvalidInput(
-            f"data.root: {root}: the classes of test differ from those of train (only in train: "
-            f"{', '.join(here) or 'none'}; only in test: {', '.join(there) or 'none'}); make them the same"
-        )
-    return train
+        raise InvalidInput(f"data.root: {folder}: holds {found}; {needs}")
+    for part, other in others:
+        here, there = (set(classes), set(_subfolders(other)))
+        if here != there:
+            only = {first: sorted(here - there), part: sorted(there - here)}
+            shown = "; ".join(f"only in {name}: {', '.join(each) or 'none'}" for name, each in only.items())
+            what = f"the classes of {part} differ from those of {first} ({shown})"
+            raise InvalidInput(f"data.root: {root}: {what}; make them the same")
+    return classes
 
 
 def _subfolders(folder: pathlib.Path) -> list[str]:

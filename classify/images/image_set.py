@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
@@ -20,22 +21,33 @@ class ImageSet:
 
     Attributes:
         images: uint8 (N, 3, h, w), RGB, 0 to 255.
-        labels: int64 (N,), indices into ``classes``.
+        labels: int64 (M,), indices into ``classes``.
         classes: the class names.
         crop: height and width of what a network sees of each; all of it if None.
+        rows: int64 (M,), which of the images are in the split; all of them, in their order, if None.
     """
 
     images: Tensor
     labels: Tensor
     classes: tuple[str, ...]
     crop: tuple[int, int] | None = None
+    rows: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
 
+    def select(self, indices: Tensor) -> Tensor:
+        """Images (B, 3, h, w) of the split, as they are kept, by their indices in it, (B,) int64."""
+        return self.images.index_select(0, indices if self.rows is None else self.rows[indices])
+
+    def pixels(self, index: int) -> np.ndarray:
+        """One image, uint8 (h, w, 3)."""
+        return self.select(torch.tensor([index], device=self.images.device))[0].permute(1, 2, 0).cpu().numpy()
+
     def to(self, device: torch.device) -> ImageSet:
-        """The same set in a device's memory."""
-        return dataclasses.replace(self, images=self.images.to(device), labels=self.labels.to(device))
+        """The same set in a device's memory, with no other images."""
+        images = self.images if self.rows is None else self.images.index_select(0, self.rows)
+        return dataclasses.replace(self, images=images.to(device), labels=self.labels.to(device), rows=None)
 
     def center_crop(self, images: Tensor) -> Tensor:
         """The middle of images (B, 3, h, w), as validation sees them."""

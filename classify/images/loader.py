@@ -60,21 +60,25 @@ class AugmentedDataset(Dataset):
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitems__(self, place: tuple[int, Tensor]) -> tuple[Tensor, Tensor]:
-        """Gives images (B, 3, H, W) uint8 and labels (B,) int64 for an epoch and indices (B,) int64."""
-        epoch, indices = place
+    def __getitems__(self, place: tuple[int, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Gives images (B, 3, H, W) uint8 and labels (B,) int64.
+
+        Args:
+            place: the epoch, the images' indices (B,) int64, and which random draws are theirs (B,) int64.
+        """
+        epoch, indices, draws = place
         images, labels, indices = _fetch(self.source, indices)
-        return self.augmenter(images, indices, epoch), labels
+        return self.augmenter(images, draws.to(indices.device, non_blocking=True), epoch), labels
 
 
 def _fetch(source: ImageSet, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Images (B, 3, h, w) as they are kept, their labels, and the indices on their device."""
     indices = indices.to(source.images.device, non_blocking=True)
-    return source.images.index_select(0, indices), source.labels.index_select(0, indices), indices
+    return source.select(indices), source.labels.index_select(0, indices), indices
 
 
 class WithEpoch(BatchSampler):
-    """The micro-batches of a sampler, each with its epoch, which a worker process could not know."""
+    """The micro-batches of a sampler, each with its epoch and draws, which a worker could not know."""
 
     def __init__(self, sampler: MicroBatchSampler) -> None:
         self.micro_batches = sampler
@@ -83,8 +87,10 @@ class WithEpoch(BatchSampler):
         return len(self.micro_batches)
 
     def __iter__(self) -> Iterator[Any]:
+        start = 0
         for indices in self.micro_batches:
-            yield self.micro_batches.epoch, indices
+            yield self.micro_batches.epoch, indices, self.micro_batches.draws(start, indices)
+            start += len(indices)
 
 
 def whole_micro_batch(batch: Any) -> Any:
@@ -113,6 +119,7 @@ class MicroBatchLoader(pytorch.DataLoader):
         workers: int = 0,
     ) -> None:
         on_host = torch.cuda.is_available() and not source.images.is_cuda
+        self.micro_batches = sampler
         # Transforms draw from torch's generator, which a thread would share with the training.
         self.prefetches = on_host and not (augmenter and augmenter.transform)
         super().__init__(
@@ -126,6 +133,10 @@ class MicroBatchLoader(pytorch.DataLoader):
         )
         if workers:
             atexit.register(_end_workers)
+
+    def seen_by(self, rank: int, ranks: int) -> Tensor:
+        """The indices of the images that a rank gets in an epoch, in their order."""
+        return torch.cat(list(self.micro_batches)[rank::ranks])
 
     @override
     def get_data_loader(self, *args: Any, **kwargs: Any) -> Any:

@@ -19,23 +19,31 @@ class MicroBatchSampler(BatchSampler):
     Micro-batch ``(step * gradient_accumulation_steps + a) * ranks + rank`` is the ``a``-th of a step on a
     rank: so ``determined.pytorch`` deals batches out to ranks. Thus the images of a step are the same for
     any number of processes and any accumulation (but for an uneven end of the epoch), ranks see disjoint
-    images, and an epoch is a whole number of optimizer steps. The last step takes what is left over; if
-    that is too little to give every micro-batch an image, it shares with the step before.
+    images (but by ``labels``), and an epoch is a whole number of optimizer steps. The last step takes what
+    is left over; if that is too little to give every micro-batch an image, it shares with the step before.
 
     Args:
         size: how many images there are.
         batch_size: images a step, over all ranks and accumulated micro-batches.
         micro_batches_per_step: ranks times gradient accumulation steps.
         seed: shuffle by (seed, epoch); in order if None.
+        labels: int64 (N,), to have as many images of each class in an epoch of as many images: of large
+            classes a part, anew in every epoch, and those of small ones several times.
 
     Raises:
         InvalidInput: if there are fewer images than micro-batches in one step.
     """
 
     def __init__(
-        self, size: int, batch_size: int, micro_batches_per_step: int, seed: int | None = None
+        self,
+        size: int,
+        batch_size: int,
+        micro_batches_per_step: int,
+        seed: int | None = None,
+        labels: Tensor | None = None,
     ) -> None:
         self.size, self.micro_batches_per_step, self.seed = size, micro_batches_per_step, seed
+        self.labels = labels
         self.next_epoch = 0
         self.step_sizes = step_sizes(size, batch_size, micro_batches_per_step)
 
@@ -55,7 +63,10 @@ class MicroBatchSampler(BatchSampler):
         """The order of the images in an epoch, (N,) int64: a function of the seed and the epoch alone."""
         if self.seed is None:
             return torch.arange(self.size)
-        return torch.from_numpy(np.random.default_rng((self.seed, epoch)).permutation(self.size))
+        random = np.random.default_rng((self.seed, epoch))
+        if self.labels is None:
+            return torch.from_numpy(random.permutation(self.size))
+        return torch.from_numpy(random.permutation(_balanced(self.labels.numpy(), random)))
 
     def step_size(self, step: int) -> int:
         """The images in an optimizer step, counted from the start of training."""
@@ -70,11 +81,33 @@ class MicroBatchSampler(BatchSampler):
         """
         return images * self.micro_batches_per_step / self.step_size(step)
 
+    def draws(self, start: int, indices: Tensor) -> Tensor:
+        """Which of an epoch's random draws are for images: their own, or where one comes often, its place's.
+
+        Args:
+            start: how many images of the epoch came before.
+            indices: of the images, (B,) int64.
+        """
+        return indices if self.labels is None else torch.arange(start, start + len(indices))
+
     def __iter__(self) -> Iterator[Any]:
         order = self.order(self.next_epoch)[: sum(self.step_sizes)]
         self.next_epoch += 1
         for step in order.split(self.step_sizes):
             yield from step.tensor_split(self.micro_batches_per_step)
+
+
+def _balanced(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    """As many indices as there are labels: as many of each class, or one more, and all of it as often."""
+    classes, counts = np.unique(labels, return_counts=True)
+    wanted = np.full(len(classes), len(labels) // len(classes))
+    wanted[random.permutation(len(classes))[: len(labels) % len(classes)]] += 1
+    chosen = []
+    for label, count, size in zip(classes, counts, wanted, strict=True):
+        places = np.flatnonzero(labels == label)
+        rounds = [random.permutation(places) for _ in range(-(-size // count))]
+        chosen.append(np.concatenate(rounds)[:size] if rounds else places[:0])
+    return np.concatenate(chosen)
 
 
 def step_sizes(size: int, batch_size: int, micro_batches_per_step: int) -> list[int]:

@@ -13,7 +13,8 @@ import torch
 from classify.config import rules
 from classify.config.rules import is_count, is_number
 from classify.images.augment import Augmentation
-from classify.images.sources import SOURCES, Source
+from classify.images.sources import SOURCES
+from classify.images.splits import AUTO, Splits
 from harness.errors import ErrorList, InvalidInput, nearest
 
 IMAGE_SIZE = 32  # what Net takes, in pixels
@@ -22,6 +23,8 @@ OF_ANY_SIZE = ("imagefolder",)  # the datasets whose images have no size of thei
 MOST_WORKERS = 64  # of a rank
 DEVICES = ("auto", "cpu", "cuda")
 NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
+BALANCED = "balanced"
+SAMPLINGS = ("shuffle", BALANCED)
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,13 @@ class DataSettings:
         device: where the decoded images are kept: ``cpu``, ``cuda``, or ``auto``, a GPU's memory if they
             fit in half of what is free.
         augment: random changes of training images; see ``augment.py``.
+        sampling: ``shuffle`` for each training image once an epoch, or ``balanced`` for as many images of
+            each class: some of large classes, those of small ones several times.
+        validation: the share of each class of the training images that is held out for validations; if None,
+            these are of the folder ``val`` where there is one, and else of the test images; ``auto`` for
+            that folder, or where there is none a tenth.
+        test: the share of each class that tests, of a folder without ``train`` and ``test``; 0.2 if None.
+        split_seed: of which images are held out, the same for all runs that are to be compared.
         workers: how many processes each rank has to transform images ahead of the step, where ``augment`` has
             ``transforms``; 0 for none, ``auto`` for as many as the rank has threads.
     """
@@ -55,6 +65,10 @@ class DataSettings:
     device: str = "auto"
     augment: Augmentation = dataclasses.field(default_factory=Augmentation)
     workers: int | str = "auto"
+    sampling: str = "shuffle"
+    validation: float | str | None = None
+    test: float | None = None
+    split_seed: int = 0
 
     def __post_init__(self) -> None:
         if is_count(self.image_size, 1):
@@ -71,9 +85,10 @@ class DataSettings:
         scale = self.resize / min(height, width)
         return round(height * scale), round(width * scale)
 
-    def open_source(self) -> Source:
-        """The dataset that the section names, of which nothing is decoded yet."""
-        return SOURCES[self.dataset](pathlib.Path(self.root), self.download)
+    def open_source(self) -> Splits:
+        """The dataset that the section names, of which nothing is decoded yet; raises as ``Splits`` does."""
+        source = SOURCES[self.dataset](pathlib.Path(self.root), self.download)
+        return Splits(source, self.validation, self.test, self.split_seed)
 
     @classmethod
     def parse(
@@ -134,6 +149,16 @@ class DataSettings:
             errors.append(f"data.device: {self.device!r}: must be one of {', '.join(DEVICES)}")
         elif self.device == "cuda" and not torch.cuda.is_available():
             errors.append("data.device: 'cuda': this machine has no GPU; use auto")
+        if self.sampling not in SAMPLINGS:
+            errors.append(f"data.sampling: {self.sampling!r}: must be one of {', '.join(SAMPLINGS)}")
+        for key, word in (("validation", AUTO), ("test", None)):
+            share = getattr(self, key)
+            if share not in (None, word) and not (is_number(share) and 0 < share < 1):
+                either = f"{word} or " if word else ""
+                errors.append(f"data.{key}: {share!r}: must be {either}a share between 0 and 1, e.g. 0.1")
+        if not (is_count(self.split_seed, 0) and self.split_seed < 2**31):
+            must = "must be a whole number from 0 to 2147483647"
+            errors.append(f"data.split_seed: {self.split_seed!r}: {must}")
         if self.workers != "auto" and not (is_count(self.workers, 0) and int(self.workers) <= MOST_WORKERS):
             must = f"must be auto or a whole number from 0 to {MOST_WORKERS}"
             errors.append(f"data.workers: {self.workers!r}: {must}")

@@ -8,7 +8,7 @@ Every rank calls ``load``: what takes long is done once a host by ``harness.host
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -19,10 +19,10 @@ from classify.images.image_folder import ImageFolder
 
 
 class Source(Protocol):
-    """A dataset with a split ``train`` and a split ``test``.
+    """A dataset with a part ``train`` and a part ``test`` or ``val``, or all in one part.
 
-    Members raise ``InvalidInput`` where the data is missing, damaged or not usable, naming the folder or
-    file.
+    Which images of them train, validate and test is the business of ``splits.py``. Members raise
+    ``InvalidInput`` where the data is missing, damaged or not usable, naming the folder or file.
     """
 
     @property
@@ -30,12 +30,21 @@ class Source(Protocol):
         """The class names, in the order of the labels."""
         ...
 
-    def count(self, split: str) -> int:
-        """How many images a split has, without decoding them."""
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
         ...
 
-    def load(self, split: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Decodes a split: images (N, 3, H, W) uint8 of this height and width, and labels (N,) int64."""
+    def count(self, part: str) -> int:
+        """How many images a part has, without decoding them."""
+        ...
+
+    def class_counts(self, part: str) -> Sequence[int]:
+        """How many images of each class a part has."""
+        ...
+
+    def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Decodes a part: images (N, 3, H, W) uint8 of this height and width, and labels (N,) int64."""
         ...
 
 

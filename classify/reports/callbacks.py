@@ -7,6 +7,7 @@ from typing import Any
 
 from determined import pytorch
 
+from classify.config.metric_names import SMALLER_IS_BETTER
 from classify.engine.trial_config import TrialConfig
 from classify.images.image_set import ImageSet
 from classify.reports.classification import ClassificationLog
@@ -19,7 +20,7 @@ def make_callbacks(
     context: Any,
     engine: Any,
     metrics: ClassificationMetrics,
-    test_set: Callable[[], ImageSet],
+    validated: Callable[[], ImageSet],
     config: TrialConfig,
 ) -> dict[str, pytorch.PyTorchCallback]:
     """The callbacks that write TensorBoard's files and the run's confusion matrix, and early stopping.
@@ -28,15 +29,17 @@ def make_callbacks(
         context: the trial's.
         engine: its engine.
         metrics: of its validation.
-        test_set: gives the images that it validates.
+        validated: gives the images that it validates.
         config: the trial's.
     """
     is_chief = context.distributed.rank == 0
     output = getattr(context, "output", None) if is_chief else None  # a stock context has no folder
     callbacks: dict[str, pytorch.PyTorchCallback] = {
-        "classification": ClassificationLog(output, metrics, test_set),
-        "tensorboard": TensorBoardLog(context, engine, metrics, test_set, config),
+        "classification": ClassificationLog(output, metrics, validated),
+        "tensorboard": TensorBoardLog(context, engine, metrics, validated, config),
     }
     if stopping := config.hyper.early_stopping:
-        callbacks["early_stopping"] = EarlyStopping(context, **{"metric": "loss", **stopping})
+        smaller = stopping.get("metric", "loss") in SMALLER_IS_BETTER
+        settings = {"metric": "loss", **stopping, "smaller_is_better": smaller}
+        callbacks["early_stopping"] = EarlyStopping(context, **settings)
     return callbacks

@@ -9,32 +9,33 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from determined import pytorch
 from PIL import Image
 from typing_extensions import override
 
+from classify.config.metric_names import SPEED_METRIC
 from classify.images.image_set import ImageSet
 from classify.reports.metrics import ClassificationMetrics
+from harness.hooks import Callback
 
 FILE = "classification.json"
 
 
-class ClassificationLog(pytorch.PyTorchCallback):
-    """Writes ``OUTPUT/classification.json`` after every validation.
+class ClassificationLog(Callback):
+    """Writes ``OUTPUT/classification.json`` after every validation, and keeps a test from changing it.
 
     Args:
         output: the run's folder, on the chief off a cluster; None where nothing is to be written.
         metrics: of the validation.
-        test_set: gives the validated images.
+        validated: gives the validated images.
     """
 
     def __init__(
         self,
         output: pathlib.Path | None,
         metrics: ClassificationMetrics,
-        test_set: Callable[[], ImageSet],
+        validated: Callable[[], ImageSet],
     ) -> None:
-        self.output, self.metrics, self.test_set = output, metrics, test_set
+        self.output, self.metrics, self.validated = output, metrics, validated
 
     @override
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
@@ -43,9 +44,18 @@ class ClassificationLog(pytorch.PyTorchCallback):
         mistakes = []
         for mistake in self.metrics.mistakes:
             png = io.BytesIO()
-            pixels = self.test_set().images[mistake["image"]].permute(1, 2, 0).cpu().numpy()
-            Image.fromarray(pixels).save(png, "png")
+            Image.fromarray(self.validated().pixels(mistake["image"])).save(png, "png")
             mistakes.append({**mistake, "png": base64.b64encode(png.getvalue()).decode()})
         confusion = self.metrics.confusion.tolist()
         kept = {"classes": self.metrics.classes, "confusion": confusion, "mistakes": mistakes}
         (self.output / FILE).write_text(json.dumps(kept))
+
+    @override
+    def on_test_start(self) -> None:
+        self._kept = self.metrics.order, self.metrics.confusion, self.metrics.mistakes
+        self.metrics.order = None
+
+    @override
+    def on_test_end(self, metrics: dict[str, Any]) -> None:
+        self.metrics.order, self.metrics.confusion, self.metrics.mistakes = self._kept
+        metrics.pop(SPEED_METRIC, None)  # for nothing was trained

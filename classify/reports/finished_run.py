@@ -11,7 +11,7 @@ from typing import Any
 
 from PIL import Image
 
-from classify.config.options import TTA_METRIC
+from classify.config.metric_names import METRICS
 from classify.config.rules import (
     MAPPING,
     NUMBER,
@@ -42,9 +42,12 @@ def _is_mistake(value: Any) -> bool:
 # What the page needs of a run's files.
 FILES: dict[str, dict[str, Rule]] = {
     "summary.json": {
+        **{f"validation.{name}": optional(NUMBER) for name in METRICS},  # of which older runs lack some
         "validation.accuracy": NUMBER,
-        f"validation.{TTA_METRIC}": optional(NUMBER),
         "validation.loss": NUMBER,
+        "chosen_on": optional(TEXT),
+        **{f"test.{name}": optional(NUMBER) for name in METRICS},
+        "test.images": optional(whole(0)),
         "validation.images": whole(0),
         "validation.per_class_accuracy": mapping_of(NUMBER),
         "steps": whole(0),
@@ -122,6 +125,11 @@ class FinishedRun:
             raise InvalidInput(f"{folder / 'classification.json'}: {what}; run train.py again")
         metrics = metrics_log.read(folder)
         return cls(folder.resolve().name, summary, described, classification, metrics)
+
+    @property
+    def chosen_on(self) -> str:
+        """On which images checkpoints and trials were compared, in words."""
+        return self.summary.get("chosen_on") or "test images"
 
     def series(self, group: str, metric: str) -> tuple[list[int], list[float]]:
         """A metric over the steps: of the reports of ``training``, or of ``validation``."""

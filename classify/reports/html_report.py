@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 from ruamel.yaml import YAML
 
-from classify.config.options import TTA_METRIC
+from classify.config.metric_names import CALIBRATION_METRIC, MACRO_METRICS, TOP5_METRIC, TTA_METRIC
 from classify.reports import figures
 from classify.reports.finished_run import FinishedRun
 from harness.errors import InvalidInput, printable
@@ -81,6 +81,8 @@ def _shown(run: FinishedRun, confusion: bytes) -> dict[str, Any]:
     return {
         "name": run.name,
         "validation": run.summary["validation"],
+        "test": run.summary.get("test") or {},
+        "chosen_on": run.chosen_on,
         "steps": run.summary["steps"],
         "best": run.best,
         "data": f"dataset {(run.described['config'].get('data') or {}).get('dataset', 'cifar10')}",
@@ -97,13 +99,25 @@ def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
     def row(label: str, text: Any) -> tuple[str, list[str]]:
         return label, [text(run.summary, run.described["machine"]) for run in runs]
 
-    by_views = [run.summary["validation"].get(TTA_METRIC) for run in runs]
-    shown = ["-" if each is None else f"{each:.4f}" for each in by_views]
+    def score(label: str, metric: str, part: str = "validation") -> list[tuple[str, list[str]]]:
+        """A row of a metric that not every run has, or none."""
+        values = [(run.summary.get(part) or {}).get(metric) for run in runs]
+        shown = ["-" if each is None else f"{each:.4f}" for each in values]
+        return [(label, shown)] if set(values) != {None} else []
+
+    macro = [row for name in MACRO_METRICS for row in score(name.replace("_", " "), name)]
     best = [f"{accuracy:.4f} after {step:,} steps" for accuracy, step in (run.best for run in runs)]
     return [
+        *score("accuracy of the test at the end", "accuracy", "test"),
+        *score("the same by test-time augmentation", TTA_METRIC, "test"),
+        *score("macro f1 of the test", "macro_f1", "test"),
+        ("validations, and what was chosen by them, are of", [run.chosen_on for run in runs]),
         ("best accuracy", best),
         row("accuracy", lambda s, m: f"{s['validation']['accuracy']:.4f}"),
-        *([("accuracy by test-time augmentation", shown)] if set(by_views) != {None} else []),
+        *score("accuracy by test-time augmentation", TTA_METRIC),
+        *score("top-5 accuracy", TOP5_METRIC),
+        *macro,
+        *score("calibration error", CALIBRATION_METRIC),
         row("validation loss", lambda s, m: f"{s['validation']['loss']:.4f}"),
         row("epochs", lambda s, m: f"{s['epochs']}"),
         row("optimizer steps", lambda s, m: f"{s['steps']:,}"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from classify.config.options import TTA_METRIC, TestTimeAugmentation
+from classify.config.metric_names import CALIBRATION_METRIC, SPEED_METRIC, TOP5_METRIC, TTA_METRIC
+from classify.config.options import TestTimeAugmentation
 from classify.images.views import view_scores
+from classify.reports import scores
 
 
 class Throughput(pytorch.MetricReducer):
@@ -67,8 +69,19 @@ def _rate(images: float, seconds: float) -> float:
 MISTAKES = 16  # how many of the hardest are kept
 
 
+class Counted(NamedTuple):
+    """What a rank has counted; see ``ClassificationMetrics``."""
+
+    confusion: np.ndarray
+    loss: float
+    mistakes: list[dict[str, Any]]
+    right_by_views: int
+    in_top5: int
+    bins: np.ndarray
+
+
 class ClassificationMetrics(pytorch.MetricReducer):
-    """Accumulates a confusion matrix, the summed loss and the hardest mistakes on the device.
+    """Accumulates a confusion matrix, the summed loss, confidence and the hardest mistakes on the device.
 
     Args:
         classes: the class names.
@@ -125,6 +138,8 @@ class ClassificationMetrics(pytorch.MetricReducer):
         if self._counts is None:
             self._counts = torch.zeros(len(self.classes) ** 2, dtype=torch.int64, device=logits.device)
             self._loss = torch.zeros((), dtype=torch.float64, device=logits.device)
+            self._in_top5 = torch.zeros((), dtype=torch.int64, device=logits.device)
+            self._bins = torch.zeros((3, scores.BINS), dtype=torch.float64, device=logits.device)
             self._hardest = torch.full(
                 (MISTAKES,), -1.0, device=logits.device
             )  # losses; below 0 there is none
@@ -134,6 +149,9 @@ class ClassificationMetrics(pytorch.MetricReducer):
         self._counts.scatter_add_(0, cells, torch.ones_like(cells))
         losses = F.cross_entropy(logits, labels, reduction="none")
         self._loss += losses.sum()
+        self._bins += scores.bins(logits, labels)
+        if len(self.classes) > 5:
+            self._in_top5 += (logits.topk(5).indices == labels.unsqueeze(1)).sum()
         places = torch.arange(self._seen, self._seen + len(labels), device=logits.device)
         self._seen += len(labels)
         losses = torch.cat([self._hardest, losses.masked_fill(predicted == labels, -1.0)])
@@ -142,38 +160,46 @@ class ClassificationMetrics(pytorch.MetricReducer):
         self._which = which[:, chosen]
 
     @override
-    def per_slot_reduce(self) -> tuple[np.ndarray, float, list[dict[str, Any]], int]:
+    def per_slot_reduce(self) -> Counted:
         if self._counts is None:
-            return np.zeros((len(self.classes),) * 2, dtype=np.int64), 0.0, [], 0
+            nothing = np.zeros((len(self.classes),) * 2, dtype=np.int64)
+            return Counted(nothing, 0.0, [], 0, 0, np.zeros((3, scores.BINS)))
         counts = self._counts.view(len(self.classes), -1).cpu().numpy()
         mistakes = []
         for loss, place, *names in zip(self._hardest.tolist(), *self._which.tolist(), strict=True):
             if loss >= 0:
                 image = place if self.order is None else int(self.order[place])
                 mistakes.append({"loss": loss, "image": image, "predicted": names[0], "label": names[1]})
-        return counts, self._loss.item(), mistakes, int(self._right_by_views)
+        bins, views, top5 = self._bins.cpu().numpy(), int(self._right_by_views), int(self._in_top5)
+        return Counted(counts, self._loss.item(), mistakes, views, top5, bins)
 
     @override
-    def cross_slot_reduce(
-        self, per_slot_metrics: list[tuple[np.ndarray, float, list[dict[str, Any]], int]]
-    ) -> dict[str, Any]:
-        """Gives ``accuracy``, ``loss``, ``images``, ``accuracy/<class>`` and the throughput, as numbers.
+    def cross_slot_reduce(self, per_slot_metrics: list[Counted]) -> dict[str, Any]:
+        """Gives the metrics of ``classify/config/metric_names.py`` and ``images``, as numbers.
 
-        With views also ``accuracy_tta``, that by their mean scores.
+        ``accuracy_tta``, that by the mean scores of views, where there are views; ``accuracy/<class>`` is the
+        same as its recall.
         """
-        self.confusion = confusion = np.sum([counts for counts, *_ in per_slot_metrics], axis=0)
-        everyones = [each for _, _, mistakes, _ in per_slot_metrics for each in mistakes]
+        self.confusion = confusion = np.sum([each.confusion for each in per_slot_metrics], axis=0)
+        everyones = [mistake for each in per_slot_metrics for mistake in each.mistakes]
         self.mistakes = sorted(everyones, key=lambda each: (-each["loss"], each["image"]))[:MISTAKES]
         images = int(confusion.sum())
         metrics: dict[str, Any] = {
             "accuracy": int(confusion.trace()) / max(images, 1),
-            "loss": sum(loss for _, loss, *_ in per_slot_metrics) / max(images, 1),
+            "loss": sum(each.loss for each in per_slot_metrics) / max(images, 1),
             "images": images,
         }
         if self.how:
-            metrics[TTA_METRIC] = sum(right for *_, right in per_slot_metrics) / max(images, 1)
-        for name, row, right in zip(self.classes, confusion.sum(1), confusion.diagonal(), strict=True):
-            metrics[f"accuracy/{name}"] = int(right) / max(int(row), 1)
+            metrics[TTA_METRIC] = sum(each.right_by_views for each in per_slot_metrics) / max(images, 1)
+        if len(self.classes) > 5:
+            metrics[TOP5_METRIC] = sum(each.in_top5 for each in per_slot_metrics) / max(images, 1)
+        metrics.update(scores.macro(confusion))
+        bins = np.sum([each.bins for each in per_slot_metrics], axis=0)
+        metrics[CALIBRATION_METRIC] = scores.calibration_error(bins)
+        of_classes = scores.of_classes(confusion)
+        for prefix, score in (("accuracy", "recall"), ("precision", "precision")):
+            names = (f"{prefix}/{name}" for name in self.classes)
+            metrics.update(zip(names, of_classes[score].tolist(), strict=True))
         if self.throughput:
-            metrics["images_per_second"] = self.throughput.since_validation()
+            metrics[SPEED_METRIC] = self.throughput.since_validation()
         return metrics

@@ -38,8 +38,10 @@ def describe(
     replicas = processes if config.stages == 1 else _count(config.replicas, "replica")
     dtype = str(config.dtype).removeprefix("torch.") + " with autocast" * config.autocasts
     steps = config.steps or 0
+    tested = f" {source.count('test'):,} to test at the end," if source.has_test else ""
     lines = {
-        "images": f"{data.dataset}: {source.count('train'):,} to train, {source.count('test'):,} to validate,"
+        "images": f"{data.dataset}: {source.count('train'):,} to train,"
+        f" {source.count(source.validation):,} to validate,{tested}"
         f" {_count(len(source.classes), 'class')}, {height}x{width} pixels",
         "network": f"{config.hyper.net}: {_count(total, 'parameter')}, {trainable:,} trainable",
         "engine": f"{processes}{stages} on {config.device}, {threads},"

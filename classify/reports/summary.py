@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from classify.config.options import TTA_METRIC
+from classify.config.metric_names import METRICS, TTA_METRIC
 from classify.models import net_file
 from classify.reports import classification
 
@@ -15,24 +15,28 @@ FILE = "summary.json"
 RUN_FILES = (*net_file.NAMES, classification.FILE)  # beside those of every run of the harness
 
 
-def validation_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """The part ``validation``, from the metrics that ``ClassificationMetrics`` gives."""
-    by_views = {TTA_METRIC: metrics[TTA_METRIC]} if TTA_METRIC in metrics else {}
+def metrics_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    """The part ``validation`` or ``test``, from the metrics that ``ClassificationMetrics`` gives."""
     return {
-        "accuracy": metrics["accuracy"],
-        **by_views,
-        "loss": metrics["loss"],
+        **{name: metrics[name] for name in METRICS if name in metrics},
         "per_class_accuracy": {name: metrics[f"accuracy/{name}"] for name in classes},
+        "per_class_precision": {name: metrics[f"precision/{name}"] for name in classes},
         "images": metrics["images"],
     }
 
 
+def test_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    """The part ``test`` by that name, or nothing where there was no test."""
+    return {"test": metrics_summary(metrics, classes)} if metrics else {}
+
+
 def write(output: pathlib.Path, summary: Mapping[str, Any]) -> None:
-    """Writes a run's summary and prints its accuracy, or both."""
+    """Writes a run's summary and prints its accuracies; those of the test before those of the validation."""
     (output / FILE).write_text(json.dumps(summary, indent=2) + "\n")
-    print(*accuracies(summary["validation"]), sep="\n")
+    tested = accuracies(summary["test"], "test ") if "test" in summary else []
+    print(*tested, *accuracies(summary["validation"]), sep="\n")
 
 
-def accuracies(validation: Mapping[str, Any]) -> list[str]:
+def accuracies(metrics: Mapping[str, Any], which: str = "") -> list[str]:
     """The accuracy as a line, the last, and before it that by test-time augmentation, where there is one."""
-    return [f"{key} {validation[key]:.4f}" for key in (TTA_METRIC, "accuracy") if key in validation]
+    return [f"{which}{key} {metrics[key]:.4f}" for key in (TTA_METRIC, "accuracy") if key in metrics]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from classify.config.options import TTA_METRIC
+from classify.config.metric_names import CALIBRATION_METRIC, MACRO_METRICS, TOP5_METRIC, TTA_METRIC
 from classify.engine.trial_config import TrialConfig
 from classify.images.image_set import ImageSet
 from classify.models import registry
@@ -39,7 +39,7 @@ class TensorBoardLog(StepCounter):
         context: the trial's.
         engine: its engine.
         metrics: of its validation.
-        test_set: gives the images that it validates.
+        validated: gives the images that it validates.
         config: the trial's, for its network, to draw the graph of, and its parameter groups.
     """
 
@@ -48,11 +48,11 @@ class TensorBoardLog(StepCounter):
         context: Any,
         engine: deepspeed.DeepSpeedEngine,
         metrics: ClassificationMetrics,
-        test_set: Callable[[], ImageSet],
+        validated: Callable[[], ImageSet],
         config: TrialConfig,
     ) -> None:
         super().__init__(context)
-        self.engine, self.metrics, self.test_set, self.net = engine, metrics, test_set, config.net
+        self.engine, self.metrics, self.validated, self.net = engine, metrics, validated, config.net
         trained = [group for group in config.groups if not group.frozen]
         self.groups = trained if len(trained) > 1 else []
         self.is_chief = context.distributed.rank == 0
@@ -100,6 +100,8 @@ class TensorBoardLog(StepCounter):
             "loss/validation": "loss",
             "accuracy/validation": "accuracy",
             "accuracy/validation_tta": TTA_METRIC,
+            "accuracy/validation_top5": TOP5_METRIC,
+            **{f"{name}/validation": name for name in (*MACRO_METRICS, CALIBRATION_METRIC)},
         }
         self._add({**{name: metrics.get(key) for name, key in scalars.items()}, **of_classes})
         self._validated_step = self.steps
@@ -123,8 +125,8 @@ class TensorBoardLog(StepCounter):
         if self._graph_is_missing:
             self._add_graph()
             self._graph_is_missing = False
-        metrics, source = self.metrics, self.test_set().images
-        images = [source[each["image"]].permute(1, 2, 0).cpu().numpy() for each in metrics.mistakes]
+        metrics, source = self.metrics, self.validated()
+        images = [source.pixels(each["image"]) for each in metrics.mistakes]
         for name, figure in {
             "confusion_matrix": figures.confusion_figure(metrics.confusion, metrics.classes),
             "hardest_mistakes": figures.mistakes_figure(metrics.mistakes, images, metrics.classes),

@@ -39,10 +39,11 @@ class SearchDisplay:
         study: Optuna's record of it.
         search: what is searched.
         output: the search's folder.
+        chosen_on: by which images the trials are compared, in words.
     """
 
-    def __init__(self, study: optuna.Study, search: Search, output: pathlib.Path) -> None:
-        self.study, self.search, self.output = study, search, output
+    def __init__(self, study: optuna.Study, search: Search, output: pathlib.Path, chosen_on: str) -> None:
+        self.study, self.search, self.output, self.chosen_on = study, search, output, chosen_on
         self.metric = search.experiment.metric
         self.names = [each.name for each in search.ranges]
         self.console = Console(markup=False, emoji=False)  # names are text: [b] in one is no markup
@@ -146,6 +147,8 @@ class SearchDisplay:
             print(f"plot: {printable(shown(self.output / plot))}")
         score = f"{self.metric} {self._score(best):.6g}"
         print(printable(f"best: trial {best.number}, {score}: {self._values(best)}"))
+        hint = "; data.validation: 0.1 holds out others" if self.chosen_on == "test images" else ""
+        print(f"chosen on {self.chosen_on}{hint}")
         command = ["python3", "train.py", "--config", self.search.file]
         for override in (*self.search.overrides, *self.search.overrides_of(best.params)):
             command += ["--set", override]

@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from classify.config import experiment_file
 from classify.config.project import PROJECT
 from classify.engine.trial_config import TrialConfig
-from classify.images.sources import Source
+from classify.images.splits import Splits
 from classify.tuning import searchers, space
 from classify.tuning.display import SearchDisplay
 from classify.tuning.specification import Search
@@ -43,7 +43,7 @@ class SearchRunner:
         InvalidInput: if the folder holds another search.
     """
 
-    def __init__(self, search: Search, output: pathlib.Path, source: Source) -> None:
+    def __init__(self, search: Search, output: pathlib.Path, source: Splits) -> None:
         self.search, self.output, self.source = search, output.resolve(), source
         self.metric = search.experiment.metric
         self.unit, self.length = search.experiment.max_length
@@ -68,7 +68,7 @@ class SearchRunner:
             self.study.set_user_attr("code", code_digests())
         self.config = self.output / "search.yaml"
         self.config.write_text(json.dumps(search.experiment.config, indent=2))  # JSON is YAML
-        self.display = SearchDisplay(self.study, search, self.output)
+        self.display = SearchDisplay(self.study, search, self.output, source.chosen_on)
 
     def run(self) -> int:
         """Runs all trials that have not ended yet, reports, and gives the exit code."""

@@ -118,6 +118,12 @@ class LocalMetrics(core.DummyTrainContext):
         self._line(steps_completed, _line_of({"validation": "", **_in_words(metrics)}), always=True)
 
     @override
+    def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
+        metrics = _scalars(metrics)
+        self._keep(group, steps_completed, metrics)
+        self._line(steps_completed, _line_of({group: "", **_in_words(metrics)}), always=True)
+
+    @override
     def get_experiment_best_validation(self) -> float | None:
         best = min if self.experiment.smaller_is_better else max
         return best(self._scores.values(), default=None)
@@ -145,7 +151,8 @@ class LocalMetrics(core.DummyTrainContext):
         rest = self.output / f".{metrics_log.FILE}"
         with open(rest, "w") as file:
             for entry in metrics_log.read(self.output) if done else ():
-                if entry["steps_completed"] <= done:
+                is_known = entry["group"] in ("training", "validation")  # a test comes anew
+                if entry["steps_completed"] <= done and is_known:
                     file.write(json.dumps(entry) + "\n")
                     if entry["group"] == "validation":
                         self._remember(entry["steps_completed"], entry)

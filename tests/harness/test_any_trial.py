@@ -1,5 +1,6 @@
 """The harness runs trials that know nothing of it: what Determined promises holds on a CPU, and to the bit."""
 
+import json
 import pathlib
 from typing import Any
 
@@ -82,6 +83,28 @@ def test_periods_epochs_and_callbacks(tmp_path):
     assert [len(batches) for _, batches in calls.workloads] == [10, 2, 8, 4, 6, 6, 4]
     trial, _ = fit(tmp_path / "epochs", max_length=pytorch.Epoch(4), validation_period=pytorch.Epoch(2))
     assert trial.calls.counts["validation_end"] == 2 and trial.calls.counts["workload_end"] == 4
+
+
+class WithTestData(LineTrial):
+    """Has test data: half of the points."""
+
+    def build_test_data_loader(self):
+        return pytorch.DataLoader(torch.utils.data.Subset(Points(), range(24)), MICRO_BATCH)
+
+
+@pytest.mark.parametrize("form", ["plain", "pipeline"])
+def test_test_data_are_evaluated_once_at_the_end_and_change_nothing(tmp_path, form):
+    periods: dict[str, Any] = {"validation_period": pytorch.Batch(5), "form": form}
+    plain, without = fit(tmp_path / "plain", **periods)
+    trial, done = fit(tmp_path / "tested", trial_class=WithTestData, **periods)
+    assert done.test.keys() >= {"error", "twice"} and not without.test
+    assert done.validation == without.validation
+    assert all(map(torch.equal, plain.weights(), trial.weights()))
+    assert trial.calls.counts == plain.calls.counts  # as of validations, of which there is no other
+    lines = [json.loads(line) for line in (tmp_path / "tested/metrics.jsonl").read_text().splitlines()]
+    (tested,) = (line for line in lines if line["group"] == "test")
+    assert tested["steps_completed"] == 20 and tested["error"] == done.test["error"] > 0
+    assert tested["error"] != done.validation["error"]
 
 
 def test_a_long_run_of_a_pipeline_repeats_itself(tmp_path):

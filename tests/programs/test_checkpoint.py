@@ -334,7 +334,11 @@ def changed_json(file: pathlib.Path, *place, value) -> None:
 NET_JSON = {
     "nothing": ([], {}, "net.json: {}: must be a mapping with net.name, "),
     "no mapping": ([], [1], "net.json: [1]: must be a mapping with net.name, "),
-    "unknown net": (["net", "name"], "nett", "net.name: 'nett': is no network of net.py or torchvision"),
+    "unknown net": (
+        ["net", "name"],
+        "nett",
+        "net.name: 'nett': is no network of net.py, torchvision or timm",
+    ),
     "a list as net": (["net", "name"], ["net"], "net.name: ['net']: is no network"),
     "other net": (["net", "name"], "resnet18", "is none, but (64,) in this network"),
     "odd arguments": (["net", "net_args"], {"depth": 3}, "net_args: {'depth': 3}: net cannot be made"),

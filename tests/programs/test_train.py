@@ -21,7 +21,7 @@ BATCH = "hyperparameters__overwrite_deepspeed_args__train_batch_size"
 
 KEYS = {
     "steps", "epochs", "world_size", "zero_stage", "dtype", "seconds", "images_per_second", "validation",
-    "weights_sha256", "checkpoint", "peak_memory_mib", "parameter_groups",
+    "weights_sha256", "checkpoint", "peak_memory_mib", "parameter_groups", "chosen_on",
 }  # fmt: skip
 
 

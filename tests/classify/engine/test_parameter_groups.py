@@ -191,3 +191,82 @@ def test_groups_and_frozen_weights_survive_a_resume(grouped):
         assert run.code == 0, f"{mode}: {run.stderr}"
         is_same = run.summary["weights_sha256"] == straight[mode].summary["weights_sha256"]
         assert is_same == (mode != "zero1"), mode
+
+
+def test_rates_fall_from_layer_to_layer_and_the_body_may_wait():
+    (only,) = (each for each in groups_of("resnet18", head_only=True) if not each.frozen)
+    assert only.parameters == ("fc.weight", "fc.bias")
+    found = groups_of("resnet18", layer_decay=0.5, weight_decay_on="weights")
+    factors = {name: each.lr_factor for each in found for name in each.parameters}
+    assert factors["fc.bias"] == 1 and factors["layer4.1.conv2.weight"] == 0.5
+    assert factors["conv1.weight"] == factors["bn1.weight"] == 0.5**9
+    assert len(found) == 20 and len(groups_of("vit_b_16", layer_decay=0.75, weight_decay_on="weights")) == 28
+    biases = [{"match": "bias", "lr_factor": 64}]
+    both = {name: each.lr_factor for each in groups_of("net", layer_decay=0.5, parameter_groups=biases)
+            for name in each.parameters}  # fmt: skip
+    assert both["fc3.bias"] == 64 and both["fc1.bias"] == 16 and both["fc1.weight"] == 0.25
+    outline = registry.on_meta_device(NetSpec("net", 10, (32, 32)))
+    hyper = Hyperparameters.parse({"net": "net"}, registry.check_name)
+    head, body = assign(outline, hyper, 10, waits=7)
+    assert (body.starts_after, head.starts_after, head.parameters) == (7, 0, ("fc3.weight", "fc3.bias"))
+    assert body.describe({"lr": 0.1}) == (
+        "others: 8 parameters, 61,156 weights, learning rate 0.1, after 7 steps, weight decay 0"
+    )
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_head_trains_first_and_layers_at_their_own_rates(tmp_path, processes):
+    """In every mode, and to the same bits after a stop while the body waits."""
+    weights, first = tmp_path / "first.pt", Net()
+    torch.save(first.state_dict(), weights)
+    how = {"head_only": {"batches": 5}, "layer_decay": 0.5}
+    modes = [mode for mode in MODES if processes == 2 or mode != "pipeline"]
+    kept = overrides(min_checkpoint_period="{batches: 5}", checkpoint_storage="{save_trial_latest: 9}")
+    rows = {"head": row("zero2", weights, [], head_only=True)}
+    rows |= {mode: [*row(mode, weights, [], **how), *kept] for mode in modes}
+    for name in ("straight", "stopped"):
+        (tmp_path / name).mkdir()
+    straight = train_many(tmp_path / "straight", rows, processes)
+    stopped = train_many(tmp_path / "stopped", rows, processes, sigterm_at=3)
+    rest = train_many(
+        tmp_path / "stopped", {name: [*each, *LATEST] for name, each in rows.items()}, processes
+    )
+    for mode, run in straight.items():
+        assert (run.code, stopped[mode].code, rest[mode].code) == (0, 130, 0), f"{mode}: {run.stderr}"
+        assert rest[mode].summary["weights_sha256"] == run.summary["weights_sha256"], mode
+        if mode == "moe":
+            continue
+        before = {
+            name: each.bfloat16().float() if "bf16" in mode else each
+            for name, each in first.state_dict().items()
+        }
+        saved = checkpoints(run)
+        waited = torch.load((saved[5] if mode != "head" else run.output) / "net.pt")
+        for name, weight in waited.items():
+            assert torch.equal(weight, before[name]) == (not name.startswith("fc3")), f"{mode}: {name}"
+        if mode == "head":
+            continue
+        last = torch.load(run.output / "net.pt")
+        assert not any(torch.equal(last[name], before[name]) for name in last), mode
+        if mode.startswith(("zero", "pipeline")):
+            assert losses(run) == pytest.approx(losses(straight["zero0"]), rel=1e-4), mode
+            rates = {name: rate / LR * STEPS / 2 for name, (rate, _) in settings_of(saved[10]).items()}
+            assert len(rates) == 10, mode  # with decay, and without
+            for name, rate in rates.items():
+                layer = int(name.partition("layer ")[2][0])
+                assert rate == pytest.approx(0.5 ** (4 - layer)), f"{mode}: {name}"
+
+
+def test_what_cannot_be_rated_is_said():
+    for hyper, line in [
+        ({"layer_decay": 1}, "hyperparameters.layer_decay: 1: must be a number between 0 and 1"),
+        (
+            {"head_only": {"steps": 3}},
+            "hyperparameters.head_only: {'steps': 3}: must be true, or for how long",
+        ),
+        (
+            {"head_only": 3},
+            "hyperparameters.head_only: 3: must be true, or for how long at first: {epochs: N}",
+        ),
+    ]:
+        assert error_line(Hyperparameters.parse, hyper, registry.check_name).startswith(line)

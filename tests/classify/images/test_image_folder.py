@@ -15,7 +15,6 @@ from support import all_at_once, error_line, fork
 import checkpoint
 import data
 from classify.images import cache, decode
-from classify.images.image_folder import SPLITS
 from classify.images.settings import DataSettings
 from harness import host_lock
 from harness.errors import InvalidInput
@@ -23,7 +22,7 @@ from harness.errors import InvalidInput
 
 def test_counted_without_decoding(folder):
     config = DataSettings("imagefolder", str(folder))
-    assert [config.open_source().count(split) for split in SPLITS] == [4, 2]
+    assert [config.open_source().count(split) for split in ("train", "test")] == [4, 2]
     assert caches(folder) == {}
 
 
@@ -104,7 +103,7 @@ def test_where_images_are_kept_is_said_and_they_are_listed_and_cleared(folder, t
         [(10, 0), (20, 1), *TRAIN[2:]],
     ),
     new_class=(
-        lambda root: [save(root / split / "Z/1.bmp", 99) for split in SPLITS],
+        lambda root: [save(root / split / "Z/1.bmp", 99) for split in ("train", "test")],
         [(99, 0), *((grey, label + 1) for grey, label in TRAIN)],
     ),
 )

@@ -33,7 +33,8 @@ def test_config():
             {"colour": 1},
             [
                 "data.colour",
-                "augment, dataset, device, download, image_size, normalize, resize, root, workers",
+                "augment, dataset, device, download, image_size, normalize, resize, root, sampling, split_seed,"
+                " test, validation, workers",
             ],
         ),
         ({7: 1}, ["data.7", "unknown key"]),

@@ -1,5 +1,6 @@
 """Losses by name, and the weights of classes."""
 
+import numpy as np
 import pytest
 import torch
 from sklearn.utils.class_weight import compute_class_weight
@@ -38,7 +39,9 @@ def test_cross_entropy_is_torchs_to_the_bit_and_the_others_take_the_same_targets
 
 @pytest.mark.parametrize("name", ["cross_entropy", "bce", "focal"])
 def test_balanced_weights_are_of_all_images_whatever_the_micro_batch(name):
-    weights = torch.from_numpy(compute_class_weight("balanced", classes=[0, 1, 2], y=LABELS.numpy())).float()
+    weights = torch.from_numpy(
+        compute_class_weight("balanced", classes=np.arange(3), y=LABELS.numpy())
+    ).float()
     single = torch.stack([loss(LOGITS[i : i + 1], LABELS[i : i + 1], loss=name) for i in range(56)])
     balanced = loss(loss=name, class_weights="balanced")
     torch.testing.assert_close(balanced, (single * weights[LABELS]).mean())

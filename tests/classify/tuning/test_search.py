@@ -148,7 +148,7 @@ def test_names_are_text_in_the_table():
         ended = {"outcome": "invalid", "reason": f"data.root: {value}: none"}
         trial = optuna.create_trial(value=0.5, params=params, distributions=kinds, user_attrs=ended)
         study.add_trial(trial)
-    shown = display.SearchDisplay(study, loaded, pathlib.Path())
+    shown = display.SearchDisplay(study, loaded, pathlib.Path(), "test images")
     shown.console.width, shown.console.file = 300, io.StringIO()
     shown.console.print(shown._table())
     text = shown.console.file.getvalue()
@@ -224,7 +224,7 @@ def test_plots_have_labels_apart_whole_trials_and_no_white_line(tmp_path, monkey
         return name
 
     monkeypatch.setattr(SearchDisplay, "_save", keep)
-    assert SearchDisplay(study, loaded, tmp_path).finish() == 0
+    assert SearchDisplay(study, loaded, tmp_path, "validation images").finish() == 0
     assert all(tick == int(tick) for tick in figures["history.png"].axes[0].get_xticks())
     for axes in (axes for figure in figures.values() for axes in figure.axes):
         axis = axes.xaxis if axes.get_xscale() == "log" else axes.yaxis
@@ -250,7 +250,8 @@ def test_a_trial_that_starts_with_other_code_is_told_once(tmp_path, monkeypatch,
     (tmp_path / "mine/deep/loss.py").unlink()
     (tmp_path / "mine/new.py").write_text("3")
     study = optuna.create_study()
-    display = SearchDisplay(study, specification.load(str(PROJECT / GRID), [], 1), tmp_path)
+    search = specification.load(str(PROJECT / GRID), [], 1)
+    display = SearchDisplay(study, search, tmp_path, "test images")
     for number in (1, 2, 3):
         display.tell_changes(number, begun, runner.code_digests())
         if number == 2:

@@ -1,0 +1,152 @@
+"""Which images train, which validate and which test: folders of their own, or shares of others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from classify.images.sources import Source
+from harness.errors import InvalidInput
+
+SPLITS = ("train", "val", "test")
+TEST_SHARE = 0.2  # of a source of one part, where nothing is said
+AUTO, VALIDATION_SHARE = "auto", 0.1  # the share where there is no folder
+_DRAW = 17  # which keeps these draws apart from others of the same seed
+
+
+class Splits:
+    """A dataset's images to train, to validate and to test.
+
+    Validations are of the split ``val``: what ``data.validation`` holds out of the training images, or what
+    the source has of its own. Without either they are of ``test``. Shares are of each class, and the same for
+    all runs with the same ``data.split_seed``.
+
+    Args:
+        source: the dataset.
+        validation: the share of the training images that is held out; ``auto`` for a tenth, if the source has
+            none of its own.
+        test: the share of all images that tests, of a source that has but one part.
+        seed: of which images are held out.
+
+    Raises:
+        InvalidInput: if a share is given of what the source has already, or a class is too small for them.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        validation: float | str | None = None,
+        test: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.source, self.seed, parts = source, seed, source.parts
+        self.shares: dict[str, float] = {}
+        is_whole = "train" not in parts
+        self._trains = parts[0] if is_whole else "train"  # the part that holds the training images
+        if is_whole:
+            self.shares["test"] = TEST_SHARE if test is None else test
+        elif test is not None:
+            raise InvalidInput(f"data.test: {test}: the dataset has test images of its own; remove it")
+        if validation == AUTO:
+            validation = None if "val" in parts else VALIDATION_SHARE
+        if validation is not None and "val" in parts:
+            what = "the dataset has validation images of its own (val); use auto, or remove it"
+            raise InvalidInput(f"data.validation: {validation}: {what}")
+        if validation is not None:
+            self.shares["val"] = float(validation)
+        self.names = tuple(name for name in SPLITS if name == "train" or name in (*parts, *self.shares))
+        if self.shares:
+            _check(self._sizes, source.classes, len(self.shares) + 1)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The class names, in the order of the labels."""
+        return self.source.classes
+
+    @property
+    def validation(self) -> str:
+        """The split by which runs are judged while they train: ``val`` or ``test``."""
+        return "val" if "val" in self.names else "test"
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there are test images by which nothing is chosen."""
+        return self.names == SPLITS
+
+    @property
+    def chosen_on(self) -> str:
+        """On which images a best checkpoint or trial is chosen, in words."""
+        return "validation images" if self.validation == "val" else "test images"
+
+    def count(self, split: str) -> int:
+        """How many images a split has, without decoding them."""
+        part = self._part(split)
+        if self._is_cut(part):
+            return sum(_taken(size, self.shares)[split] for size in self._sizes)
+        return self.source.count(part)
+
+    def load(self, split: str, size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Decodes what a split is in.
+
+        Returns:
+            Images (N, 3, H, W) uint8 of this height and width; the split's labels (M,) int64; and which of
+            the images it is, (M,) int64, or None for all of them.
+
+        Raises:
+            InvalidInput: if the data is missing, damaged or not usable; the line names the folder or file.
+        """
+        part = self._part(split)
+        images, labels = self.source.load(part, size)
+        if not self._is_cut(part):
+            return images, labels, None
+        rows = self._rows(split, labels)
+        return images, labels[rows], rows
+
+    @functools.cached_property
+    def _sizes(self) -> Sequence[int]:
+        """The images of each class in the part that is cut."""
+        return self.source.class_counts(self._trains)
+
+    def _part(self, split: str) -> str:
+        return split if split in self.source.parts else self._trains
+
+    def _is_cut(self, part: str) -> bool:
+        return part == self._trains and bool(self.shares)
+
+    def _rows(self, split: str, labels: Tensor) -> Tensor:
+        """Which images a split has, drawn for each class by the seed, in their order."""
+        random, chosen = np.random.default_rng((self.seed, _DRAW)), []
+        for label in range(len(self.classes)):
+            places = random.permutation(np.flatnonzero(labels.numpy() == label))
+            taken, start = _taken(len(places), self.shares), 0
+            for name, size in taken.items():
+                if name == split:
+                    chosen.append(places[start : start + size])
+                start += size
+        return torch.from_numpy(np.sort(np.concatenate(chosen)))
+
+
+def _taken(size: int, shares: dict[str, float]) -> dict[str, int]:
+    """How many images of a class each split has: at least one; ``train`` what the others leave."""
+    taken: dict[str, int] = {}
+    left = size
+    for name, share in shares.items():
+        others = len(shares) - len(taken)  # which need an image each after this one, ``train`` among them
+        taken[name] = max(1, min(round(left * share), left - others))
+        left -= taken[name]
+    return {**taken, "train": left}
+
+
+def _check(sizes: Sequence[int], classes: Sequence[str], splits: int) -> None:
+    small = {name: size for name, size in zip(classes, sizes, strict=True) if size < splits}
+    errors = [
+        f"data.root: the class {name!r} has {size} image{'s' * (size != 1)}, too few for {splits} splits; add"
+        " some, or hold out less"
+        for name, size in small.items()
+    ]
+    if errors:
+        raise InvalidInput(errors)

@@ -1,0 +1,178 @@
+"""Which images train, validate and test: shares of each class, drawn by a seed, and folders of their own."""
+
+import numpy as np
+import pytest
+import torch
+from folders import caches, greys, save, table
+from support import error_line
+
+import data
+from classify.images.sampler import MicroBatchSampler
+from classify.images.settings import DataSettings
+from harness.errors import InvalidInput
+
+
+def folder_of(root, **sizes):
+    """A folder with so many images of each class, each of a grey of its own."""
+    grey = iter(range(256))
+    for name, size in sizes.items():
+        for index in range(size):
+            save(root / name.replace("__", "/") / f"{index:02}.bmp", next(grey))
+    return root
+
+
+def opened(root, **section):
+    return DataSettings.parse({"dataset": "imagefolder", "root": str(root), **section}).open_source()
+
+
+def loaded(root, split, **section):
+    """A (grey, label) for each image of a split."""
+    settings = DataSettings.parse({"dataset": "imagefolder", "root": str(root), **section})
+    kept = data.load(settings, split)
+    images = kept.select(torch.arange(len(kept)))
+    assert (images == images[:, :1, :1, :1]).all()
+    assert len(kept) == settings.open_source().count(split) == len(images)
+    return list(zip(images[:, 0, 0, 0].tolist(), kept.labels.tolist(), strict=True))
+
+
+def test_a_folder_of_classes_is_split_by_the_seed(tmp_path):
+    root = folder_of(tmp_path / "photos", cat=40, dog=10, owl=3)
+    section = {"validation": 0.25}
+    splits = {split: loaded(root, split, **section) for split in ("train", "val", "test")}
+    assert {split: np.bincount([label for _, label in each]).tolist() for split, each in splits.items()} == {
+        "test": [8, 2, 1],
+        "val": [8, 2, 1],
+        "train": [24, 6, 1],
+    }
+    assert sorted(pair for each in splits.values() for pair in each) == [
+        (grey, 0 if grey < 40 else 1 if grey < 50 else 2) for grey in range(53)
+    ]
+    for each in splits.values():
+        assert each == sorted(each) and len(set(each)) == len(each)
+    assert splits == {split: loaded(root, split, **section) for split in splits}
+    assert splits["test"] != loaded(root, "test", split_seed=1, **section)
+    assert splits["test"] == loaded(root, "test")  # whatever is held out of the rest
+    assert len(loaded(root, "test", test=0.5)) == 20 + 5 + 2
+    assert len(caches(root)) == 1  # all splits are of the images that were decoded once
+    names = [opened(root, **each).names for each in (section, {})]
+    assert names == [("train", "val", "test"), ("train", "test")]
+    assert loaded(root, "val", validation="auto") == loaded(root, "val", validation=0.1)
+
+
+def test_validation_images_are_held_out_of_those_that_train(tmp_path):
+    root = folder_of(tmp_path, train__a=20, train__b=10, test__a=3, test__b=2)
+    before = loaded(root, "train")
+    train, val = (loaded(root, split, validation=0.2) for split in ("train", "val"))
+    assert [np.bincount([label for _, label in each]).tolist() for each in (train, val)] == [[16, 8], [4, 2]]
+    assert sorted(train + val) == sorted(before)
+    splits, without = opened(root, validation=0.2), opened(root)
+    assert (splits.validation, splits.has_test, splits.chosen_on) == ("val", True, "validation images")
+    assert (without.validation, without.has_test, without.chosen_on) == ("test", False, "test images")
+
+
+@pytest.mark.parametrize("parts", [("train", "val", "test"), ("train", "val")])
+def test_a_folder_of_its_own_is_for_validations(tmp_path, parts):
+    root = folder_of(tmp_path, **{f"{part}__{name}": 3 for part in parts for name in "ab"})
+    splits = opened(root, validation="auto")
+    assert splits.names == opened(root).names == parts and splits.validation == "val"
+    assert splits.has_test == ("test" in parts)
+    assert [greys(data.load(DataSettings("imagefolder", str(root)), part)) for part in parts] == [
+        [(6 * index + grey, grey // 3) for grey in range(6)] for index in range(len(parts))
+    ]
+
+
+@pytest.mark.parametrize("dataset", ["digits", "cifar10"])
+def test_any_dataset_can_hold_images_out(dataset):
+    settings = DataSettings.parse({"dataset": dataset, "validation": 0.1})
+    splits, whole = settings.open_source(), DataSettings.parse({"dataset": dataset}).open_source()
+    assert splits.count("train") + splits.count("val") == whole.count("train")
+    assert abs(splits.count("val") - 0.1 * whole.count("train")) <= 5
+    if dataset == "digits":
+        train, val = (data.load(settings, split) for split in ("train", "val"))
+        everything = data.load(DataSettings("digits"), "train")
+        assert train.rows is not None and val.rows is not None
+        rows = torch.cat([train.rows, val.rows])
+        assert torch.equal(rows.sort().values, torch.arange(len(everything)))
+        assert torch.equal(everything.labels[val.rows], val.labels)
+        assert torch.equal(val.to(torch.device("cpu")).images, everything.images[val.rows])
+
+
+@table(
+    "sizes, section, line",
+    share=({"a": 9, "b": 9}, {"validation": 1}, "data.validation: 1: must be auto or a share between 0 a"),
+    text=({"a": 9, "b": 9}, {"test": "some"}, "data.test: 'some': must be a share between 0 and 1"),
+    seed=({"a": 9, "b": 9}, {"split_seed": -1}, "data.split_seed: -1: must be a whole number"),
+    sampling=(
+        {"a": 9, "b": 9},
+        {"sampling": "even"},
+        "data.sampling: 'even': must be one of shuffle, balanc",
+    ),
+    small=({"a": 9, "b": 2}, {"validation": 0.1}, "data.root: the class 'b' has 2 images, too few for 3 spl"),
+    test_twice=(
+        {"train__a": 2, "train__b": 2, "test__a": 2, "test__b": 2},
+        {"test": 0.5},
+        "data.test: 0.5: the dataset has test images of its own; remove it",
+    ),
+    val_twice=(
+        {"train__a": 2, "train__b": 2, "val__a": 2, "val__b": 2},
+        {"validation": 0.5},
+        "data.validation: 0.5: the dataset has validation images of its own (val); use auto, or rem",
+    ),
+    only_train=({"train__a": 2, "train__b": 2}, {}, "has no folder 'test' nor 'val'; it needs train/<class>"),
+    no_train=({"test__a": 2, "test__b": 2}, {}, "has no folder 'train'; it needs train/<class>/* with"),
+    named_otherwise=({"Train__a": 2, "valid__a": 2}, {}, "holds the folder 'Train'; rename it to train, val"),
+    one_class=({"cats": 5}, {}, "holds only the class 'cats'; it needs a folder each for two classes"),
+    other_classes=(
+        {"train__a": 2, "train__b": 2, "val__a": 2, "val__c": 2},
+        {},
+        "the classes of val differ from those of train (only in train: b; only in val: c); make them the same",
+    ),
+)
+def test_what_cannot_be_split_is_said(tmp_path, sizes, section, line):
+    root = folder_of(tmp_path, **sizes)
+    assert line in error_line(lambda: [opened(root, **section).count("train")])
+    assert caches(root) == {}
+
+
+LABELS = torch.tensor([0] * 100 + [1] * 7 + [2])
+
+
+def test_balanced_epochs_have_as_many_of_each_class():
+    sampler = MicroBatchSampler(108, 12, 2, seed=5, labels=LABELS)
+    orders = [sampler.order(epoch) for epoch in range(3)]
+    for order in orders:
+        assert torch.bincount(LABELS[order]).tolist() == [36, 36, 36]
+        times = torch.bincount(order, minlength=108)
+        assert set(times[:100].tolist()) == {0, 1} and set(times[100:107].tolist()) <= {5, 6}
+    assert not torch.equal(*orders[:2])
+    assert torch.equal(MicroBatchSampler(108, 36, 1, seed=5, labels=LABELS).order(2), orders[2])
+    uneven = MicroBatchSampler(107, 12, 1, seed=5, labels=LABELS[:107]).order(0)
+    assert sorted(torch.bincount(LABELS[uneven]).tolist()) == [53, 54]
+
+
+def test_an_image_that_comes_often_is_changed_anew_each_time():
+    section = {"dataset": "digits", "sampling": "balanced", "augment": {"crop": 4}}
+    images = data.Images(
+        settings := DataSettings.parse(section), settings.open_source(), 3, torch.device("cpu")
+    )
+    kept = images.train
+    skewed = torch.cat([torch.nonzero(kept.labels == 0)[:1, 0], torch.nonzero(kept.labels == 1)[:, 0]])
+    images.__dict__["train"] = type(kept)(kept.images[skewed], kept.labels[skewed], kept.classes, kept.crop)
+    count = len(skewed)
+    sampler = MicroBatchSampler(count, count, 1, seed=3, labels=kept.labels[skewed])
+    loader = images.training_loader(sampler).get_data_loader(repeat=False, skip=0, num_replicas=1, rank=0)
+    pictures, labels = next(iter(loader))
+    zeros = pictures[labels == 0]
+    assert len(zeros) == count // 2 or len(zeros) == count // 2 + 1
+    assert len(zeros.flatten(1).unique(dim=0)) > 20  # of one image
+    # The same places of the epoch get the same draws in micro-batches of another size
+    smaller = MicroBatchSampler(count, count, 3, seed=3, labels=kept.labels[skewed])
+    parts = images.training_loader(smaller).get_data_loader(repeat=False, skip=0, num_replicas=1, rank=0)
+    assert torch.equal(torch.cat([part for part, _ in parts]), pictures)
+
+
+def test_all_errors_of_a_section_at_once(tmp_path):
+    section = {"dataset": "digits", "validation": 2, "sampling": "x", "split_seed": "x"}
+    with pytest.raises(InvalidInput) as caught:
+        DataSettings.parse(section)
+    assert len(caught.value.errors) == 3
