@@ -9,6 +9,7 @@ from torch import Tensor
 
 from classify.config.hyperparameters import Hyperparameters
 from classify.config.metric_names import SPEED_METRIC, TOP5_METRIC, TTA_METRIC, metrics_for
+from classify.images.splits import Splits
 from classify.models import dry_run, recompute, registry, state_dicts
 from classify.models.registry import NetSpec
 from harness.errors import InvalidInput, nearest
@@ -29,6 +30,18 @@ def check_metrics(hyper: Hyperparameters, searcher: Mapping[str, Any], classes: 
         f"{key}: {metric!r}: no validation reports it; {hints.get(metric) or nearest(metric, names)}"
         for key, (metric, names) in chosen.items()
         if metric is not None and metric not in names
+    ]
+    if errors:
+        raise InvalidInput(errors)
+
+
+def check_evaluation(source: Splits, parts: int) -> None:
+    """Refuses fewer images to validate or to test than micro-batches that all ranks take together."""
+    errors = [
+        f"data.root: {source.count(split)} images in {split}, fewer than the {parts} micro-batches that all"
+        " processes take at a time; use fewer processes, or hold out more"
+        for split in source.names[1:]
+        if source.count(split) < parts
     ]
     if errors:
         raise InvalidInput(errors)

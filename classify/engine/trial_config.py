@@ -22,7 +22,7 @@ from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATC
 from classify.engine.learning_rate import schedule_notes
 from classify.engine.optimizer_rules import is_muon
 from classify.engine.parameter_groups import Group, are_plain, assign
-from classify.engine.trial_checks import check_metrics, check_network
+from classify.engine.trial_checks import check_evaluation, check_metrics, check_network
 from classify.images import views
 from classify.images.sampler import step_sizes
 from classify.images.settings import DataSettings
@@ -109,6 +109,7 @@ class TrialConfig:
             data = dataclasses.replace(data, normalize={"mean": mean, "std": std})
         seed = int((experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
         config = cls(hyper, data, source, deepspeed, seed, processes, device)
+        check_evaluation(source, config.evaluation_batches[1])
         check_network(config.net, hyper, config.least_micro_batch, parts.weights)
         _ = config.groups
         return config

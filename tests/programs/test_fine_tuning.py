@@ -149,6 +149,25 @@ def test_a_wrong_short_form_is_one_line(short, line, capsys):
     assert said.startswith(f"train.py: {line}")
 
 
+def test_too_few_images_for_the_processes_are_refused_by_name(tmp_path, capsys):
+    for index in range(12):
+        save(tmp_path / str(index % 2) / f"{index}.png", Image.new("L", (32, 32), index))
+    section = f"{{dataset: imagefolder, root: {tmp_path}, validation: 0.2}}"
+    short = [
+        *CONFIG,
+        *overrides(data=section, **{f"{DEEPSPEED}train_batch_size": 4}),
+        "--check",
+        "--slots",
+        "4",
+    ]
+    assert train.main(short) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" images")[2][:40] for line in lines] == [
+        f" in {split}, fewer than the 4 micro-batches "[:40] for split in ("val", "test")
+    ]
+    assert train.main([*short[:-1], "2"]) == 0
+
+
 def test_weights_of_classes_lift_the_recall_of_a_skewed_folder(tmp_path):
     """50 to 1: what weights, or balanced epochs, are for."""
     bunch = load_digits()
@@ -178,3 +197,27 @@ def test_weights_of_classes_lift_the_recall_of_a_skewed_folder(tmp_path):
         torch.load(runs["plain"].output / "net.pt").keys()
         == torch.load(runs["weights"].output / "net.pt").keys()
     )
+
+
+def test_three_grey_images_of_any_size_in_each_of_200_classes_train_by_one_command(tmp_path):
+    random = np.random.default_rng(0)
+    for label in range(200):
+        for index in range(3):
+            pixels = random.integers(0, 256, tuple(random.integers(9, 60, 2)), dtype=np.uint8)
+            save(tmp_path / "photos" / f"{label:03}" / f"{index}.png", Image.fromarray(pixels))
+    small = overrides(
+        data__image_size=32,
+        data__resize=36,
+        data__normalize="dataset",
+        hyperparameters__weights="null",
+        hyperparameters__layer_decay=0.7,
+        hyperparameters__head_only="{batches: 2}",
+    )
+    row = ["--config", "experiments/photos.yaml", *overrides(data__root=tmp_path / "photos"), *small]
+    run = train_many(tmp_path, {"run": [*row, "--net", "net", "--epochs", "1"]})["run"]
+    assert run.code == 0, run.stderr
+    assert "200 to train, 200 to validate, 200 to test at the end, 200 classes" in run.stdout
+    for part in ("validation", "test"):
+        assert run.summary[part]["images"] == 200 == len(run.summary[part]["per_class_precision"])
+        assert 0 <= run.summary[part]["accuracy"] <= run.summary[part]["top5_accuracy"] < 0.2
+    assert len(run.summary["parameter_groups"]) == 5
