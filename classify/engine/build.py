@@ -77,7 +77,8 @@ def _load_weights(net: nn.Module, config: TrialConfig) -> None:
     chosen = config.hyper.weights
     assert chosen
     label = f"hyperparameters.weights: {chosen}"
-    found = pretrained.read(config.hyper.net, chosen, config.data.image_size, config.hyper.net_args)
+    spec = config.net
+    found = pretrained.read(spec.name, chosen, spec.image_size, spec.args, config.source.classes)
     skipped = state_dicts.load_pretrained(net, found, label)
     if skipped and torch.distributed.get_rank() == 0:
         print(printable(state_dicts.describe_skipped_weights(skipped, label)), file=sys.stderr)

@@ -49,7 +49,9 @@ class Parts:
         if self.hyper and self.hyper.weights:
             with self.errors.collecting():
                 size = self.data.image_size if self.data else size or DataSettings().image_size
-                self.weights = pretrained.read(self.hyper.net, self.hyper.weights, size, self.hyper.net_args)
+                classes = self.source.classes if self.source else ()
+                net, args = self.hyper.net, self.hyper.net_args
+                self.weights = pretrained.read(net, self.hyper.weights, size, args, classes)
 
 
 def errors_of(hparams: Mapping[str, Any], experiment: Mapping[str, Any]) -> list[str]:

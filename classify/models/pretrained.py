@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import pathlib
 import pickle
@@ -14,7 +15,7 @@ import posixpath
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +23,12 @@ import torchvision
 from torch import Tensor
 
 import net as own
-from classify.models import state_dicts, timm_nets
+from classify.models import net_file, state_dicts, timm_nets
+from classify.models.heads import head_layers
 from classify.models.registry import MOE, NetSpec, on_meta_device
 from harness.errors import InvalidInput, one_line
 from harness.host_lock import host_lock
+from harness.input_files import regular_file
 
 PATIENCE = 20.0  # seconds without a byte, after which a download has failed
 _OLD_DENSE_LAYER = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.(\d)")
@@ -47,19 +50,45 @@ def is_own(net: str) -> bool:
 
 
 def read(
-    net: str, weights: str, image_size: tuple[int, int], args: Mapping[str, Any] | None = None
+    net: str,
+    weights: str,
+    image_size: tuple[int, int],
+    args: Mapping[str, Any] | None,
+    classes: Sequence[str],
 ) -> dict[str, Tensor]:
     """The weights that ``hyperparameters.weights`` names: a library's, or those of a file.
+
+    A file that is described as of other classes comes without its head, also where these are as many.
 
     Args:
         net: the name of the network.
         weights: their name or path.
         image_size: height and width of the images, to which timm fits what is for each place in them.
         args: further arguments of the network.
+        classes: the names of those that it is to be trained for.
 
     Raises:
         InvalidInput: if they cannot be had.
     """
+    found = _read(net, weights, image_size, args)
+    if net == MOE or not _is_of_others(weights, classes):
+        return found
+    heads = tuple(f"{layer}." for layer in head_layers(on_meta_device(NetSpec(net, 2, image_size, args))))
+    return {name: each for name, each in found.items() if not name.startswith(heads)}
+
+
+def _is_of_others(weights: str, classes: Sequence[str]) -> bool:
+    """Whether a JSON file beside a file of weights names other classes, or these in another order."""
+    try:
+        described = json.loads(regular_file(net_file.beside(pathlib.Path(weights))).read_text())
+        return list(described["classes"]) != list(classes)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # it says nothing
+        return False
+
+
+def _read(
+    net: str, weights: str, image_size: tuple[int, int], args: Mapping[str, Any] | None
+) -> dict[str, Tensor]:
     with _patience():
         if timm_nets.is_timm(net):
             outline = on_meta_device(NetSpec(net, 2, image_size, args))

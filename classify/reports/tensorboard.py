@@ -13,7 +13,13 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from classify.config.metric_names import CALIBRATION_METRIC, MACRO_METRICS, TOP5_METRIC, TTA_METRIC
+from classify.config.metric_names import (
+    CALIBRATION_METRIC,
+    MACRO_METRICS,
+    METRICS,
+    TOP5_METRIC,
+    TTA_METRIC,
+)
 from classify.engine.trial_config import TrialConfig
 from classify.images.image_set import ImageSet
 from classify.models import registry
@@ -119,6 +125,12 @@ class TensorBoardLog(StepCounter):
         for name, value in scalars.items():
             if value is not None:
                 self.writer.add_scalar(name, float(value), self.steps)
+
+    @override
+    def on_test_end(self, metrics: dict[str, Any]) -> None:
+        if self.is_chief:
+            names = {TTA_METRIC: "accuracy/test_tta", TOP5_METRIC: "accuracy/test_top5"}
+            self._add({names.get(key, f"{key}/test"): metrics.get(key) for key in METRICS})
 
     def _draw(self) -> None:
         since = time.monotonic()

@@ -11,6 +11,7 @@ from modes import DEEPSPEED
 from PIL import Image
 from sklearn.datasets import load_digits
 from support import LATEST, checkpoints, overrides, train_many
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
 
@@ -76,6 +77,9 @@ def test_nothing_is_chosen_by_the_test_images(folders, tmp_path, processes):
             assert run.summary["test"][key] == tests[0][key]
         *_, tested, _, _ = run.stdout.splitlines()
         assert tested == f"test accuracy {tests[0]['accuracy']:.4f}"
+        events = EventAccumulator(str(run.output)).Reload()
+        assert events.Scalars("accuracy/test")[-1].value == pytest.approx(tests[0]["accuracy"])
+        assert events.Scalars("accuracy/test_tta")[-1].value == pytest.approx(tests[0]["accuracy_tta"])
         confusion = json.loads((run.output / "classification.json").read_text())["confusion"]
         assert np.sum(confusion) == 29  # of the validation, not of the test
     one, other = runs["one"], runs["other"]

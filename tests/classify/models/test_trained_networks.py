@@ -13,7 +13,8 @@ from PIL import Image
 from support import error_line, execute, launcher, overrides, train_many
 
 import net as own
-from classify.models import dry_run, registry
+from classify.models import dry_run, pretrained, registry, state_dicts
+from classify.models.heads import head_layers
 from classify.models.registry import NetSpec
 
 NETS: dict[str, dict[str, object]] = {
@@ -198,3 +199,23 @@ def test_a_name_that_is_none_is_refused_with_the_nearest(train):
     run = train(*FIXED, *overrides(hyperparameters__net="resnet81"))
     assert run.code == 2
     assert "hyperparameters.net: 'resnet81'" in run.stderr and "did you mean 'resnet" in run.stderr
+
+
+@pytest.mark.parametrize("net", ["net", "resnet18", "vgg11"])
+def test_a_head_of_as_many_other_classes_starts_at_random(tmp_path, net):
+    """As what lies beside a run's weights says; the same names in another order are others, too."""
+    spec = NetSpec(net, 3, (32, 32))
+    first = registry.build(spec).state_dict()
+    torch.save(first, tmp_path / "net.pt")
+    (tmp_path / "net.json").write_text(json.dumps({"classes": ["a", "b", "c"]}))
+    for classes, is_kept in ((("a", "b", "c"), True), (("a", "c", "b"), False), (("x", "y", "z"), False)):
+        made = registry.build(spec)
+        found = pretrained.read(net, str(tmp_path / "net.pt"), (32, 32), None, classes)
+        skipped = state_dicts.load_pretrained(made, found, "weights")
+        head = [name for name in first if name.startswith(tuple(f"{layer}." for layer in head_layers(made)))]
+        assert skipped == ([] if is_kept else head) and len(head) == 2
+        for name, weight in made.state_dict().items():
+            is_bias = name.endswith("bias")  # which may be zeros, that are not drawn
+            assert is_bias or torch.equal(weight, first[name]) == (is_kept or name not in head), name
+    (tmp_path / "net.json").write_text("{")
+    assert len(pretrained.read(net, str(tmp_path / "net.pt"), (32, 32), None, ("x",))) == len(first)
