@@ -10,6 +10,7 @@ rates, of which held-out validation images choose one; the test images are looke
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
 import statistics
 import sys
@@ -25,7 +26,7 @@ from harness import machine
 
 SECTION = "Fine-tuning"
 EPOCHS = 30
-RATES = (0.0005, 0.002, 0.008)
+RATES = (0.0005, 0.002, 0.008, 0.03)
 WAYS: dict[str, dict[str, Any]] = {  # hyperparameters of each; all but the first start from the weights
     "from scratch": {},
     "head alone": {"head_only": True},
@@ -52,19 +53,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seeds", nargs="+", type=int, default=[0, 1], metavar="N", help="(0 1)")
     add("--width", type=int, default=32, help="of the network, airbench (%(default)s)")
     add("--epochs", type=int, default=6, help="of the five classes' training (%(default)s)")
+    add("--run", type=pathlib.Path, help="folder of an earlier training on the five classes (trains on them)")
     add("--results", type=pathlib.Path, default=runs.PROJECT / "benchmarks/RESULTS.md")
     args = parser.parse_args(argv)
     first, others = Cifar10.classes[:5], Cifar10.classes[5:]
     with tempfile.TemporaryDirectory() as folder:
         root = pathlib.Path(folder)
         link(args.images, root / "first", first)
-        before = pretrain(root, args)
+        weights, before = pretrained(root, args)
         accuracies: dict[str, list[float]] = {way: [] for way in WAYS}
         seconds: dict[str, list[float]] = {way: [] for way in WAYS}
         for seed in args.seeds:
             link(args.images, root / f"few{seed}", others, args.count, seed)
             for way in WAYS:
-                tested, took = fine_tuned(root, way, seed, args.width)
+                tested, took = fine_tuned(root, weights, way, seed, args.width)
                 accuracies[way].append(tested)
                 seconds[way] += took
                 print(f"seed {seed}: {way}: {tested:.4f}", flush=True)
@@ -120,19 +122,25 @@ def sections(root: pathlib.Path, width: int, epochs: int, **more: Any) -> dict[s
     }
 
 
-def pretrain(root: pathlib.Path, args: argparse.Namespace) -> float:
-    """Trains on the first five classes; gives the accuracy."""
-    made = sections(root / "first", args.width, args.epochs)
-    return runs.trained("experiments/cifar10-90.yaml", made, root / "before")["validation"]["accuracy"]
+def pretrained(root: pathlib.Path, args: argparse.Namespace) -> tuple[pathlib.Path, float]:
+    """The weights of a network of the first five classes, trained if need be, and its accuracy."""
+    made = args.run.resolve() if args.run else root / "before"
+    if not args.run:
+        inputs = sections(root / "first", args.width, args.epochs)
+        runs.trained("experiments/cifar10-90.yaml", inputs, made)
+    summary = json.loads((made / "summary.json").read_text())
+    return made / "net.pt", summary["validation"]["accuracy"]
 
 
-def fine_tuned(root: pathlib.Path, way: str, seed: int, width: int) -> tuple[float, list[float]]:
+def fine_tuned(
+    root: pathlib.Path, weights: pathlib.Path, way: str, seed: int, width: int
+) -> tuple[float, list[float]]:
     """The test accuracy at the rate that the validation images choose, and the seconds of each run."""
     found = []
     for rate in RATES:
         hyperparameters = {f"hyperparameters.{key}": value for key, value in WAYS[way].items()}
         if way != "from scratch":
-            hyperparameters["hyperparameters.weights"] = str(root / "before/net.pt")
+            hyperparameters["hyperparameters.weights"] = str(weights)
         deepspeed = {
             "train_batch_size": 50,
             "optimizer": {"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.05}},
