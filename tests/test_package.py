@@ -118,7 +118,9 @@ def test_the_upload_is_small_and_whole(tmp_path):
     }
     assert needed <= items.keys()
     assert {f"experiments/{file.name}" for file in PROJECT.glob("experiments/*.yaml")} <= items.keys()
-    assert sum(len(item.content or "") for item in items.values()) < 900_000  # in base64: the code, and no more
+    assert (
+        sum(len(item.content or "") for item in items.values()) < 900_000
+    )  # in base64: the code, and no more
     unwanted = ("tests", "runs", "data/", ".venv", ".git/", "docs", "benchmarks")
     assert not [path for path in items if path.startswith(unwanted) or "__pycache__" in path]
 
