@@ -23,10 +23,10 @@ import psutil
 
 import data
 from classify.config import experiment_file
+from classify.config.project import PROJECT
 from classify.engine.trial_config import TrialConfig
 from harness.processes import device_type
 
-PROJECT = pathlib.Path(__file__).resolve().parent.parent
 FAST = "experiments/cifar10-67.yaml"
 PEERS = {
     "PyTorch tutorial": "SGD, batch 4, 2 epochs, PIL dataset with 2 workers",

@@ -25,13 +25,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import report, steps
 from classify.config import experiment_file
+from classify.config.project import PROJECT
 from classify.engine.trial_config import TrialConfig
 from classify.models import registry
 from classify.reports import summary
 from harness import machine
 from harness.errors import InvalidInput, print_errors
 
-PROJECT = pathlib.Path(__file__).resolve().parent.parent
 RECIPES = ("cifar10-90",)
 SECTION = "Recipes"
 # What makes a recipe the one by whose epochs all are measured: the source's width, fp32, full-sized images.

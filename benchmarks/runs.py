@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import train
-
-PROJECT = pathlib.Path(__file__).resolve().parent.parent
+from classify.config.project import PROJECT
 
 
 def quiet(program: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> tuple[int, str]:

@@ -18,9 +18,9 @@ import joblib
 import torch
 
 from classify.config import experiment_file
+from classify.config.project import PROJECT
 from classify.images.settings import DataSettings
 
-PROJECT = pathlib.Path(__file__).resolve().parent.parent
 CONTENDERS = {
     "pytorch": "bare PyTorch loop, float tensors in memory",
     "engine": "bare DeepSpeed loop, float tensors in memory",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -72,27 +73,25 @@ def short_overrides(args: argparse.Namespace, hyperparameters: Any) -> list[str]
         args: of a parser with ``add_short_forms``.
         hyperparameters: of the experiment file, whose form says where DeepSpeed's keys are.
     """
-    file = _at(hyperparameters, "deepspeed_config")[1]
+    config = {"hyperparameters": hyperparameters}
+    file = _at(config, "hyperparameters.deepspeed_config")[1]
     section = "hyperparameters" if file is None else "hyperparameters.overwrite_deepspeed_args"
-    paths = {name: path for name, (path, _) in SHORT_FORMS.items()}
     overrides = []
-    for name, value in ((name, getattr(args, name)) for name in SHORT_FORMS):
-        for path in [paths[name], *(_peak(hyperparameters, section) if name == "lr" else [])]:
-            whole = path.replace("deepspeed", section, 1) if path.startswith("deepspeed.") else path
-            if value is not None:
-                keys = _at({"hyperparameters": hyperparameters}, whole)[0]
-                overrides.append(f"{keys}={SHORT_FORMS[name][1].format(value)}")
+    for name, (path, form) in SHORT_FORMS.items():
+        if (value := getattr(args, name)) is None:
+            continue
+        paths = [re.sub("^deepspeed", section, path)]
+        if name == "lr":
+            paths += _peak(config, f"{section}.scheduler")
+        overrides += [f"{_at(config, each)[0]}={form.format(value)}" for each in paths]
     return overrides
 
 
-def _peak(hyperparameters: Any, section: str) -> list[str]:
-    """Where a schedule's peak stands, if it does: beside the rate it would win over that."""
-    path = f"{section}.scheduler"
-    whole = {"hyperparameters": hyperparameters}
-    kind = _at(whole, f"{path}.type")[1]
-    key = PEAK_KEYS.get(kind) if isinstance(kind, str) else None
-    path = f"{path}.params.{key}"
-    return [path] if key and _at(whole, path)[1] is not None else []
+def _peak(config: Any, scheduler: str) -> list[str]:
+    """Where a schedule's peak stands, if it does: it would win over the rate."""
+    kind = _at(config, f"{scheduler}.type")[1]
+    path = f"{scheduler}.params.{PEAK_KEYS.get(kind) if isinstance(kind, str) else None}"
+    return [] if _at(config, path)[1] is None else [path]
 
 
 def _at(config: Any, path: str) -> tuple[str, Any]:
