@@ -2,7 +2,8 @@
 
 - ``prepare_accelerator``, once a process: ``silence_misleading_warnings``, ``allow_fp16_on_cpu``,
   ``reduce_over_gloo``, and those of Muon, in ``muon_patches.py``;
-- ``patch_engine``, to a new engine: those from ``scale_fp16_loss_without_zero`` on, and ``patch_pipeline``;
+- ``patch_engine``, to a new engine: those from ``scale_fp16_loss_without_zero`` on,
+  ``patch_pipeline`` and that of ``zero_patches.py``;
 - before an engine is made: ``partition_for_zero3`` to a network, ``clip_stages_together`` to a pipeline, both
   of whose patches are in ``pipeline_patches.py``;
 - before each validation: ``broadcast_buffers``;
@@ -35,6 +36,7 @@ from harness.errors import one_line
 from harness.muon_patches import mend_muon_on_demand
 from harness.pipeline_patches import patch_pipeline
 from harness.schedules import SETTINGS, follow_remade_optimizer
+from harness.zero_patches import join_collectives_of_groups
 
 # ----------------------------------------------------------------------------------------------- the process
 
@@ -93,6 +95,7 @@ def patch_engine(engine: deepspeed.DeepSpeedEngine) -> None:
     save_plain_configuration(engine)
     follow_remade_optimizer(engine)
     patch_pipeline(engine)
+    join_collectives_of_groups(engine)
 
 
 def scale_fp16_loss_without_zero(engine: deepspeed.DeepSpeedEngine) -> None:
