@@ -15,6 +15,7 @@ import pathlib
 import statistics
 import sys
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,10 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         shown = f"{mean:.1%} ({min(found):.1%} to {max(found):.1%})"
         rows.append((way, shown, f"{100 * (mean - scratch):+.1f}", f"{statistics.median(seconds[way]):.0f}"))
     table = [COLUMNS, ["---"] * len(COLUMNS), *rows]
-    text = [*EXPLANATION.format(steps=steps, epochs=EPOCHS).split("\n")]
+    text = [*textwrap.wrap(EXPLANATION.format(steps=steps, epochs=EPOCHS), 110), ""]
     text += [f"| {' | '.join(map(str, cells))} |" for cells in table]
     where = machine.describe()
-    text += ["", f"Machine: {where['cores']} cores, {where['processor']}, {where['threads']} threads."]
+    threads = f"{where['threads']} thread{'s' * (where['threads'] != 1)}"
+    text += ["", f"Machine: {where['cores']} cores, {where['processor']}, {threads}."]
     report.put_section(args.results, SECTION, "\n".join(text))
     print(*text, sep="\n")
     return 0

@@ -151,6 +151,8 @@ def _find_parts(root: pathlib.Path) -> tuple[str, ...]:
             mend = f"holds the folder {like[0]!r}; rename it to train, val or test"
             raise InvalidInput(f"data.root: {root}: {mend}, or, if it is a class, to another name")
         return (WHOLE,)
+    if not root.is_dir():
+        raise InvalidInput(f"data.root: {root}: no such folder; {_NEEDS}")
     lacks = "'test' nor 'val'" if "train" in parts else "'train'"
     raise InvalidInput(f"data.root: {root}: has no folder {lacks}; {_NEEDS}")
 

@@ -145,7 +145,7 @@ def _check(sizes: Sequence[int], classes: Sequence[str], splits: int) -> None:
     small = {name: size for name, size in zip(classes, sizes, strict=True) if size < splits}
     errors = [
         f"data.root: the class {name!r} has {size} image{'s' * (size != 1)}, too few for {splits} splits; add"
-        " some, or hold out less"
+        " some, or set data.validation to null"
         for name, size in small.items()
     ]
     if errors:

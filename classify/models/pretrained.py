@@ -119,7 +119,7 @@ def fetch(net: str, weights: str) -> dict[str, Tensor]:
                 found = chosen.get_state_dict(progress=progress, check_hash=True, weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, http.client.HTTPException) as error:
             what = f"{chosen.url} cannot be downloaded ({one_line(error)})"
-            mend = f"put it into {folder / 'checkpoints'}, or give the path of a state_dict"
+            mend = f"put it into {folder / 'checkpoints'}, or give the path of a state_dict, or null"
             raise InvalidInput(f"hyperparameters.weights: {weights}: {what}; {mend}") from error
     if net.startswith("densenet"):  # whose file has names of before torchvision 0.2
         found = {_OLD_DENSE_LAYER.sub(r"\1\2", key): value for key, value in found.items()}

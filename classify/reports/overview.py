@@ -15,6 +15,18 @@ from harness.errors import printable
 from harness.local.folder import shown
 
 
+def describe_images(config: TrialConfig) -> str:
+    """How many images of how many classes there are for what."""
+    data, source = config.data, config.source
+    height, width = data.image_size
+    tested = f" {source.count('test'):,} to test at the end," if source.has_test else ""
+    return (
+        f"{data.dataset}: {source.count('train'):,} to train,"
+        f" {source.count(source.validation):,} to validate,{tested}"
+        f" {_count(len(source.classes), 'class')}, {height}x{width} pixels"
+    )
+
+
 def describe(
     config: TrialConfig, net: nn.Module, context: TrialContext, checkpoint: str | None, is_test: bool
 ) -> list[str]:
@@ -29,8 +41,7 @@ def describe(
         checkpoint: the UUID of the one that the run goes on from.
         is_test: whether there is one step alone.
     """
-    data, source, engine = config.data, config.source, config.deepspeed
-    height, width = data.image_size
+    data, engine = config.data, config.deepspeed
     total, trainable = count_parameters(net, config, context.distributed)
     processes = _count(config.processes, "process")
     threads = _count(torch.get_num_threads(), "thread") + (" each" if config.processes > 1 else "")
@@ -38,11 +49,8 @@ def describe(
     replicas = processes if config.stages == 1 else _count(config.replicas, "replica")
     dtype = str(config.dtype).removeprefix("torch.") + " with autocast" * config.autocasts
     steps = config.steps or 0
-    tested = f" {source.count('test'):,} to test at the end," if source.has_test else ""
     lines = {
-        "images": f"{data.dataset}: {source.count('train'):,} to train,"
-        f" {source.count(source.validation):,} to validate,{tested}"
-        f" {_count(len(source.classes), 'class')}, {height}x{width} pixels",
+        "images": describe_images(config),
         "network": f"{config.hyper.net}: {_count(total, 'parameter')}, {trainable:,} trainable",
         "engine": f"{processes}{stages} on {config.device}, {threads},"
         f" {dtype}, ZeRO stage {config.zero_stage}",

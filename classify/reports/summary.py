@@ -34,7 +34,8 @@ def write(output: pathlib.Path, summary: Mapping[str, Any]) -> None:
     """Writes a run's summary and prints its accuracies; those of the test before those of the validation."""
     (output / FILE).write_text(json.dumps(summary, indent=2) + "\n")
     tested = accuracies(summary["test"], "test ") if "test" in summary else []
-    print(*tested, *accuracies(summary["validation"]), sep="\n")
+    validated = accuracies(summary["validation"], "validation " if tested else "")
+    print(*tested, *validated, sep="\n")
 
 
 def accuracies(metrics: Mapping[str, Any], which: str = "") -> list[str]:
