@@ -40,7 +40,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.parser(__doc__, "const.yaml")
     add = parser.add_argument
     command_line.add_short_forms(parser)
-    add("--resume", metavar="latest|UUID", help="go on from a checkpoint of --output")
+    add("--resume", metavar="latest|auto|UUID", help="go on from a checkpoint of --output; auto: or begin")
     add("--output", type=command_line.folder, metavar="FOLDER", help="its folder (runs/<config>-<time>)")
     add("--test", action="store_true", help="train, validate and save one batch")
     add("--check", action="store_true", help="check, print the DeepSpeed configuration, train nothing")
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains as the command line says and gives the exit code."""
     args = parse(argv)
-    if not args.check and int(os.environ.get("RANK", 0)) == 0:
+    if not args.check and int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) == 0:
         print("starting: importing torch, DeepSpeed and Determined", flush=True)
     try:
         return do(args)
@@ -106,11 +106,13 @@ def check(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--slots: {args.slots}: must be at least 1")
     experiment = load(args)
     from classify.engine.trial_config import TrialConfig  # after the file was checked, for it takes seconds
+    from classify.reports.overview import describe_images
     from harness.processes import device_type
 
     slots = args.slots or experiment.slots
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, slots, device_type())
     print_notes(notes(experiment, config))
+    print(f"train.py: images {printable(describe_images(config))}", file=sys.stderr)
     for line in config.described_groups:
         print(f"train.py: parameters {printable(line)}", file=sys.stderr)
     print(json.dumps(config.deepspeed, indent=2))
@@ -155,7 +157,7 @@ def run(args: argparse.Namespace) -> int:
         experiment.hyperparameters,
         experiment.config,
         output=args.output or default_output(args.config),
-        resumes=bool(args.resume),
+        resumes=None if args.resume == "auto" else bool(args.resume),
         writes=summary.RUN_FILES,
         enable_tensorboard_logging=False,  # the trial has reports of its own
     ) as context:

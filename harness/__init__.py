@@ -9,11 +9,14 @@ What Determined 0.38 and DeepSpeed 0.19 leave undone is done here; nothing here 
         Trainer(MyTrial(context), context).fit(max_length=pytorch.Epoch(2))
 
 Importing this package tells DeepSpeed, which looks for an accelerator while it is imported, that there is
-none. So it has to be imported before ``deepspeed``: ``model_def.py`` and ``classify``'s packages do that.
+none, and gives each task of SLURM's ``srun`` its rank. So it has to be imported before ``deepspeed``:
+``model_def.py`` and ``classify``'s packages do that.
 """
 
 import os
 import sys
+
+from harness import slurm
 
 
 def choose_accelerator() -> None:
@@ -27,3 +30,4 @@ def choose_accelerator() -> None:
 
 if sys.orig_argv[1:3] != ["-m", "harness.launch"]:  # which chooses once it knows that it starts processes
     choose_accelerator()
+    slurm.take_ranks(os.environ)

@@ -100,7 +100,7 @@ def init(
     distributed: core.DistributedContext | None = None,
     enable_tensorboard_logging: bool = True,
     output: pathlib.Path | None = None,
-    resumes: bool = False,
+    resumes: bool | None = False,
     writes: Sequence[str] = (),
 ) -> Iterator[TrialContext]:
     """Sets up processes, seeds and Determined's services, and gives the context for a trial.
@@ -116,7 +116,8 @@ def init(
         enable_tensorboard_logging: whether every reported metric is written for TensorBoard, as Determined
             does; the trial's own writer works in either case.
         output: off a cluster, the run's folder, by default ``runs/trial-<time>``; all ranks take the chief's.
-        resumes: whether the run that is in the folder is to go on; another one may not be there.
+        resumes: whether the run that is in the folder is to go on; another one may not be there. If None, it
+            goes on where it has left a checkpoint, as ``context.resumes`` then says.
         writes: further files that the program writes into the folder.
 
     Raises:
@@ -133,8 +134,8 @@ def init(
     ranks = distributed or processes.join_local_processes()
     output = ranks.broadcast(pathlib.Path(os.path.realpath(output or default_output("trial"))))
     with (
-        own_folder(output, ranks, resumes, writes),
-        _locally(experiment, ranks, output, resumes, enable_tensorboard_logging) as context,
+        own_folder(output, ranks, resumes, writes) as goes_on,
+        _locally(experiment, ranks, output, goes_on, enable_tensorboard_logging) as context,
     ):
         yield context
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from harness import deepspeed_patches, final_test
 from harness.callbacks import NonFiniteLossMonitor
-from harness.checkpoints import contents, identity, safe_load
+from harness.checkpoints import by_name, contents, identity, safe_load
 from harness.checkpoints.conversion import as_loadable
 from harness.checkpoints.identity import Identity
 from harness.hooks import Code, TrialHooks
@@ -170,6 +170,8 @@ class Controller(Loop):
     @override
     def _save(self, path: pathlib.Path) -> None:
         super()._save(path)
+        for index, engine in enumerate(self.engines):
+            by_name.save(engine, by_name.folder_of(path, index), self._layer_names())
         if self.is_chief:
             identity.write(path, self.identity(), contents.progress_of(self.state, self.engines))
 
@@ -182,7 +184,9 @@ class Controller(Loop):
             for engine in self.engines:
                 around.enter_context(deepspeed_patches.keep_configured_hyperparameters(engine))
             loadable = around.enter_context(
-                as_loadable(load_path, name, mine, self.engines, self.context.distributed)
+                as_loadable(
+                    load_path, name, mine, self.engines, self._layer_names(), self.context.distributed
+                )
             )
             around.enter_context(safe_load.allowed_globals())
             super()._load(loadable)
@@ -199,5 +203,12 @@ class Controller(Loop):
             if trial.save is DeepSpeedTrial.save:
                 identity.check_engines(path, name, len(self.engines))
             identity.check(path, name, mine, self.trial_id)
-            engines = self.engines if trial.load is DeepSpeedTrial.load else []
+            is_same = identity.is_same_form(saved, mine)
+            engines = self.engines if is_same and trial.load is DeepSpeedTrial.load else []
             contents.check(path, saved, engines, self.start_from_batch, self.trial_id)
+            if not is_same:
+                by_name.check(path, self.engines, self._layer_names(), saved["progress"])
+
+    def _layer_names(self) -> by_name.LayerNames:
+        names = [each.layer_names() for each in self.hooks]
+        return next((each for each in names if each is not None), None)

@@ -7,8 +7,7 @@
 - before an engine is made: ``partition_for_zero3`` to a network, ``clip_stages_together`` to a pipeline, both
   of whose patches are in ``pipeline_patches.py``;
 - before each validation: ``broadcast_buffers``;
-- while a checkpoint is loaded: ``keep_configured_hyperparameters``, ``load_as_universal``,
-  ``convert_to_universal``.
+- while a checkpoint is loaded: ``keep_configured_hyperparameters``.
 
 At the end are getters that work in every mode. Checked with DeepSpeed 0.19.8. Older ones need a part of it
 (0.13 is in Determined's image), so some patches ask first for what they replace.
@@ -18,11 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import json
 import logging
-import pathlib
-import types
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -32,7 +28,6 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import clip_grad_norm_
 
-from harness.errors import one_line
 from harness.muon_patches import mend_muon_on_demand
 from harness.pipeline_patches import patch_pipeline
 from harness.schedules import SETTINGS, follow_remade_optimizer
@@ -232,45 +227,6 @@ def keep_configured_hyperparameters(engine: deepspeed.DeepSpeedEngine) -> Iterat
         done = engine.global_steps - engine.skipped_steps - 1 if done is None else done
         if done >= 0:
             schedule.step(done)
-
-
-@contextlib.contextmanager
-def load_as_universal(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
-    """Has the engine take checkpoints that are loaded inside for universal ones.
-
-    DeepSpeed reads that from the configuration, which is fixed before the checkpoint is known.
-    """
-    engine._config.load_universal_checkpoint = True
-    try:
-        yield
-    finally:
-        engine._config.load_universal_checkpoint = False
-
-
-def convert_to_universal(source: pathlib.Path, target: pathlib.Path) -> str | None:
-    """Makes a universal checkpoint of an engine's folder; gives the reason where DeepSpeed cannot.
-
-    DeepSpeed's converter is a script that prints, and lacks errors of its own. ``inject_missing_state``
-    makes up for what checkpoints of ZeRO 1 and 2 lack. Source:
-    https://www.deepspeed.ai/tutorials/universal-checkpointing/
-    """
-    from deepspeed.checkpoint import ds_to_universal
-
-    arguments = types.SimpleNamespace(
-        input_folder=str(source),
-        output_folder=str(target),
-        num_extract_workers=1,
-        num_merge_workers=1,
-        keep_temp_folder=False,
-        strict=True,
-        inject_missing_state=True,
-    )
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            ds_to_universal.main(arguments)
-    except Exception as error:
-        return one_line(error)
-    return None
 
 
 # ------------------------------------------------------------------------------------------ asking an engine

@@ -82,10 +82,18 @@ class TrialHooks(StepCounter):
         """Settings that must match on resume, beside the engine's own.
 
         Returns:
-            JSON values by what to call them in an error line, in two groups: ``net``, without which the
-            weights are of no use, and ``position``, without which the place in the data is not.
+            JSON values by what to call them in an error line, in three groups: ``net``, without which the
+            weights are of no use; ``mode``, without which DeepSpeed's own files are not, but the weights go
+            on in another form; and ``position``, without which the place in the data is not.
         """
         return {}
+
+    def layer_names(self) -> Sequence[str] | None:
+        """What a pipeline's layers are called in the plain network; by their numbers if None.
+
+        With them a pipeline goes on from a checkpoint of the plain network, and the other way.
+        """
+        return None
 
     def advise_on_memory(self) -> str:
         """What would need less memory, in a line that is printed when there is none left."""

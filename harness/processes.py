@@ -68,6 +68,8 @@ def start_process_group() -> None:
     deepspeed_patches.prepare_accelerator()
     if torch.distributed.is_initialized() or os.environ.get(MANUAL):
         return  # by an earlier run in this process; or by the trial itself
+    if int(os.environ.get("WORLD_SIZE", 1)) > _local_size():
+        _choose_interface(_address_towards(os.environ["MASTER_ADDR"]))
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if torch.cuda.is_available():
             _take_gpu()
@@ -97,7 +99,7 @@ def _take_gpu() -> None:
 
 
 def join_local_processes() -> core.DistributedContext:
-    """Joins the processes that ``deepspeed`` or ``torchrun`` started, or is the only one."""
+    """Joins the processes that ``deepspeed``, ``torchrun`` or ``srun`` started, or is the only one."""
     start_process_group()
     env = os.environ
     size = int(env.get("WORLD_SIZE", 1))
@@ -123,19 +125,27 @@ def join_cluster_processes() -> core.DistributedContext | None:
         start_process_group()
         return None
     deepspeed_patches.prepare_accelerator()
-    _choose_interface()
+    info = cluster_info()
+    if len(info.container_addrs) > 1:
+        _choose_interface(info.container_addrs[info.container_rank])
     if not os.environ.get(MANUAL):
         deepspeed.init_distributed(auto_mpi_discovery=False)
     return core.DistributedContext.from_deepspeed()
 
 
-def _choose_interface() -> None:
-    """Has gloo use the container's address; it takes the hostname's, on Debian one of the loopback."""
-    info = cluster_info()
-    mine = info.container_addrs[info.container_rank]
+def _choose_interface(mine: str) -> None:
+    """Has gloo use an address of this host; it takes the hostname's, on Debian one of the loopback."""
     for name, addresses in psutil.net_if_addrs().items():
-        if len(info.container_addrs) > 1 and mine in [each.address for each in addresses]:
+        if mine in [each.address for each in addresses]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def _address_towards(host: str) -> str:
+    """This host's address from which another is reached; empty where it is not known."""
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # which sends nothing
+        return probe.getsockname()[0]
+    return ""
 
 
 def _free_ports(count: int) -> list[int]:

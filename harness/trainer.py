@@ -8,7 +8,7 @@ from typing import Any
 
 from determined import pytorch
 
-from harness.checkpoints.store import LocalCheckpoints
+from harness.checkpoints.store import AUTO, LocalCheckpoints
 from harness.cluster import cluster_info, on_cluster
 from harness.context import TrialContext, init
 from harness.controller import Controller
@@ -132,14 +132,15 @@ def find_checkpoint(context: TrialContext, which: str | None) -> str | None:
 
     Args:
         context: from ``init``.
-        which: ``latest`` or a UUID; not used on a cluster, where the master chooses.
+        which: ``latest``, a UUID, or ``auto``, the last whole one, or None where the run begins; not used
+            on a cluster, where the master chooses.
 
     Raises:
         InvalidInput: if there is no such checkpoint, or it is damaged.
     """
     if on_cluster():
         return cluster_info().latest_checkpoint
-    if which is None:
+    if which is None or (which == AUTO and not context.resumes):
         return None
     checkpoints = context._core.checkpoint
     assert isinstance(checkpoints, LocalCheckpoints)

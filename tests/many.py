@@ -18,7 +18,7 @@ if step := int(os.environ.get("SIGTERM_AT", 0)):
 
     def signalled(self, iterator, epoch, batch):
         if batch + 1 == step and self.context.distributed.rank == self.context.distributed.size - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.Signals[os.environ.get("SIGNAL", "SIGTERM")])
         return train_batch(self, iterator, epoch, batch)
 
     setattr(CIFARTrial, "train_batch", signalled)  # noqa: B010

@@ -18,7 +18,6 @@ from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
 from classify.engine import memory
-from classify.engine.full_weights import name_in_stage
 from classify.engine.optimizer_rules import schedule_maker
 from classify.engine.parameter_groups import are_plain, freeze, optimizer_groups
 from classify.engine.trial_config import TrialConfig
@@ -27,6 +26,7 @@ from classify.models.net_moe import NetMoE
 from classify.models.stages import layers_of
 from harness.deepspeed_patches import partition_for_zero3
 from harness.errors import InvalidInput, one_line, printable
+from harness.full_weights import name_in_stage
 from harness.out_of_memory import explain_out_of_memory
 from harness.pipeline_patches import clip_stages_together
 from harness.schedules import GroupSchedule

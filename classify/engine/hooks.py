@@ -6,7 +6,7 @@ import contextlib
 import json
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -17,13 +17,13 @@ from typing_extensions import override
 from classify.config.experiment_fields import experiment_of
 from classify.config.project import PROJECT
 from classify.engine import memory
-from classify.engine.full_weights import gather_full_state_dict
 from classify.engine.parameter_groups import summarise
 from classify.engine.trial_config import TrialConfig
 from classify.engine.weight_average import WeightAverage
 from classify.models import net_file, state_dicts
 from classify.models.registry import MOE
 from harness import machine
+from harness.full_weights import gather_full_state_dict
 from harness.hooks import Code, TrialHooks
 
 NOT_EXPORTED = ("ep_world_size", "noisy_gate_policy")  # which one process that only classifies does without
@@ -164,12 +164,14 @@ class ClassifierHooks(TrialHooks):
             "hyperparameters.moe": hyper.has_experts,
             "hyperparameters.num_experts": list(hyper.num_experts),
             "hyperparameters.mlp_type": hyper.mlp_type,
-            "hyperparameters.ep_world_size": hyper.ep_world_size,
-            "hyperparameters.pipe_parallel_size": hyper.pipe_parallel_size,
-            "hyperparameters.partition_method": hyper.partition_method,
             "hyperparameters.parameter_groups and weight_decay_on": summarise(self.config.groups),
             "data: classes": list(self.config.source.classes),
             "data.image_size": list(data.image_size),
+        }
+        mode = {
+            "hyperparameters.ep_world_size": hyper.ep_world_size,
+            "hyperparameters.pipe_parallel_size": hyper.pipe_parallel_size,
+            "hyperparameters.partition_method": hyper.partition_method,
         }
         position = {
             "data: training images": self.config.source.count("train"),
@@ -187,7 +189,11 @@ class ClassifierHooks(TrialHooks):
             "hyperparameters.loss": None if hyper.loss == "cross_entropy" else hyper.loss,
             "hyperparameters.class_weights": hyper.class_weights,
         }
-        return {"net": net, "position": position}
+        return {"net": net, "mode": mode, "position": position}
+
+    @override
+    def layer_names(self) -> Sequence[str] | None:
+        return self.config.stage_layers
 
     @override
     def advise_on_memory(self) -> str:

@@ -15,15 +15,16 @@ from torch import Tensor
 from torch.optim import swa_utils
 
 from classify.config import options
-from classify.engine.full_weights import (
+from harness.deepspeed_patches import broadcast_buffers
+from harness.full_weights import (
+    exchange_masters,
     gather_full_state_dict,
+    kept_buffers,
     master_weights,
     plain_name,
     scatter_full_state_dict,
     update_network,
 )
-from classify.models.state_dicts import kept_buffers
-from harness.deepspeed_patches import broadcast_buffers
 
 
 class WeightAverage:
@@ -70,28 +71,28 @@ class WeightAverage:
         """Has the network compute with the average inside, the first rank's running statistics among it."""
         buffers = self._engine_buffers()
         trained = [each.clone() for each in buffers.values()]
-        self._exchange_masters()
+        exchange_masters(self.engine, self._masters)
         _copy(self._buffers.values(), buffers.values())
         update_network(self.engine)
         broadcast_buffers(self.engine)
         yield  # what fails inside ends the training, and the ranks no longer wait for each other
-        self._exchange_masters()
+        exchange_masters(self.engine, self._masters)
         _copy(trained, buffers.values())
         update_network(self.engine)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole average by the network's names, on the CPU in fp32, gathered from all ranks."""
-        self._exchange_masters()
+        exchange_masters(self.engine, self._masters)
         whole = gather_full_state_dict(self.engine, self.stage_layers, self._buffers)
         whole = {name: weight.clone() for name, weight in whole.items()}  # they may be the engine's own
-        self._exchange_masters()
+        exchange_masters(self.engine, self._masters)
         return whole
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Goes on from an average that ``state_dict`` gave, for whatever ranks and ZeRO stage."""
-        self._exchange_masters()
+        exchange_masters(self.engine, self._masters)
         scatter_full_state_dict(self.engine, state, self.stage_layers)
-        self._exchange_masters()
+        exchange_masters(self.engine, self._masters)
         for name, average in self._buffers.items():
             average.copy_(state[plain_name(self.engine, name, self.stage_layers)])
         self._steps = self._steps_done()
@@ -102,13 +103,6 @@ class WeightAverage:
     def _engine_buffers(self) -> dict[str, Tensor]:
         """Running statistics and the like; counts are not averaged."""
         return {name: each for name, each in kept_buffers(self.engine.module) if each.is_floating_point()}
-
-    @torch.no_grad()
-    def _exchange_masters(self) -> None:
-        for average, weight in zip(self._masters, master_weights(self.engine), strict=True):
-            kept = weight.clone()
-            weight.copy_(average)
-            average.copy_(kept)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from classify.models.heads import head_layers
 from harness.checkpoints.weights import mismatch
 from harness.errors import InvalidInput, why_unloadable
+from harness.full_weights import kept_buffers
 from harness.input_files import regular_file
 
 # Under which keys training scripts save a state_dict, and what wrappers put before its names.
@@ -26,14 +27,6 @@ COUNT = "num_batches_tracked"  # of batch normalization, which files of before t
 def of_module(module: nn.Module) -> dict[str, Tensor]:
     """The weights and buffers of a network on the CPU in fp32, in the order of their names."""
     return {name: weight.detach().float().cpu() for name, weight in sorted(module.state_dict().items())}
-
-
-def kept_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a ``state_dict`` holds, by name."""
-    for prefix, each in module.named_modules(remove_duplicate=False):
-        for name, buffer in each._buffers.items():
-            if buffer is not None and name not in each._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 def sha256(weights: Mapping[str, Tensor]) -> str:

@@ -19,18 +19,16 @@ from determined import core
 from torch import Tensor
 
 from harness.checkpoints import files, safe_load
+from harness.checkpoints.by_name import COUNTS, MEND, MOMENTUM
 from harness.checkpoints.identity import FILE, PROCESSES, Identity, Progress
 from harness.checkpoints.weights import mismatch
 from harness.errors import ErrorList, InvalidInput, UnusableCheckpoint, one_line
 from harness.muon_patches import MUON, USES_MUON
 from harness.out_of_memory import is_out_of_memory
 
-MEND = "go on from another checkpoint"
 _MAIN = re.compile(r"(?:zero_pp_rank_\d+_)?(mp_rank_\d+)_model_states\.pt")
-COUNTS = ("global_steps", "global_samples", "skipped_steps")  # of an engine
 SCHEDULED = "last_batch_iteration"  # of its schedule
 PARTITION = "single_partition_of_fp32_groups"  # of ZeRO 1 and 2, without its padding
-MOMENTUM = "momentum_buffer"
 MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", MOMENTUM, "square_avg"}
 # What Determined would load in place of a rank's own file: none of its or our trials writes them.
 FOREIGN = ("state_dict.pth", "determined/state_dict.pth", "pedl/state_dict.pth", "checkpoint.pt")

@@ -1,4 +1,4 @@
-"""A checkpoint of other processes or another ZeRO stage, in a form that this run's engines can load."""
+"""A checkpoint of other processes or another mode, in a form that this run's engines can load."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 
 from determined import core
 
-from harness.checkpoints.identity import PROCESSES, STAGE, Identity, read
-from harness.deepspeed_patches import convert_to_universal, load_as_universal
-from harness.errors import InvalidInput
+from harness.checkpoints.by_name import LayerNames, folder_of, loading_by_name
+from harness.checkpoints.identity import PROCESSES, Identity, is_same_form, read
 
 
 @contextlib.contextmanager
@@ -22,47 +21,37 @@ def as_loadable(
     name: str,
     mine: Identity,
     engines: Sequence[Any],
+    layers: LayerNames,
     distributed: core.DistributedContext,
 ) -> Iterator[pathlib.Path]:
-    """Gives the folder to load from: the checkpoint's own, or a temporary one with what was converted.
+    """Gives the folder to load from; in another mode, the engines load by the names of their weights.
 
     Args:
         path: the folder of a checkpoint that ``identity.check`` has passed.
         name: what to call it in an error line.
         mine: the identity of the trial that goes on from it.
         engines: the trial's.
+        layers: the names of a pipeline's layers.
         distributed: the ranks.
-
-    Raises:
-        InvalidInput: if DeepSpeed cannot convert it.
     """
     saved = read(path, name)
-    if saved["mode"] == mine["mode"]:
+    if is_same_form(saved, mine):
         yield path
         return
     processes = saved["mode"][PROCESSES]
-    sharded = saved["mode"][STAGE] > 0  # else every process holds all of it
     with contextlib.ExitStack() as around:
-        folder, reason = None, None
+        folder = None
         if distributed.local_rank == 0:
-            temporary = tempfile.TemporaryDirectory(prefix="universal-checkpoint-")
-            folder = pathlib.Path(around.enter_context(temporary))
-            os.symlink(path / "trial_state.pkl", folder / "trial_state.pkl")
+            folder = pathlib.Path(around.enter_context(tempfile.TemporaryDirectory(prefix="checkpoint-")))
+            for file in path.iterdir():
+                if not file.name.startswith("det_state_dict_rank"):
+                    os.symlink(file.resolve(), folder / file.name)
             for rank in range(mine["mode"][PROCESSES]):  # each new rank takes an old one's random numbers
                 old = path / f"det_state_dict_rank{rank % processes}.pth"
-                os.symlink(old, folder / f"det_state_dict_rank{rank}.pth")
-            for source in sorted(path.glob("model*")):  # one folder an engine
-                if not sharded:
-                    os.symlink(source, folder / source.name)
-                else:
-                    reason = reason or convert_to_universal(source, folder / source.name)
-        folder, reason = distributed.broadcast_local((folder, reason))
-        if reason:
-            mend = f"DeepSpeed cannot convert it ({reason}); use {processes} processes"
-            raise InvalidInput(f"--resume: {name}: {mend}")
-        if sharded:
-            for engine in engines:
-                around.enter_context(load_as_universal(engine))
+                os.symlink(old.resolve(), folder / f"det_state_dict_rank{rank}.pth")
+        folder = distributed.broadcast_local(folder)
+        for index, engine in enumerate(engines):
+            around.enter_context(loading_by_name(engine, folder_of(path, index), layers))
         try:
             yield folder
         finally:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
+from harness.checkpoints import by_name
 from harness.checkpoints.safe_load import read_trial_state
 from harness.deepspeed_patches import engine_dtype
 from harness.errors import InvalidInput, one_line
@@ -28,11 +29,12 @@ def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Iterable[Id
     Args:
         engines: the trial's; the keys of all but the first have the engine's number before them.
         seed: of the experiment.
-        more: what the trial's hooks add, in the groups ``net`` and ``position``.
+        more: what the trial's hooks add, in the groups ``net``, ``mode`` and ``position``.
 
     Returns:
         JSON values by key, in four groups: ``net`` and ``mode``, without which the engine's files are of no
-        use; ``position``, without which the place in the data is not; ``states`` that the optimizer keeps.
+        use, though the weights go on in another mode of the same precision and optimizer; ``position``,
+        without which the place in the data is not; ``states`` that the optimizer keeps.
     """
     mode: dict[str, Any] = {PROCESSES: torch.distributed.get_world_size()}
     position: dict[str, Any] = {"reproducibility.experiment_seed": seed}
@@ -48,6 +50,7 @@ def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Iterable[Id
         states.update({f"{prefix}{key}": value for key, value in kept.items()})
     for each in more:
         net.update(each.get("net", {}))
+        mode.update(each.get("mode", {}))
         position.update(each.get("position", {}))
     return {"net": net, "mode": mode, "position": position, "states": states}
 
@@ -120,11 +123,12 @@ def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
     saved = read(path, name)
     same_trial = read_trial_state(path).get("trial_id") == trial_id
     obstacle = why_not_convertible(path, saved, mine)
+    known = {**saved["net"], **saved["mode"], **saved["position"]}
     errors = []
     for group in GROUPS if same_trial else GROUPS[:2]:
         for key, value in mine[group].items():
-            was = saved[group].get(key)
-            converts = obstacle is None and key in (STAGE, PROCESSES)
+            was = known.get(key)
+            converts = obstacle is None and group == "mode" and not _is_fixed(key)
             if value != was and not converts:
                 made_with = f"checkpoint {name} was made with {was!r}"
                 errors.append(f"{key}: {value!r}: {made_with}; use that, or start anew")
@@ -137,21 +141,24 @@ def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
         raise InvalidInput(errors if not obstacle else [*errors, f"--resume: {name}: {obstacle}"])
 
 
-def why_not_convertible(path: pathlib.Path, saved: Identity, mine: Identity) -> str | None:
-    """Why DeepSpeed cannot convert a checkpoint to other processes or another ZeRO stage; None if it can.
+def is_same_form(saved: Identity, mine: Identity) -> bool:
+    """Whether DeepSpeed's own files of a checkpoint go back into a trial's engines."""
+    was = {**saved["net"], **saved["mode"]}  # where checkpoints of earlier versions have some
+    return all(was.get(key) == value for key, value in mine["mode"].items())
 
-    Source: https://www.deepspeed.ai/tutorials/universal-checkpointing/
-    """
-    was, now = saved["mode"][STAGE], mine["mode"][STAGE]
-    if was == now and saved["mode"][PROCESSES] == mine["mode"][PROCESSES]:
+
+def _is_fixed(key: str) -> bool:
+    """Whether a key of the mode is of what the weights' states are, and not of where they lie."""
+    return key.endswith(("precision", "optimizer.type"))
+
+
+def why_not_convertible(path: pathlib.Path, saved: Identity, mine: Identity) -> str | None:
+    """Why a checkpoint cannot go on in another mode; None if it can, or has the same."""
+    if is_same_form(saved, mine):
         return None
-    if any(path.glob("model*/layer_*")):  # so DeepSpeed calls the files of experts and of a pipeline's layers
-        return "DeepSpeed cannot spread the experts or stages of a checkpoint differently"
-    if max(was, now) > 0 and MUON in (
-        saved["mode"].get("optimizer.type"),
-        mine["mode"].get("optimizer.type"),
-    ):
-        return "DeepSpeed cannot spread Muon's states differently"
-    if was == now or {was, now} == {1, 2}:
-        return None
-    return f"DeepSpeed cannot turn a checkpoint of ZeRO stage {was} into one of stage {now}"
+    if mine["mode"][STAGE] and mine["mode"].get("optimizer.type") == MUON:
+        return "Muon with ZeRO goes on with the same processes and ZeRO stage alone"
+    if not (path / by_name.FOLDER).is_dir():
+        made = "made by an earlier version, or with Muon and ZeRO, Adafactor, or an optimizer on NVMe"
+        return f"it holds no states by the weights' names ({made})"
+    return None

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pathlib
 import shutil
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,8 @@ from harness.local.watch import is_lost_rank
 _PARTIAL = (
     ".partial-"  # what a checkpoint's folder is called until it is whole, and again while it is removed
 )
+
+AUTO = "auto"  # the latest that is whole
 
 
 class LocalCheckpoints:
@@ -95,20 +98,26 @@ class LocalCheckpoints:
         """Gives the UUID of a checkpoint whose files are all as they were written.
 
         Args:
-            which: ``latest`` or a UUID.
+            which: ``latest``, a UUID, or ``auto``: the latest that is whole; names a later, damaged one.
 
         Raises:
             InvalidInput: if there is none such; the line offers the last one that is whole.
         """
         known, unreadable = files.known(self.folder), files.unreadable(self.folder)
         written = {**{name: each["time"] for name, each in known.items()}, **unreadable}
-        name = max(written, key=lambda each: written[each], default=None) if which == "latest" else which
+        latest = max(written, key=lambda each: written[each], default=None)
+        name = latest if which in ("latest", AUTO) else which
         if name is None or name not in written:
             raise InvalidInput(f"--resume: {which}: not found in {self.folder}; {files.in_words(known)}")
         damage = files.damage(self.folder / name)
         if damage is None:
             return name
         whole = next((other for other in known if files.damage(self.folder / other) is None), None)
+        if which == AUTO and whole:
+            print(
+                f"--resume: auto: {self.folder / str(name) / damage}; goes on from {whole}", file=sys.stderr
+            )
+            return whole
         mend = "there is no other whole one"
         if whole:
             mend = f"the last whole one is --resume {whole} (step {known[whole]['steps_completed']})"

@@ -51,10 +51,14 @@ def why_unusable(output: pathlib.Path, resumes: bool, writes: Sequence[str] = ()
             return f"--output: {path}: is {what}; move it, or give another folder"
         if path.exists() and not os.access(path, os.W_OK if is_file else os.R_OK | os.W_OK | os.X_OK):
             return f"--output: {path}: may not be written to; change that, or give another folder"
-    if not resumes and ((output / "summary.json").exists() or any(output.glob("checkpoints/[!.]*/"))):
+    if not resumes and ((output / "summary.json").exists() or _has_checkpoints(output)):
         mend = "give another folder, or go on with it: train.py --resume latest"
         return f"--output: {output}: holds a run; {mend}"
     return None
+
+
+def _has_checkpoints(output: pathlib.Path) -> bool:
+    return any(output.glob("checkpoints/[!.]*/"))
 
 
 @contextlib.contextmanager
@@ -89,14 +93,17 @@ def locked_folder(output: pathlib.Path, writer: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_folder(
-    output: pathlib.Path, distributed: core.DistributedContext, resumes: bool, writes: Sequence[str] = ()
-) -> Iterator[None]:
-    """Makes a run's folder on the chief and keeps other runs out of it.
+    output: pathlib.Path,
+    distributed: core.DistributedContext,
+    resumes: bool | None,
+    writes: Sequence[str] = (),
+) -> Iterator[bool]:
+    """Makes a run's folder on the chief, keeps other runs out of it, and says whether the one there goes on.
 
     Args:
         output: the folder.
         distributed: the ranks.
-        resumes: as ``why_unusable`` has it.
+        resumes: as ``why_unusable`` has it; if None, whether the folder has a checkpoint.
         writes: the same.
 
     Raises:
@@ -104,15 +111,16 @@ def own_folder(
     """
     with contextlib.ExitStack() as lock:
 
-        def take() -> None:
+        def take() -> bool:
             lock.enter_context(locked_folder(output, "run"))
             with refused(f"--output: {output}"):
-                reason = why_unusable(output, resumes, writes)
+                goes_on = _has_checkpoints(output) if resumes is None else resumes
+                reason = why_unusable(output, goes_on, writes)
             if reason:
                 raise InvalidInput(reason)
+            return goes_on
 
-        on_chief(take, distributed)
-        yield
+        yield on_chief(take, distributed)
 
 
 def on_chief(work: Callable[[], T], distributed: core.DistributedContext) -> T:

@@ -22,7 +22,9 @@ STOP_WITH_PID = "STOP_WITH_PID"  # environment variable: the process at whose en
 
 
 class LocalPreempt(core.DummyPreemptContext):
-    """Stops the training as a cluster would: SIGINT or SIGTERM lets it finish a step and save a checkpoint.
+    """Stops the training as a cluster would: a signal lets it finish a step and save a checkpoint.
+
+    SIGINT, SIGTERM, and SIGUSR1, by which SLURM tells that a job's time is nearly over.
 
     A second signal, a second or more after the first, ends the process at once; launchers pass one on several
     times. The end of the launcher, or of the process that ``STOP_WITH_PID`` names, works as a SIGTERM.
@@ -83,7 +85,8 @@ class LocalPreempt(core.DummyPreemptContext):
     def close(self) -> None:
         self._watch.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_DFL)
         if self._dist.rank == 0:
             self._stop_file.unlink(missing_ok=True)
 
@@ -120,7 +123,7 @@ class LocalPreempt(core.DummyPreemptContext):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _handle(self, handler: Callable[[int, Any], None]) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, handler)
 
     def _raise_interrupt(self, number: int, frame: object) -> None:

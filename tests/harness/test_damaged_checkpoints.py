@@ -126,6 +126,7 @@ def drop(*place):
 # What is done to the last checkpoint, what else is asked for, and what the one line has to say.
 OTHER = "the last whole one is --resume"
 MEND = "go on from another checkpoint"
+STAGE_2 = overrides(**{f"{DEEPSPEED}zero_optimization__stage": 2})
 RANK0 = "det_state_dict_rank0.pth"
 STEPS = put("steps_completed", value=2)
 # Of wrong structure, in files whose digests are right: the file, the change, what the line has to say.
@@ -276,14 +277,35 @@ DAMAGE = {
         overrides(reproducibility__experiment_seed=9),
         ["experiment_seed: 9", "made with 0"],
     ),
-    "stage 0 to 2": (
-        None,
-        overrides(**{f"{DEEPSPEED}zero_optimization__stage": 2}),
-        [
-            "zero_optimization.stage: 2",
-            "DeepSpeed cannot turn a checkpoint of ZeRO stage 0 into one of stage 2",
-        ],
+    # What another ZeRO stage goes on from
+    "stage 0 to 2, no states": (
+        signed_again(lambda folder: shutil.rmtree(folder / "by_name")),
+        STAGE_2,
+        ["zero_optimization.stage: 2", "it holds no states by the weights' names"],
     ),
+    **{
+        f"stage 0 to 2, {name}": (damage, STAGE_2, [words, MEND])
+        for name, (damage, words) in {
+            "a command": (smuggle("by_name/model0/exp_avg.pt"), "exp_avg.pt: cannot be loaded safely"),
+            "no moments": (
+                signed_again(lambda folder: (folder / "by_name/model0/exp_avg_sq.pt").unlink()),
+                "exp_avg_sq.pt: cannot be loaded safely",
+            ),
+            "a moment's shape": (
+                resigned("by_name/*/exp_avg.pt", put("fc1.bias", value=torch.zeros(9))),
+                "exp_avg.pt: fc1.bias is (9,), but (120,) in this network",
+            ),
+            "a weight less": (
+                resigned("by_name/*/weights.pt", drop("fc3.bias")),
+                "weights.pt: fc3.bias is none, but (10,) in this network",
+            ),
+            "no counts": (resigned("by_name/*/state.pt", drop("counts")), "state.pt: counts is missing"),
+            "other steps": (
+                resigned("by_name/*/state.pt", put("counts", "global_steps", value=3)),
+                "state.pt: global_steps: 3: but identity.json has 4",
+            ),
+        }.items()
+    },
 }
 
 
@@ -326,7 +348,7 @@ def test_a_checkpoint_that_cannot_be_used_is_refused(damaged_runs, case):
     assert run.code == 2, run.stderr
     for words in DAMAGE[case][2]:
         assert words in run.stderr
-    assert len(run.stderr.splitlines()) == (2 if case == "stage 0 to 2" else 1)
+    assert len(run.stderr.splitlines()) == (2 if case == "stage 0 to 2, no states" else 1)
     assert not (run.output / "checkpoints/called").exists()
     assert every_byte(run.output) == before[case]
 

@@ -1,16 +1,19 @@
-"""Runs that are stopped and resumed, also otherwise than they were: real processes, real signals."""
+"""Runs that are stopped and resumed: real processes, real signals."""
 
 import shutil
 
 import pytest
-from modes import DEEPSPEED, STEPS, losses, mode_rows
+from modes import STEPS, losses, mode_rows
 from support import (
     DIGITS,
     INSTRUCTIONS,
     LATEST,
+    TWO,
+    Run,
     checkpoints,
     overrides,
     train_many,
+    truncate_model,
 )
 
 STOP, D = 17, "hyperparameters.overwrite_deepspeed_args"
@@ -33,58 +36,6 @@ def test_every_mode_resumes_to_the_same_bits(mode_runs, tmp_path):
         assert losses(run) == losses(straight[mode]), mode
         assert run.summary["validation"] == straight[mode].summary["validation"], mode
         assert run.summary["weights_sha256"] == straight[mode].summary["weights_sha256"], mode
-
-
-STAGE_2 = overrides(**{f"{DEEPSPEED}zero_optimization__stage": 2})
-
-
-# Modes that go on with another number of processes, and as what else; the rest is refused.
-ELASTIC: dict[str, dict[str, list[str]]] = {
-    "digits": {"": []},
-    "accumulate": {"": []},
-    "zero1": {"": [], " as stage 2": STAGE_2},
-    "zero2": {"": []},
-    "zero3": {"": []},
-    "bf16": {"": []},
-    "offload": {"": []},
-}
-
-
-INELASTIC = {
-    "moe": "cannot spread the experts or stages",
-    "zero1 as stage 0": "ZeRO stage 1 into one of stage 0",
-}
-
-
-def test_other_processes_and_stages(mode_runs, tmp_path):
-    """Saved with 1 process and resumed with 2, or the other way; ZeRO stage 1 goes on as stage 2."""
-    processes, _, straight = mode_runs
-    rows = mode_rows(processes)
-    stopped = train_many(
-        tmp_path, {mode: rows[mode] for mode in [*ELASTIC, "moe"]}, processes, sigterm_at=STOP
-    )
-    changed: dict[str, list[str]] = {}
-    refused: dict[str, dict[str, list[str]]] = {name: {"": []} for name in INELASTIC}
-    for mode, forms in {**ELASTIC, **refused}.items():
-        for form, more in forms.items():
-            source = mode.split()[0]
-            if mode + form != source:
-                shutil.copytree(stopped[source].output, tmp_path / (mode + form))
-                more = more or overrides(**{f"{DEEPSPEED}zero_optimization__stage": 0})
-            changed[mode + form] = [*rows[source], *more, *LATEST]
-    for name, run in train_many(tmp_path, changed, 3 - processes).items():
-        if name in INELASTIC:
-            assert run.code == 2, run.stderr
-            assert INELASTIC[name] in run.stderr and f"processes: {3 - processes}" in run.stderr
-            continue
-        assert run.code == 0, f"{name}: {run.stderr}"
-        whole = straight[name.split()[0]]
-        assert run.summary["zero_stage"] == (2 if "as stage 2" in name else whole.summary["zero_stage"])
-        # bf16 keeps 8 bits: how much two orders of a sum differ by in the end depends on the CPU's kernels
-        relative, absolute = (None, 0.1) if name == "bf16" else (1e-5, None)
-        assert losses(run) == pytest.approx(losses(whole), rel=relative, abs=absolute), name
-        expected = whole.summary["validation"]["loss"]
-        assert run.summary["validation"]["loss"] == pytest.approx(expected, rel=relative, abs=absolute), name
 
 
 @pytest.mark.parametrize("instructions", INSTRUCTIONS)
@@ -154,3 +105,23 @@ def test_new_values_hold_after_a_resume(tmp_path):
     weights = {name: run.summary["weights_sha256"] for name, run in runs.items()}
     assert len(set(weights.values())) == len(runs) - 2
     assert weights["stage 1"] == weights["same"] and weights["cycle"] == weights["whole cycle"]
+
+
+def test_auto_begins_or_goes_on(two_checkpoints, tmp_path):
+    """As a launcher wants it that starts again by itself; past a damaged checkpoint, but not without any whole one."""
+    auto = [*TWO, "--resume", "auto"]
+    for name, damaged in {"latest": [4], "all": [4, 2]}.items():
+        shutil.copytree(two_checkpoints.output, tmp_path / name)
+        held = checkpoints(Run(0, "", "", tmp_path / name))
+        for step in damaged:
+            truncate_model(held[step])
+    stopped = train_many(tmp_path, {"new": auto}, sigterm_at=3)["new"]
+    assert stopped.code == 130, stopped.stderr
+    assert 3 in checkpoints(stopped)
+    runs = train_many(tmp_path, dict.fromkeys(("new", "latest", "all"), auto))
+    for name in ("new", "latest"):
+        assert runs[name].code == 0, runs[name].stderr
+        assert runs[name].summary["weights_sha256"] == two_checkpoints.summary["weights_sha256"], name
+    second = checkpoints(two_checkpoints)[2].name
+    assert f"is truncated; goes on from {second}" in runs["latest"].stderr
+    assert runs["all"].code == 2 and "there is no other whole one" in runs["all"].stderr

@@ -119,7 +119,7 @@ def test_a_search_of_invalid_trials_alone_is_refused(tmp_path, capsys):
     assert "zero_optimization.stage: 7" in capsys.readouterr().err  # mended, the same folder serves
     missing = ["--set", "data.dataset=imagefolder", "--set", f"data.root={tmp_path}/none"]
     assert search.main([*command(tmp_path / "other", str(PROJECT / GRID))[2:], *missing]) == 2
-    assert f"data.root: {tmp_path}/none: has no folder 'train'" in capsys.readouterr().err
+    assert f"data.root: {tmp_path}/none: no such folder" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
     assert search.main([*arguments, "--output", "/proc/none"]) == 2
     assert "--output: /proc/none: cannot be made" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed
@@ -15,10 +15,8 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_local_fp32_param,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
-
-from classify.models.state_dicts import kept_buffers
 
 _EXPERT = re.compile(
     r"^(?P<layer>.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(?P<local>\d+)(?P<rest>.*)$"
@@ -30,6 +28,7 @@ def gather_full_state_dict(
     engine: deepspeed.DeepSpeedEngine,
     stage_layers: Sequence[str] | None = None,
     buffers: Mapping[str, Tensor] | None = None,
+    trained_only: bool = False,
 ) -> dict[str, Tensor]:
     """Gives every weight of the network on the CPU in fp32: the optimizer's master copy where it keeps one.
 
@@ -39,6 +38,7 @@ def gather_full_state_dict(
         engine: the engine.
         stage_layers: the names of a pipeline's layers, by which its weights are called.
         buffers: what to give in the place of buffers of the engine's network, by its names.
+        trained_only: whether to leave out buffers, and weights that are frozen.
 
     Returns:
         The weights and buffers by name, in the order of the names.
@@ -46,6 +46,8 @@ def gather_full_state_dict(
     masters = _masters_of_parameters(engine)
     held: dict[str, Tensor] = {}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        if trained_only and not parameter.requires_grad:
+            continue
         whole = safe_get_full_fp32_param(parameter)
         if whole is None and hasattr(parameter, "ds_id"):  # partitioned by ZeRO 3
             with GatheredParameters([parameter]):
@@ -54,7 +56,8 @@ def gather_full_state_dict(
             whole = masters.get(parameter, parameter)
         shape = getattr(parameter, "ds_shape", parameter.shape)
         held[plain_name(engine, name, stage_layers)] = whole.detach().float().cpu().reshape(shape)
-    for name, buffer in {**dict(kept_buffers(engine.module)), **(buffers or {})}.items():
+    kept = {} if trained_only else {**dict(kept_buffers(engine.module)), **(buffers or {})}
+    for name, buffer in kept.items():
         held[plain_name(engine, name, stage_layers)] = buffer.detach().float().cpu()
     if stage_layers or engine.has_moe_layers:  # ranks hold different weights
         everyone: list[Any] = [None] * torch.distributed.get_world_size()
@@ -90,6 +93,38 @@ def scatter_full_state_dict(
         else:
             master = masters.get(parameter, parameter)
             master.copy_(whole.view_as(master))
+
+
+@torch.no_grad()
+def put_untrained(
+    engine: deepspeed.DeepSpeedEngine, state: Mapping[str, Tensor], stage_layers: Sequence[str] | None = None
+) -> None:
+    """Puts what ``scatter_full_state_dict`` leaves as it is: frozen weights and buffers."""
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            with GatheredParameters([parameter], modifier_rank=0):
+                whole = state[plain_name(engine, name, stage_layers)]
+                if parameter.shape == whole.shape:  # elsewhere it is the first rank that sets it
+                    parameter.copy_(whole)
+    for name, buffer in kept_buffers(engine.module):
+        buffer.copy_(state[plain_name(engine, name, stage_layers)])
+
+
+def kept_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a ``state_dict`` holds, by name."""
+    for prefix, each in module.named_modules(remove_duplicate=False):
+        for name, buffer in each._buffers.items():
+            if buffer is not None and name not in each._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+@torch.no_grad()
+def exchange_masters(engine: deepspeed.DeepSpeedEngine, values: Sequence[Tensor]) -> None:
+    """Exchanges ``master_weights`` with values that lie as they do."""
+    for value, weight in zip(values, master_weights(engine), strict=True):
+        kept = weight.clone()
+        weight.copy_(value)
+        value.copy_(kept)
 
 
 def master_weights(engine: deepspeed.DeepSpeedEngine) -> list[Tensor]:
