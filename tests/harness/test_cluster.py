@@ -190,3 +190,15 @@ def test_a_wrong_trial_ends_at_once_as_invalid(tmp_path, case):
     reasons = [body for path, body in master.posted if "early_exit" in path]
     assert reasons and "INVALID_HP" in json.dumps(reasons[0])
     assert not master.bodies("/checkpoints")
+
+
+def test_the_test_at_the_end_is_a_group_of_its_own(tmp_path):
+    """Where validation images are held out the master judges by those; those of the test come once, as `test`."""
+    config = {"data": {"dataset": "digits", "validation": 0.2}}
+    with Master() as master:
+        run = run_container(tmp_path, master, 1, {**SMALL, "max_length": {"batches": 50}}, config=config)
+    assert run.code == 0, run.stderr
+    validations, (tested,) = master.metrics("validation"), master.metrics("test").items()
+    assert [*validations] == [40, 50] and tested[0] == 50
+    assert {each["images"] for each in validations.values()} == {287} and tested[1]["images"] == 360
+    assert 0 < tested[1]["accuracy"] < 1 and tested[1]["loss"] != validations[50]["loss"]
