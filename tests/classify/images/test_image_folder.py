@@ -212,7 +212,7 @@ def test_a_link_in_the_caches_place_is_not_followed(folder, tmp_path):
 
 @table(
     "damage, parts",
-    no_root=(gone(""), ["data.root: {}:", "'train'"]),
+    no_root=(gone(""), ["data.root: {}:", "no such folder; it needs train/<class>"]),
     no_test=(gone("test"), ["data.root: {}:", "'test'"]),
     no_class=(gone("train/a", "train/b"), ["{}/train:", "no class"]),
     one_class=(gone("train/b"), ["{}/train:", "only the class 'a'"]),
