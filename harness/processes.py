@@ -68,9 +68,10 @@ def start_process_group() -> None:
     deepspeed_patches.prepare_accelerator()
     if torch.distributed.is_initialized() or os.environ.get(MANUAL):
         return  # by an earlier run in this process; or by the trial itself
-    if int(os.environ.get("WORLD_SIZE", 1)) > _local_size():
-        _choose_interface(_address_towards(os.environ["MASTER_ADDR"]))
-    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    if "RANK" in os.environ and size > 1:
+        if size > _local_size():
+            _choose_interface(_address_towards(os.environ.get("MASTER_ADDR", "")))
         if torch.cuda.is_available():
             _take_gpu()
     else:
@@ -141,10 +142,14 @@ def _choose_interface(mine: str) -> None:
 
 
 def _address_towards(host: str) -> str:
-    """This host's address from which another is reached; empty where it is not known."""
+    """This host's address from which another is reached; empty where it is not known.
+
+    Nor is it on the first host itself, where that has its own name for the loopback, as on Debian.
+    """
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))  # which sends nothing
-        return probe.getsockname()[0]
+        address = probe.getsockname()[0]
+        return "" if address.startswith("127.") else address
     return ""
 
 
