@@ -17,11 +17,12 @@ from typing_extensions import override
 from harness import cluster, deepspeed_patches, processes
 from harness.checkpoints.store import LocalCheckpoints
 from harness.experiment import Experiment
+from harness.hangs import place
+from harness.hangs.watch import watching
 from harness.local.folder import default_output, own_folder
 from harness.local.full_disk import explain_full_disk
 from harness.local.progress import LocalMetrics
 from harness.local.signals import LocalPreempt
-from harness.local.watch import explain_lost_rank
 from harness.random_state import seed_everything
 
 
@@ -33,12 +34,14 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
         experiment: what the experiment configuration says.
         resumes: whether a checkpoint's weights will replace the first ones.
         resumed_from: optimizer steps of the run that this one goes on with.
+        place: where this rank is, for those who watch whether it moves.
     """
 
     output: pathlib.Path | None = None
     experiment: Experiment
     resumes = False
     resumed_from = 0
+    place: place.Place
     _tbd_writer: Any
 
     @override
@@ -52,6 +55,7 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
     def wrap_model_engine(self, model: deepspeed.DeepSpeedEngine) -> deepspeed.DeepSpeedEngine:
         """Registers an engine of the trial, and applies what every engine needs of ``deepspeed_patches``."""
         deepspeed_patches.patch_engine(model)
+        place.follow(model, self.place)
         return super().wrap_model_engine(model)
 
     @override
@@ -88,7 +92,7 @@ def make_context(
         steps_completed=steps_completed,
         enable_tensorboard_logging=enable_tensorboard_logging,
     )
-    context.experiment = experiment
+    context.experiment, context.place = experiment, place.Place()
     return context
 
 
@@ -126,12 +130,12 @@ def init(
     """
     processes.share_cores()
     if experiment := cluster.cluster_experiment():
-        joined = distributed or processes.join_cluster_processes()
+        joined = distributed or processes.join_cluster_processes(experiment.hang_after)
         with _on_cluster(experiment, joined, enable_tensorboard_logging) as context:
             yield context
         return
     experiment = Experiment(exp_conf or {}, hparams or {})
-    ranks = distributed or processes.join_local_processes()
+    ranks = distributed or processes.join_local_processes(experiment.hang_after)
     output = ranks.broadcast(pathlib.Path(os.path.realpath(output or default_output("trial"))))
     with (
         own_folder(output, ranks, resumes, writes) as goes_on,
@@ -163,7 +167,8 @@ def _on_cluster(
         with cluster.errors_end_the_trial():
             cluster.log_from_chief(core_context.distributed.rank == 0)
             cluster.check_slots(core_context.distributed.size)
-            yield context
+            with watching(core_context.distributed, context.place, experiment.hang_after):
+                yield context
 
 
 @contextlib.contextmanager
@@ -178,7 +183,6 @@ def _locally(
     storage, tensorboard = output / "checkpoints", core.TensorboardMode.MANUAL
     with (
         explain_full_disk(output),
-        explain_lost_rank(),
         core.init(
             distributed=distributed, checkpoint_storage=str(storage), tensorboard_mode=tensorboard
         ) as core_context,
@@ -200,4 +204,5 @@ def _locally(
             enable_tensorboard_logging=logs_tensorboard,
         )
         context.output, context.resumes = output, resumes
-        yield context
+        with watching(core_context.distributed, context.place, experiment.hang_after):
+            yield context

@@ -18,6 +18,7 @@ from harness.callbacks import NonFiniteLossMonitor
 from harness.checkpoints import by_name, contents, identity, safe_load
 from harness.checkpoints.conversion import as_loadable
 from harness.checkpoints.identity import Identity
+from harness.hangs.place import END, GATHER
 from harness.hooks import Code, TrialHooks
 from harness.local.progress import LocalMetrics
 from harness.local.signals import LocalPreempt
@@ -87,6 +88,7 @@ class Controller(Loop):
             if self.test_data and is_done and not interrupted:
                 with final_test.testing(self, self.test_data):
                     self.test_metrics = self._validate()
+            self.context.place.begin(END, self.steps_done)
 
     @override
     def _set_data_loaders(self) -> None:
@@ -170,6 +172,7 @@ class Controller(Loop):
     @override
     def _save(self, path: pathlib.Path) -> None:
         super()._save(path)
+        self.context.place.enter(GATHER)
         for index, engine in enumerate(self.engines):
             by_name.save(engine, by_name.folder_of(path, index), self._layer_names())
         if self.is_chief:

@@ -17,6 +17,7 @@ from harness.errors import InvalidInput
 PERIOD_UNITS = ("batches", "records", "epochs")
 LENGTH_UNITS = ("batches", "epochs")
 LENGTH = "hyperparameters.max_length"
+HANG_AFTER = 600.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,18 @@ class Experiment:
         if errors or length is None:
             raise InvalidInput(errors)
         return next(iter(length.items()))
+
+    @property
+    def hang_after(self) -> float:
+        """Seconds without a move of any rank after which a run ends.
+
+        Raises:
+            InvalidInput: if ``hyperparameters.hang_after`` is no number of at least 3.
+        """
+        seconds = self.hyperparameters.get("hang_after", HANG_AFTER)
+        if errors := hang_errors(seconds):
+            raise InvalidInput(errors)
+        return float(seconds)
 
     @property
     def slots(self) -> int:
@@ -143,6 +156,12 @@ def unit_errors(field: str, value: Any, units: tuple[str, ...], least: int) -> l
     if type(number) is not int or not least <= number < 2**53:
         return [f"{field}.{unit}: {number!r}: must be a whole number of at least {least}"]
     return []
+
+
+def hang_errors(seconds: Any) -> list[str]:
+    """Checks ``hyperparameters.hang_after``."""
+    is_number = type(seconds) in (int, float) and 3 <= seconds < 10**6
+    return [] if is_number else [f"hyperparameters.hang_after: {seconds!r}: must be seconds, at least 3"]
 
 
 def train_unit(period: tuple[str, int] | None, batch_size: int) -> pytorch.TrainUnit:

@@ -14,6 +14,7 @@ from determined import pytorch
 from determined.pytorch import deepspeed as det_ds
 from typing_extensions import override
 
+from harness.hangs.place import TEST
 from harness.hooks import Callback
 from harness.random_state import random_state, set_random_state
 
@@ -65,6 +66,7 @@ def testing(controller: det_ds.DeepSpeedTrialController, data: TestData) -> Iter
         "validation_batch_size": data.batch_size,
         "callbacks": {"test": _Around(callbacks)},
         "checkpoint_policy": "none",
+        "validates_as": TEST,
     }
     kept = {name: getattr(controller, name) for name in changed}
     train = core_context.train

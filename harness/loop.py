@@ -35,6 +35,7 @@ from typing_extensions import override
 from harness.checkpoints.code import copying
 from harness.cluster import on_cluster, search_has_stopped
 from harness.errors import InvalidInput
+from harness.hangs.place import CHECKPOINT, DATA, REPORT, TRAINING, VALIDATION
 from harness.hooks import Code
 from harness.random_state import State, random_state, set_random_state, shuffled_by_seed
 
@@ -52,6 +53,7 @@ class Loop(det_ds.DeepSpeedTrialController):
             raise RuntimeError(f"determined {det.__version__} lacks {', '.join(missing)}; install 0.38.1")
         super().__init__(**kwargs)
         self.start_from_batch: int = kwargs["steps_completed"]
+        self.validates_as = VALIDATION
         self.training_randomness: State | None = None  # while a validation runs
         whole_steps = self.context.use_pipeline_parallel or self.context._manual_grad_accumulation
         self.calls_per_step = 1 if whole_steps else self.context.get_num_micro_batches_per_slot()
@@ -112,6 +114,7 @@ class Loop(det_ds.DeepSpeedTrialController):
             step = self.state.batches_trained
             epoch = step // self.epoch_length
             self.context._current_batch_idx = step
+            self.context.place.begin(TRAINING, step + 1)
             if step % self.epoch_length == 0:
                 self._on_epoch_start(epoch)
             metrics += self._train_batch(batch_idx=step, epoch_idx=epoch)
@@ -136,6 +139,7 @@ class Loop(det_ds.DeepSpeedTrialController):
         """One optimizer step. Its scalar metrics stay on the device until they are reported."""
         metrics = []
         for _ in range(self.calls_per_step):
+            self.context.place.enter(DATA)
             result = self.trial.train_batch(self.training_iterator, epoch_idx, batch_idx)
             if self.context._mpu.should_report_metrics:
                 metrics.append(_kept(result))
@@ -149,7 +153,8 @@ class Loop(det_ds.DeepSpeedTrialController):
     @override
     def _aggregate_training_metrics(self, training_metrics: list[dict[str, Any]]) -> dict[str, Any]:
         """Fetches the metrics of all steps since the last report together."""
-        return super()._aggregate_training_metrics(_fetch(training_metrics))
+        with self.context.place.during(REPORT, self.steps_done):
+            return super()._aggregate_training_metrics(_fetch(training_metrics))
 
     @override
     def _validate(self) -> dict[str, Any]:
@@ -159,7 +164,10 @@ class Loop(det_ds.DeepSpeedTrialController):
         as if never ended. The metrics are those of the ranks that report any, whichever they are.
         """
         self.training_randomness = random_state(self.context.device)
-        with _reducing_what_is_reported(self.context.distributed):
+        with (
+            self.context.place.during(self.validates_as, self.steps_done),
+            _reducing_what_is_reported(self.context.distributed),
+        ):
             metrics = super()._validate()
         self._end_validation()
         return metrics
@@ -168,7 +176,8 @@ class Loop(det_ds.DeepSpeedTrialController):
     def _checkpoint(self, already_exiting: bool) -> None:
         """Saves; a validation saves what is best before it returns."""
         self._end_validation()
-        super()._checkpoint(already_exiting)
+        with self.context.place.during(CHECKPOINT, self.steps_done):
+            super()._checkpoint(already_exiting)
 
     def _end_validation(self) -> None:
         if self.training_randomness:

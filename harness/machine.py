@@ -66,13 +66,23 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
-def waited_for_cores() -> float:
-    """The seconds that the threads of this process were ready to run and had no core, together; 0 if unknown.
+def waited_for_cores(thread: str = "*") -> float:
+    """The seconds that threads of this process were ready to run and had no core, together; 0 if unknown.
 
     Source: https://docs.kernel.org/scheduler/sched-stats.html
+
+    Args:
+        thread: the id of one, or ``*`` for all.
     """
     nanoseconds = 0
-    for file in pathlib.Path("/proc/self/task").glob("*/schedstat"):  # on Linux
+    for file in pathlib.Path("/proc/self/task").glob(f"{thread}/schedstat"):  # on Linux
         with contextlib.suppress(OSError, IndexError, ValueError):  # of a thread that has just ended
             nanoseconds += int(file.read_text().split()[1])
     return nanoseconds / 1e9
+
+
+def is_alive(process: psutil.Process | None) -> bool:
+    """Whether a process runs, and is no zombie, nor another that has got its id."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import os
 import socket
 
@@ -18,7 +19,10 @@ from determined import core
 from harness import deepspeed_patches
 from harness.cluster import cluster_info
 from harness.errors import InvalidInput
+from harness.experiment import HANG_AFTER
+from harness.hangs.joining import joining
 
+PATIENCE = 3  # times as long as no rank may move, a collective waits for one that is slow, but works
 MANUAL = "DET_MANUAL_INIT_DISTRIBUTED"  # Determined's variable: the trial starts the process group itself
 
 
@@ -59,8 +63,11 @@ def _user_chose_threads() -> bool:
     return "OMP_NUM_THREADS" in os.environ
 
 
-def start_process_group() -> None:
+def start_process_group(hang_after: float = HANG_AFTER) -> None:
     """Starts torch's process group and DeepSpeed's; one process alone needs no launcher and no port.
+
+    Args:
+        hang_after: seconds that another rank may need to join, and a third of those that a collective waits.
 
     Raises:
         InvalidInput: if there are more processes than GPUs, or the launcher's port is in use.
@@ -81,13 +88,20 @@ def start_process_group() -> None:
             backend, store=torch.distributed.HashStore(), rank=0, world_size=1
         )
     try:
-        deepspeed.init_distributed(auto_mpi_discovery=False)
+        with joining(hang_after):
+            _init_distributed(hang_after)
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
         what = "in use by another run, or one that is still stopping; wait for its end, or give another port"
         raise InvalidInput(f"--master_port: {os.environ['MASTER_PORT']}: {what}") from error
     atexit.register(torch.distributed.destroy_process_group)
+
+
+def _init_distributed(hang_after: float) -> None:
+    """Without a time limit of its own DeepSpeed takes one of its release: 30 minutes once, 10 now."""
+    limit = datetime.timedelta(seconds=PATIENCE * hang_after)
+    deepspeed.init_distributed(auto_mpi_discovery=False, timeout=limit)
 
 
 def _take_gpu() -> None:
@@ -99,9 +113,9 @@ def _take_gpu() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 
-def join_local_processes() -> core.DistributedContext:
+def join_local_processes(hang_after: float) -> core.DistributedContext:
     """Joins the processes that ``deepspeed``, ``torchrun`` or ``srun`` started, or is the only one."""
-    start_process_group()
+    start_process_group(hang_after)
     env = os.environ
     size = int(env.get("WORLD_SIZE", 1))
     ports = {}
@@ -120,17 +134,18 @@ def join_local_processes() -> core.DistributedContext:
     )
 
 
-def join_cluster_processes() -> core.DistributedContext | None:
+def join_cluster_processes(hang_after: float) -> core.DistributedContext | None:
     """Joins the processes that Determined's launch layer started; None for one that it did not start."""
     if not det._DistributedBackend().use_deepspeed():
-        start_process_group()
+        start_process_group(hang_after)
         return None
     deepspeed_patches.prepare_accelerator()
     info = cluster_info()
     if len(info.container_addrs) > 1:
         _choose_interface(info.container_addrs[info.container_rank])
     if not os.environ.get(MANUAL):
-        deepspeed.init_distributed(auto_mpi_discovery=False)
+        with joining(hang_after):
+            _init_distributed(hang_after)
     return core.DistributedContext.from_deepspeed()
 
 

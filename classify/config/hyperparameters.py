@@ -17,7 +17,7 @@ from classify.config.options import Options, ProgressiveResizing, TestTimeAugmen
 from classify.config.parameter_groups import entry_errors, is_pattern
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, one_of, optional, whole
 from harness.errors import ErrorList
-from harness.experiment import LENGTH_UNITS, unit_errors
+from harness.experiment import HANG_AFTER, LENGTH_UNITS, hang_errors, unit_errors
 
 
 def _are_counts(value: Any) -> bool:
@@ -88,6 +88,11 @@ class Hyperparameters:
     """The training's length: ``{epochs: N}`` or ``{batches: N}``, a batch being an optimizer step."""
     early_stopping: Mapping[str, Any] | None = _setting(None, optional(Rule(_is_early_stopping, _STOPPING)))
     """Validations to wait for an improvement of a metric: ``patience``, ``metric``, ``min_improvement``."""
+
+    hang_after: float = _setting(
+        HANG_AFTER, Rule(lambda v: not hang_errors(v), "must be seconds, at least 3")
+    )
+    """Seconds without a move of any rank after which a run ends; before, it says where each is."""
 
     deepspeed_config: str | None = _setting(
         None, optional(Rule(lambda v: isinstance(v, str), "must be a file's name, e.g. ds_config.json"))

@@ -15,8 +15,8 @@ from determined import core
 
 from harness.checkpoints import files
 from harness.errors import InvalidInput, TrainingStopped, one_line
+from harness.hangs.watch import is_lost_rank
 from harness.local.full_disk import how_to_go_on, is_full_disk
-from harness.local.watch import is_lost_rank
 
 _PARTIAL = (
     ".partial-"  # what a checkpoint's folder is called until it is whole, and again while it is removed

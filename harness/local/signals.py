@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pathlib
 import signal
@@ -16,7 +15,7 @@ import torch
 from determined import core
 from typing_extensions import override
 
-from harness.local.watch import DELAY, GO_ON, at_the_end_of, launchers, peers_on_this_host
+from harness.local.watch import at_the_end_of, launchers
 
 STOP_WITH_PID = "STOP_WITH_PID"  # environment variable: the process at whose end the training stops, too
 
@@ -74,10 +73,7 @@ class LocalPreempt(core.DummyPreemptContext):
         """Lets a signal end the training with a checkpoint; before and after, it ends the process."""
         self._handle(self._request_stop)
         try:
-            peers = peers_on_this_host(self._dist)
-            ends = {pid: functools.partial(_end_without, rank) for pid, rank in peers.items()}
-            with at_the_end_of(ends, DELAY):
-                yield
+            yield
         finally:
             self._handle(self._raise_interrupt)
 
@@ -136,13 +132,3 @@ class LocalPreempt(core.DummyPreemptContext):
         elif now - self._signalled_at > 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-
-def _end_without(rank: int) -> None:
-    """Ends this process where another rank is gone, for a collective would wait for it.
-
-    Determined's own has no time limit, and torchrun's SIGTERM is taken here as a request to stop after the
-    step: without this, torchrun kills the rank after 30 s.
-    """
-    print(f"rank {rank} is gone; {GO_ON}", file=sys.stderr)
-    os._exit(1)

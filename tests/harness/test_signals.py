@@ -9,7 +9,7 @@ import psutil
 import pytest
 from support import DIGITS, LATEST, PROJECT, TIME_LIMIT, execute, launcher, overrides
 
-from harness.local.watch import is_alive
+from harness.machine import is_alive
 
 SHORT = overrides(hyperparameters__max_length="{epochs: 2}", min_validation_period="{epochs: 1}")
 

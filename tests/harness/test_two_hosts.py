@@ -12,10 +12,11 @@ from typing import Any
 import psutil
 import pytest
 from containers import ENTRYPOINT, SMALL, container
-from hosts import CHIEF, OTHER, entering, joined_namespace
+from hosts import CHIEF, OTHER, entering, joined_namespaces
 from master import Master
 from modes import DEEPSPEED, LR, SHORT, losses
 from support import (
+    DIGITS,
     PROJECT,
     TIME_LIMIT,
     Run,
@@ -33,59 +34,71 @@ RECORD = 'python3 -c \'import json, os; json.dump(dict(os.environ), open("enviro
 
 
 @pytest.fixture
-def namespace():
-    with joined_namespace() as name:
-        yield name
+def hosts():
+    """What goes before the commands of two hosts, by their addresses."""
+    with joined_namespaces(CHIEF):
+        yield entering(CHIEF, OTHER)
 
 
-def test_a_trial_on_two_hosts(tmp_path, namespace):
-    """One process on each; ssh's command line holds no secret, and what a shell would read arrives as it was."""
-    hosts: dict[str, dict[str, Any]] = {
-        address: {"files": str(tmp_path / address), "enter": enter}
-        for address, enter in entering(namespace).items()
+MINE = {"MINE": """it's "$HOME" `id`; \\ """, "EMPTY": ""}  # of the container, and nothing for a shell
+
+
+def run_on_hosts(folder, hosts, master, steps, **trial):
+    """What the containers of a trial do, one on each host; gives the chief's run and the environments."""
+    containers: dict[str, dict[str, Any]] = {
+        address: {"files": str(folder / address), "enter": enter} for address, enter in hosts.items()
     }
-    mine = {"MINE": """it's "$HOME" `id`; \\ """, "EMPTY": ""}
     ports = {name: str(free_port()) for name in ("C10D_PORT", "DTRAIN_SSH_PORT")}
+    for rank, address in enumerate(containers):
+        config = {"entrypoint": "python3 -m harness.launch bash record.sh"}
+        length = {"max_length": {"batches": steps}}
+        place: dict[str, Any] = {"rank": rank, "addresses": tuple(hosts)}
+        variables = container(
+            folder / address, master, 1, {**SMALL, **length}, config=config, **place, **trial
+        )
+        (folder / address / "model/record.sh").write_text(f"{RECORD}\nexec python3 train.py\n")
+        shared = {**variables, **ports, **MINE, "TEST_HOSTS": json.dumps(containers)}
+        containers[address]["environment"] = {**shared, "HOST_OF_ITS_OWN": address}
+    environments = {address: each["environment"] for address, each in containers.items()}
+    other = subprocess.Popen(
+        ["bash", "-c", ENTRYPOINT],
+        cwd=folder / OTHER / "model",
+        env=environment(**environments[OTHER]),
+        start_new_session=True,
+    )
+    try:
+        command, chief = [*hosts[CHIEF], "bash", "-c", ENTRYPOINT], folder / CHIEF
+        return execute(command, chief, cwd=chief / "model", **environments[CHIEF]), environments
+    finally:  # as the master does with containers that wait for the chief
+        os.killpg(other.pid, signal.SIGKILL)
+        other.wait()
+
+
+def test_a_trial_on_two_hosts(tmp_path, hosts, train):
+    """One process on each, paused and resumed: as two on one host. What a shell would read arrives as it was."""
     (tmp_path / OTHER).mkdir()
     (tmp_path / OTHER / "shared").symlink_to(tmp_path / CHIEF / "shared")
     with Master(OTHER) as master:
-        for rank, address in enumerate(hosts):
-            folder = tmp_path / address
-            variables = container(
-                folder,
-                master,
-                1,
-                {**SMALL, "max_length": {"batches": 20}},
-                rank=rank,
-                addresses=tuple(hosts),
-                config={"entrypoint": "python3 -m harness.launch bash record.sh"},
-            )
-            (folder / "model/record.sh").write_text(f"{RECORD}\nexec python3 train.py\n")
-            hosts[address]["environment"] = {**variables, **ports, **mine, "TEST_HOSTS": json.dumps(hosts)}
-            hosts[address]["environment"]["HOST_OF_ITS_OWN"] = address
-        other = subprocess.Popen(
-            ["bash", "-c", ENTRYPOINT],
-            cwd=tmp_path / OTHER / "model",
-            env=environment(**hosts[OTHER]["environment"]),
-            start_new_session=True,
-        )
-        try:
-            command = [*hosts[CHIEF]["enter"], "bash", "-c", ENTRYPOINT]
-            chief = tmp_path / CHIEF
-            run = execute(command, chief, cwd=chief / "model", **hosts[CHIEF]["environment"])
-        finally:  # as the master does with containers that wait for the chief
-            os.killpg(other.pid, signal.SIGKILL)
-            other.wait()
-    assert run.code == 0, run.stderr
-    assert master.bodies("/daemon") and max(master.metrics("validation")) == 20
+        run, _ = run_on_hosts(tmp_path, hosts, master, 10)
+        assert run.code == 0, run.stderr
+        saved = master.bodies("/checkpoints")[-1]
+        again = {"latest_checkpoint": saved["uuid"], "steps_completed": 10, "trial_run_id": 2}
+        rest, environments = run_on_hosts(tmp_path, hosts, master, 20, **again)
+    assert rest.code == 0, rest.stderr
+    assert master.bodies("/daemon") and list(master.metrics("training")) == [10, 20]
+    here = train(
+        *DIGITS,
+        *overrides(scheduling_unit=10, hyperparameters=json.dumps({**SMALL, "max_length": {"batches": 20}})),
+        processes=2,
+    )
+    assert master.metrics("validation")[20]["loss"] == here.summary["validation"]["loss"]
     output = run.stdout + run.stderr
     assert "identifier" not in output and "secret-token" not in output
-    for rank, address in enumerate(hosts):
+    for rank, (address, given) in enumerate(environments.items()):
         recorded = json.loads((tmp_path / CHIEF / f"model/environment-{rank}").read_text())
-        expected = {**mine, "HOST_OF_ITS_OWN": address, "DET_SESSION_TOKEN": "secret-token"}
+        expected = {**MINE, "HOST_OF_ITS_OWN": address, "DET_SESSION_TOKEN": "secret-token"}
         assert expected.items() <= recorded.items()
-        config = hosts[address]["environment"]["DET_EXPERIMENT_CONFIG"]
-        assert recorded["DET_EXPERIMENT_CONFIG"] == config
+        assert recorded["DET_EXPERIMENT_CONFIG"] == given["DET_EXPERIMENT_CONFIG"]
 
 
 def test_what_srun_says():
@@ -123,12 +136,12 @@ def srun_variables(nodes, node, local, job):
     }
 
 
-def srun(folder, namespace, row, **env):
+def srun(folder, hosts, row, **env):
     """Runs tests/many.py in two tasks on each host, as srun would; gives the run that the first has written."""
     table = folder / "rows.json"
     table.write_text(json.dumps({"job": [*row, "--output", str(folder / "job")]}))
     tasks = []
-    for node, enter in enumerate(entering(namespace).values()):
+    for node, enter in enumerate(hosts.values()):
         for local in range(2):
             variables = {**srun_variables([CHIEF, OTHER], node, local, 41), "PYTHONPATH": str(PROJECT), **env}
             command = [*enter, sys.executable, "-u", "tests/many.py", str(table)]
@@ -146,23 +159,23 @@ def srun(folder, namespace, row, **env):
     return Run(done["code"], done["stdout"], done["stderr"], folder / "job")
 
 
-def test_a_slurm_job_is_requeued(tmp_path, namespace):
+def test_a_slurm_job_is_requeued(tmp_path, hosts):
     """Two tasks on each of two hosts; SIGUSR1 to the last, and the same command again: as four ranks on one host."""
     row = ["--config", "experiments/zero2.yaml", *SHORT]
     row += overrides(hyperparameters__max_length="{batches: 8}", **{f"{DEEPSPEED}train_batch_size": 32})
     straight = train_many(tmp_path, {"straight": row}, 4)["straight"]
     assert straight.code == 0, straight.stderr
     job = [*row, "--resume", "auto"]
-    stopped = srun(tmp_path, namespace, job, SIGTERM_AT="3", SIGNAL="SIGUSR1")
+    stopped = srun(tmp_path, hosts, job, SIGTERM_AT="3", SIGNAL="SIGUSR1")
     assert stopped.code == 130, stopped.stderr
     assert min(checkpoints(stopped)) in (3, 4)
-    done = srun(tmp_path, namespace, job)
+    done = srun(tmp_path, hosts, job)
     assert done.code == 0, done.stderr
     assert done.summary["world_size"] == 4
     assert done.summary["weights_sha256"] == straight.summary["weights_sha256"]
 
 
-def test_the_host_that_is_left_goes_on(tmp_path, namespace):
+def test_the_host_that_is_left_goes_on(tmp_path, hosts):
     """torchrun on two hosts, of which one is lost: the other goes on alone, with the same images, by itself."""
     row = ["--config", "experiments/zero2.yaml", *SHORT, *LR, "--resume", "auto"]
     row += overrides(hyperparameters__max_length="{batches: 300}", min_checkpoint_period="{batches: 10}")
@@ -170,7 +183,7 @@ def test_the_host_that_is_left_goes_on(tmp_path, namespace):
     straight = train_many(tmp_path, {"straight": row})["straight"]
     assert straight.code == 0, straight.stderr
     run, port, agents = Run(0, "", "", tmp_path / "run"), free_port(), []
-    for node, (address, enter) in enumerate(entering(namespace).items()):
+    for node, (address, enter) in enumerate(hosts.items()):
         meeting = [f"--rdzv-endpoint={CHIEF}:{port}", "--rdzv-backend=c10d", f"--local-addr={address}"]
         meeting += [f"--rdzv-conf=is_host={1 - node},last_call_timeout=20"]
         launch = [*enter, sys.executable, "-m", "torch.distributed.run", *meeting]

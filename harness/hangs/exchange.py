@@ -1,0 +1,120 @@
+"""What each rank tells the others once a second, through the store by which torch has joined them."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+TICK = 1.0  # seconds
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank tells.
+
+    Attributes:
+        rank: which it is.
+        host: its host's name.
+        space: what tells the processes of its host from another's, for hosts may have the same name.
+        pid: its process.
+        count: of beats so far; one that stays the same is of a process that is stopped or lost.
+        step: as of its ``Place``.
+        work: the same.
+        part: the same.
+        moves: the same.
+        idle: seconds since it last moved or used the processor.
+        stack: where its Python threads are, once it has been idle for long.
+        waits_in: the collective that it is in, by that stack.
+        has_ended: whether it has left the training, for whatever reason.
+        lost: which other rank it has found to be lost, in words.
+    """
+
+    rank: int
+    host: str
+    space: str
+    pid: int
+    count: int
+    step: int
+    work: str
+    part: str
+    moves: int
+    idle: float
+    stack: str = ""
+    waits_in: str = ""
+    has_ended: bool = False
+    lost: str = ""
+
+
+class Exchange:
+    """Tells this rank's beat and hears the others', in a thread that nothing waits for.
+
+    Args:
+        rank: this one.
+        size: how many there are.
+        run: what tells this run from others that have used the same store.
+        mine: gives this rank's beat.
+
+    Attributes:
+        heard: the last beat of every rank that has told one, and when its count was last seen to change
+            (seconds, ``time.monotonic``).
+        answered_at: when the store last answered; nothing is heard where it does not.
+    """
+
+    def __init__(self, rank: int, size: int, run: str, mine: Callable[[], Beat]) -> None:
+        self.heard: dict[int, tuple[Beat, float]] = {}
+        self.answered_at = time.monotonic()
+        self._mine, self._rank = mine, rank
+        self._keys = [f"{run}/{each}" for each in range(size)]
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="harness.exchange")
+        self._thread.start()
+
+    def restart_clocks(self) -> None:
+        """Forgets for how long nothing was heard, as this process was stopped itself."""
+        now = time.monotonic()
+        self.answered_at = now
+        self.heard = {rank: (beat, now) for rank, (beat, _) in self.heard.items()}
+
+    def close(self) -> None:
+        """Tells the last beat, if the store answers within a second."""
+        self._done.set()
+        self._thread.join(TICK)
+
+    def _run(self) -> None:
+        try:
+            limit = datetime.timedelta(seconds=60)
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            # A connection of its own: the training's may wait for an answer
+            store = torch.distributed.TCPStore(*address, is_master=False, timeout=limit)
+            there: list[int] = []
+            while not self._done.wait(TICK):
+                self._tell(store)
+                there += [
+                    each
+                    for each in set(range(len(self._keys))) - set(there)
+                    if store.check([self._keys[each]])
+                ]
+                values = store.multi_get([self._keys[each] for each in there])
+                self._hear(dict(zip(there, values, strict=True)))
+            self._tell(store)
+        except (RuntimeError, KeyError, ValueError):  # RuntimeError: the store's host is gone
+            return
+
+    def _tell(self, store: torch.distributed.Store) -> None:
+        store.set(self._keys[self._rank], json.dumps(dataclasses.asdict(self._mine())))
+
+    def _hear(self, values: dict[int, bytes]) -> None:
+        now = self.answered_at = time.monotonic()
+        for rank, value in values.items():
+            beat = Beat(**json.loads(value))
+            before = self.heard.get(rank)
+            is_new = before is None or before[0].count != beat.count or before[0] != beat
+            self.heard[rank] = (beat, now if is_new or before is None else before[1])

@@ -1,0 +1,97 @@
+"""Where in its work a rank is: what the training's thread writes down as it goes, for others to read."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+START, TRAINING, REPORT, VALIDATION, CHECKPOINT, TEST, END = (
+    "before the first step",
+    "training",
+    "report",
+    "validation",
+    "checkpoint",
+    "test",
+    "end",
+)
+DATA, FORWARD, BACKWARD, STEP, GATHER = "data", "forward", "backward", "optimizer step", "gather"
+
+
+@dataclass
+class Place:
+    """Where a rank is.
+
+    Attributes:
+        step: the optimizer step that is being done, or outside of training the last one.
+        work: what it does: ``TRAINING`` or another of this module's.
+        part: which part of it, such as ``FORWARD``; empty where there are none.
+        moves: how often it has gone on to another part; ranks at the same place have as many.
+        in_step: whether that is so: the stages of a pipeline have parts of their own.
+    """
+
+    step: int = 0
+    work: str = START
+    part: str = ""
+    moves: int = 0
+    in_step: bool = True
+
+    def enter(self, part: str) -> None:
+        """Goes on to another part of the work."""
+        self.part = part
+        self.moves += 1
+
+    def begin(self, work: str, step: int) -> None:
+        """Goes on to another work."""
+        self.work, self.step = work, step
+        self.enter("")
+
+    @contextlib.contextmanager
+    def during(self, work: str, step: int) -> Iterator[None]:
+        """Does another work, then goes on with the one before; after an error the place stays."""
+        before = self.work
+        self.begin(work, step)
+        yield
+        self.begin(before, step)
+
+
+def in_words(step: int, work: str, part: str) -> str:
+    """A place as it is shown: ``step 12 (backward)``, ``validation after step 12 (forward)``."""
+    if work == TRAINING:
+        place = f"step {step}"
+    else:
+        place = work if work in (START, END) else f"{work} after step {step}"
+    return f"{place} ({part})" if part else place
+
+
+def follow(engine: Any, place: Place) -> None:
+    """Has an engine write its forward and backward passes and optimizer steps into the place.
+
+    A pipeline's engine writes each instruction of its schedule.
+    """
+    if instructions := getattr(engine, "_INSTRUCTION_MAP", None):
+        place.in_step = False
+        engine._INSTRUCTION_MAP = {
+            kind: _entering(place, _part(kind.__name__), call) for kind, call in instructions.items()
+        }
+        return
+    engine.register_forward_pre_hook(lambda *_: place.enter(FORWARD))
+    engine.register_forward_hook(lambda *_: None if engine.training else place.enter(""))
+    engine.backward = _entering(place, BACKWARD, engine.backward)
+    engine.step = _entering(place, STEP, engine.step)
+
+
+def _entering(place: Place, part: str, call: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        place.enter(part)
+        return call(*args, **kwargs)
+
+    return called
+
+
+def _part(instruction: str) -> str:
+    """``forward`` of ``ForwardPass``, ``send activation`` of ``SendActivation``."""
+    known = {"LoadMicroBatch": DATA, "ForwardPass": FORWARD, "BackwardPass": BACKWARD, "OptimizerStep": STEP}
+    return known.get(instruction) or re.sub(r"(?<=[a-z])(?=[A-Z])", " ", instruction).lower()

@@ -1,0 +1,269 @@
+"""Watches whether any rank moves: says which is behind when none does, and ends what has hung.
+
+Determined's own collectives have no time limit, torch's one of minutes, and neither names the missing rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+
+import psutil
+import torch
+from determined import core
+
+from harness import machine
+from harness.errors import TrainingStopped
+from harness.hangs import report, stacks
+from harness.hangs.exchange import TICK, Beat, Exchange
+from harness.hangs.place import CHECKPOINT, TEST, TRAINING, VALIDATION, Place
+from harness.machine import is_alive
+
+GO_ON = "--resume latest goes on from the last checkpoint"
+REPORTED_AFTER = 20.0  # seconds without a move, or a third of what ends the run
+SILENT = 3.0  # seconds without a beat after which a rank is not thought to answer
+BUSY = 0.05  # share of a core that a thread at work uses at least
+READS = 2**16  # bytes a second that a rank at work reads or writes at least
+GRACE = 4.0  # seconds that the rank which says so may end before the others
+STOPPED = 5.0  # seconds between two ticks: this process itself was stopped
+TOGETHER = (TRAINING, VALIDATION, CHECKPOINT, TEST)  # works that need every rank
+
+
+class Watch:
+    """Watches the ranks from a thread, from ``watching`` on.
+
+    Args:
+        distributed: the ranks.
+        place: where this one is.
+        hang_after: seconds without a move of any rank after which the run ends.
+    """
+
+    def __init__(self, distributed: core.DistributedContext, place: Place, hang_after: float) -> None:
+        self.rank, self.size, self.place = distributed.rank, distributed.size, place
+        self.hang_after, self.reported_after = hang_after, min(REPORTED_AFTER, hang_after / 3)
+        self._host, self._space, self._process = socket.gethostname(), _process_space(), psutil.Process()
+        self._count = 0
+        self._moves, self._used, self._moved_at = 0, self._use(), time.monotonic()
+        self._stack = "", ""  # and the collective that it ends in, once it is idle
+        self._has_ended, self._is_ending, self._lost = False, False, ""
+        self._reported_at: float | None = None
+        self._reports = False  # or another rank does
+        self._siblings: dict[int, psutil.Process] = {}  # other ranks on this host
+        self._gone_since: dict[int, float] = {}
+        self._exchange: Exchange | None = None
+        if self.size > 1 and torch.distributed.is_initialized():
+            run = distributed.broadcast(f"harness-{uuid.uuid4()}")
+            self._exchange = Exchange(self.rank, self.size, run, self._beat)
+        self._done = threading.Event()
+        threading.Thread(target=self._watch, daemon=True, name="harness.watch").start()
+
+    def close(self) -> None:
+        """Tells the others that this rank has ended."""
+        self._has_ended = True
+        self._done.set()
+        if self._exchange:
+            self._exchange.close()
+
+    def find_lost(self) -> str:
+        """Which rank is gone, where a collective has just failed; waits for seconds until it is known."""
+        self._is_ending = True
+        if self._reported_at:
+            return "no rank has moved, and another has ended the run"
+        deadline = time.monotonic() + SILENT + 2 * TICK
+        while not self._lost and time.monotonic() < deadline:
+            self._lost = self._found_lost()
+            self._pause(0.2)
+        lost = self._lost = self._lost or f"another rank is gone, in {report.place_of(self._beat())}"
+        self._pause(2 * TICK if self._exchange else 0)  # until the others have heard it
+        return lost
+
+    def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(KeyboardInterrupt):  # a launcher ends all ranks at the end of the first
+            time.sleep(seconds)
+
+    # ------------------------------------------------------------------------------------------ this rank
+
+    def _beat(self) -> Beat:
+        place, stack, waits_in = self.place, *self._stack
+        self._count += 1
+        return Beat(
+            self.rank,
+            self._host,
+            self._space,
+            os.getpid(),
+            self._count,
+            place.step,
+            place.work,
+            place.part,
+            place.moves,
+            time.monotonic() - self._moved_at,
+            stack,
+            waits_in,
+            self._has_ended,
+            self._lost,
+        )
+
+    def _note_moves(self, seconds: float) -> None:
+        """Takes the time if this rank has moved, computed, read or written since; or its stack."""
+        computed, transferred = (now - then for now, then in zip(self._use(), self._used, strict=True))
+        # A GPU's stream is waited for by computing
+        waits_for_gpu = torch.cuda.is_available() and self.place.work == TRAINING
+        works = (computed > BUSY * seconds and not waits_for_gpu) or transferred > READS * seconds
+        frames = stacks.frames_of_training()
+        if works or self.place.moves != self._moves or stacks.is_debugged(frames):
+            self._moves, self._moved_at, self._stack = self.place.moves, time.monotonic(), ("", "")
+        elif time.monotonic() - self._moved_at > self.reported_after / 2:
+            self._stack = stacks.all_stacks(), stacks.collective(frames)
+        self._used = self._use()  # without what the stacks' source lines took
+
+    def _use(self) -> tuple[float, int]:
+        """Seconds that this process has computed, or had no core, and bytes that it has read and written."""
+        times, main = self._process.cpu_times(), str(os.getpid())
+        files = self._process.io_counters() if hasattr(self._process, "io_counters") else None  # not on macOS
+        seconds = times.user + times.system + machine.waited_for_cores(main)
+        return seconds, files.read_chars + files.write_chars if files else 0
+
+    # ------------------------------------------------------------------------------------------ all ranks
+
+    def _watch(self) -> None:
+        ticked = time.monotonic()
+        while not self._done.wait(TICK):
+            before, ticked = ticked, time.monotonic()
+            if ticked - before > STOPPED:
+                self._moved_at = ticked
+                if self._exchange:
+                    self._exchange.restart_clocks()
+            self._note_moves(ticked - before)
+            if not self._is_ending:
+                self._end_without_siblings()
+                self._look()
+
+    def _ranks(self) -> list[report.Rank]:
+        """Every rank that was heard, this one included."""
+        now, others = time.monotonic(), dict(self._exchange.heard) if self._exchange else {}
+        ranks = {self.rank: report.Rank(self._beat(), 0.0, False)}
+        for rank, (beat, heard_at) in others.items():
+            unheard = now - heard_at if now - heard_at > SILENT else 0.0
+            # Where the store does not answer, its host, which is rank 0's, is all that is known of
+            is_silent = unheard > 0 and (self._store_answers() or rank == 0)
+            ranks.setdefault(rank, report.Rank(beat, unheard, is_silent))
+        return [ranks[rank] for rank in sorted(ranks)]
+
+    def _store_answers(self) -> bool:
+        return self._exchange is None or time.monotonic() - self._exchange.answered_at < SILENT
+
+    def _look(self) -> None:
+        ranks = self._ranks()
+        still = min(each.still for each in ranks)
+        if still < self.reported_after:
+            if self._reported_at and self._reports:
+                seconds = time.monotonic() - self._reported_at + self.reported_after
+                print(f"the ranks move again after {seconds:.0f} s: slow, but not stuck", file=sys.stderr)
+            self._reported_at = None
+            return
+        if self._reported_at is None:
+            self._reported_at, self._reports = time.monotonic(), self._is_first(ranks)
+            if self._reports:
+                text = report.write(ranks, self.place.in_step, still, self.hang_after)
+                print(text, file=sys.stderr, flush=True)
+        if still >= self.hang_after + (0 if self._reports else GRACE):
+            self._end(ranks, still)
+
+    def _is_first(self, ranks: list[report.Rank]) -> bool:
+        """Whether this rank is the first of those that can tell; one of each host, if they cannot agree."""
+        if self._store_answers():
+            return self.rank == min(
+                each.beat.rank for each in ranks if not each.silent and not each.beat.has_ended
+            )
+        return self.rank == min({self.rank, *self._siblings} - {0}, default=0)
+
+    def _end(self, ranks: list[report.Rank], still: float) -> None:
+        """Ends this process, and on its host those that do not answer; the others end themselves."""
+        if self._reports:
+            behind = report.name_behind(ranks, self.place.in_step)
+            line = f"no rank has moved for {still:.0f} s: {behind}; so this ends; {GO_ON}"
+            print(line, file=sys.stderr, flush=True)
+        for each in ranks:
+            sibling = self._siblings.get(each.beat.rank)
+            if each.silent and sibling and sibling.is_running():
+                sibling.kill()
+        os._exit(1)
+
+    # --------------------------------------------------------------------------------------- lost ranks
+
+    def _note_siblings(self) -> None:
+        for beat, _ in list(self._exchange.heard.values()) if self._exchange else []:
+            if beat.space == self._space and beat.rank not in self._siblings and beat.rank != self.rank:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    self._siblings[beat.rank] = psutil.Process(beat.pid)
+
+    def _gone_siblings(self) -> list[int]:
+        self._note_siblings()
+        return [rank for rank, process in self._siblings.items() if not is_alive(process)]
+
+    def _end_without_siblings(self) -> None:
+        """Ends this process where another of this host is gone, for a collective would wait for it.
+
+        Torch's collectives have some seconds to say so first. torchrun's SIGTERM is taken as a request to
+        stop after the step: without this, torchrun kills the rank after 30 s.
+        """
+        now = time.monotonic()
+        for rank in self._gone_siblings() if self.place.work in TOGETHER else []:
+            if now - self._gone_since.setdefault(rank, now) > SILENT and not self._lost:
+                self._lost = self._found_lost()
+                print(f"{self._lost}; {GO_ON}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def _found_lost(self) -> str:
+        heard = self._ranks()
+        told = [each.beat.lost for each in heard if each.beat.lost]
+        if told:
+            return told[0]
+        gone, mine = self._gone_siblings(), self._beat()
+        lost = [
+            each.beat
+            for each in heard
+            if each.beat.rank != self.rank and (each.beat.rank in gone or each.silent or each.beat.has_ended)
+        ]
+        return report.name_lost(lost, mine) if lost else ""
+
+
+def _process_space() -> str:
+    boot = pathlib.Path("/proc/sys/kernel/random/boot_id")  # on Linux
+    spaces = [os.readlink(f"/proc/self/ns/{each}") for each in ("pid", "net")] if boot.exists() else []
+    return " ".join([boot.read_text().strip(), *spaces]) if spaces else socket.gethostname()
+
+
+@contextlib.contextmanager
+def watching(distributed: core.DistributedContext, place: Place, hang_after: float) -> Iterator[Watch]:
+    """Watches the ranks while the block runs, and names the one that is lost where gloo says that one is.
+
+    Raises:
+        TrainingStopped: if it is.
+    """
+    watch = Watch(distributed, place, hang_after)
+    try:
+        yield watch
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        raise TrainingStopped(f"{watch.find_lost()}; {GO_ON}") from error
+    finally:
+        watch.close()
+
+
+def is_lost_rank(error: Exception) -> bool:
+    """Whether an error is gloo's that it has lost the connection to another rank, or waited in vain."""
+    text = str(error)
+    return (
+        "gloo" in text
+        and ("onnect" in text or "Timed out" in text)
+        and not isinstance(error, TrainingStopped)
+    )
