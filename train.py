@@ -45,6 +45,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--test", action="store_true", help="train, validate and save one batch")
     add("--check", action="store_true", help="check, print the DeepSpeed configuration, train nothing")
     add("--profile", action="store_true", help="record a few steps with torch's profiler")
+    add(
+        "--migrate", metavar="FILE", help="with --check: write a DeepSpeed configuration of another year anew"
+    )
     add("--slots", type=int, metavar="N", help="with --check: for N processes")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher
     return parser.parse_args(argv)
@@ -104,6 +107,12 @@ def check(args: argparse.Namespace) -> int:
 
     if args.slots is not None and args.slots < 1:
         raise InvalidInput(f"--slots: {args.slots}: must be at least 1")
+    if args.migrate:
+        from classify.engine.migration import migrate_file
+
+        for line in migrate_file(args.migrate):
+            print(f"train.py: {printable(line)}", file=sys.stderr)
+        args.overrides.append(f"hyperparameters.deepspeed_config={json.dumps(args.migrate)}")
     experiment = load(args)
     from classify.engine.trial_config import TrialConfig  # after the file was checked, for it takes seconds
     from classify.reports.overview import describe_images
@@ -140,6 +149,8 @@ def run(args: argparse.Namespace) -> int:
     from harness.errors import InvalidInput, printable
     from harness.local.folder import default_output, shown
 
+    if args.migrate:
+        raise InvalidInput(f"--migrate: {args.migrate}: goes with --check")
     if args.slots is not None:
         mend = "goes with --check; torchrun or deepspeed starts the processes"
         raise InvalidInput(f"--slots: {args.slots}: {mend}")

@@ -20,7 +20,7 @@ from harness.experiment import Experiment
 from harness.hangs import place
 from harness.hangs.watch import watching
 from harness.local.folder import default_output, own_folder
-from harness.local.full_disk import explain_full_disk
+from harness.local.lost_disk import explain_lost_disk
 from harness.local.progress import LocalMetrics
 from harness.local.signals import LocalPreempt
 from harness.random_state import seed_everything
@@ -182,7 +182,7 @@ def _locally(
     seed_everything(experiment.seed)
     storage, tensorboard = output / "checkpoints", core.TensorboardMode.MANUAL
     with (
-        explain_full_disk(output),
+        explain_lost_disk(output),
         core.init(
             distributed=distributed, checkpoint_storage=str(storage), tensorboard_mode=tensorboard
         ) as core_context,

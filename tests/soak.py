@@ -71,7 +71,7 @@ def pull(seconds: float) -> None:
 
 
 def fill_disk(ranks: list[subprocess.Popen], rank: int) -> None:
-    psutil.Process(ranks[rank].pid).rlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    psutil.Process(ranks[rank].pid).rlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
 
 
 def hide(run: Run, ranks: list[subprocess.Popen]) -> None:

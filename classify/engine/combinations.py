@@ -16,9 +16,10 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from classify.config.hyperparameters import EXPERTS_ONLY, Hyperparameters
 from classify.engine.deepspeed_keys import HYPER, MICRO_BATCH, errors_of_whole
 from classify.engine.optimizer_rules import is_muon, optimizer_class, optimizer_names, rules
+from classify.engine.replaced_keys import gpu_errors
 from classify.models.registry import MOE, NetSpec, on_meta_device
 from classify.models.stages import layers_of
-from harness.errors import InvalidInput
+from harness.errors import InvalidInput, add_new
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -138,10 +139,9 @@ def combination_errors(config: Mapping[str, Any], hyper: Hyperparameters, device
         *_muon_errors(config, hyper),
         *_precision_errors(config),
         *_average_errors(config, hyper),
-        *_device_errors(config, hyper, device),
         *(error for what in ("offload_optimizer", "offload_param") for error in _nvme_errors(config, what)),
     ]
-    return errors or errors_of_whole(config)
+    return add_new(errors, _device_errors(config, hyper, device)) or errors_of_whole(config)
 
 
 def _stage_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[str]:
@@ -248,8 +248,7 @@ def _device_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: st
     """What a CPU cannot do."""
     if device != "cpu":
         return
-    if (config.get("zero_optimization") or {}).get("zenflow"):
-        yield "zero_optimization.zenflow: needs a GPU, whose work it lets the CPU's steps overlap; remove it"
+    yield from gpu_errors(config)
     if hyper.sync_batchnorm:
         yield f"{HYPER}sync_batchnorm: True: torch computes it on GPUs alone; set it to false"
     name = (config.get("optimizer") or {}).get("type", "")

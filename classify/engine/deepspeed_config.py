@@ -35,6 +35,7 @@ from classify.engine.deepspeed_keys import (
     nearest_key,
 )
 from classify.engine.learning_rate import follow_learning_rate, follow_length, schedule_errors, section_at
+from classify.engine.migration import resolve_auto
 from classify.engine.optimizer_rules import (
     RATE,
     built_errors,
@@ -43,6 +44,7 @@ from classify.engine.optimizer_rules import (
     rules,
     schedule_class,
 )
+from classify.engine.replaced_keys import REPLACED, says
 from harness.errors import InvalidInput, one_line
 from harness.input_files import regular_file
 
@@ -70,6 +72,7 @@ def merge(hyper: Hyperparameters) -> Merged:
     errors += _merge_errors(base, overrides)
     config = overwrite_deepspeed_config(base, overrides)
     _modernise(config)
+    resolve_auto(config)
     _raise(errors + key_errors(config, HYPER if hyper.deepspeed_config is None else ""))
     return Merged(config, overrides)
 
@@ -194,8 +197,9 @@ def _modernise(config: dict[str, Any]) -> None:
     zero = config.get("zero_optimization")
     if isinstance(zero, dict) and isinstance(zero.get("cpu_offload"), bool) and zero.pop("cpu_offload"):
         zero.setdefault("offload_optimizer", {"device": "cpu"})
-    for key in [key for key, value in config.items() if value is None]:
-        del config[key]
+    for key, value in list(config.items()):
+        if value is None or (key in REPLACED and not says(value)):
+            del config[key]
 
 
 # ----------------------------------------------------------------------------------------------- batch sizes

@@ -18,6 +18,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from classify.config.hyperparameters import RULES
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, whole
 from classify.engine.optimizer_rules import optimizer_errors, scheduler_errors
+from classify.engine.replaced_keys import replaced_errors, today
 from harness.errors import nearest, one_line
 
 HYPER = "hyperparameters."
@@ -116,7 +117,7 @@ def key_errors(config: Mapping[str, Any], path: str = "") -> list[str]:
         config: the configuration.
         path: what stands before its keys, if they are among the hyperparameters themselves.
     """
-    errors = []
+    errors, config = replaced_errors(config), today(config)
     for key, value in config.items():
         errors += _value_errors(key, value) if key in known_keys() else [_unknown(key, value, path)]
     return errors + _batch_errors(config) + optimizer_errors(config) + scheduler_errors(config)
@@ -218,7 +219,8 @@ def _in_one_line(section: str, detail: Any) -> str:
     value, message = detail["input"], _without_repeats(detail)
     if detail["type"] == "extra_forbidden":
         model: Any = type(getattr(_defaults(), _MODELS.get(section, ""), None))
-        known = getattr(model, "model_fields", {}) if path.count(".") == 1 else {}
+        fields = getattr(model, "model_fields", {}) if path.count(".") == 1 else {}
+        known = [field.alias or name for name, field in fields.items()]
         hint = nearest(inner[-1], known) if known else "remove it"
         return f"{path}: {value!r}: DeepSpeed knows no such key; {hint}"
     return f"{path}: {value!r}: {message[:1].lower()}{message[1:]}; change it"

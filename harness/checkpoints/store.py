@@ -16,7 +16,7 @@ from determined import core
 from harness.checkpoints import files
 from harness.errors import InvalidInput, TrainingStopped, one_line
 from harness.hangs.watch import is_lost_rank
-from harness.local.full_disk import how_to_go_on, is_full_disk
+from harness.local.lost_disk import how_to_go_on, is_full_disk, is_gone
 
 _PARTIAL = (
     ".partial-"  # what a checkpoint's folder is called until it is whole, and again while it is removed
@@ -74,7 +74,7 @@ class LocalCheckpoints:
                 os.rename(partial, self.folder / name)
                 self._prune()
         except (OSError, RuntimeError) as error:  # RuntimeError: torch's for a failed write
-            if is_lost_rank(error):
+            if is_lost_rank(error) or is_gone(error, self.folder.parent):
                 raise
             free = shutil.disk_usage(self.folder).free / 2**20
             shutil.rmtree(partial, ignore_errors=True)

@@ -34,6 +34,7 @@ class Beat:
         stack: where its Python threads are, once it has been idle for long.
         waits_in: the collective that it is in, by that stack.
         has_ended: whether it has left the training, for whatever reason.
+        has_failed: whether that was an error.
         lost: which other rank it has found to be lost, in words.
     """
 
@@ -50,6 +51,7 @@ class Beat:
     stack: str = ""
     waits_in: str = ""
     has_ended: bool = False
+    has_failed: bool = False
     lost: str = ""
 
 
@@ -66,11 +68,13 @@ class Exchange:
         heard: the last beat of every rank that has told one, and when its count was last seen to change
             (seconds, ``time.monotonic``).
         answered_at: when the store last answered; nothing is heard where it does not.
+        is_lost: whether the connection to it was broken, which is on rank 0's host.
     """
 
     def __init__(self, rank: int, size: int, run: str, mine: Callable[[], Beat]) -> None:
         self.heard: dict[int, tuple[Beat, float]] = {}
         self.answered_at = time.monotonic()
+        self.is_lost = False
         self._mine, self._rank = mine, rank
         self._keys = [f"{run}/{each}" for each in range(size)]
         self._done = threading.Event()
@@ -105,8 +109,8 @@ class Exchange:
                 values = store.multi_get([self._keys[each] for each in there])
                 self._hear(dict(zip(there, values, strict=True)))
             self._tell(store)
-        except (RuntimeError, KeyError, ValueError):  # RuntimeError: the store's host is gone
-            return
+        except (RuntimeError, KeyError, ValueError):  # RuntimeError: the store does not answer
+            self.is_lost = bool(self.heard)  # or it has never answered, as where there is none
 
     def _tell(self, store: torch.distributed.Store) -> None:
         store.set(self._keys[self._rank], json.dumps(dataclasses.asdict(self._mine())))

@@ -23,7 +23,7 @@ from harness import machine
 from harness.errors import TrainingStopped
 from harness.hangs import report, stacks
 from harness.hangs.exchange import TICK, Beat, Exchange
-from harness.hangs.place import CHECKPOINT, TEST, TRAINING, VALIDATION, Place
+from harness.hangs.place import CHECKPOINT, REPORT, TEST, TRAINING, VALIDATION, Place
 from harness.machine import is_alive
 
 GO_ON = "--resume latest goes on from the last checkpoint"
@@ -33,7 +33,7 @@ BUSY = 0.05  # share of a core that a thread at work uses at least
 READS = 2**16  # bytes a second that a rank at work reads or writes at least
 GRACE = 4.0  # seconds that the rank which says so may end before the others
 STOPPED = 5.0  # seconds between two ticks: this process itself was stopped
-TOGETHER = (TRAINING, VALIDATION, CHECKPOINT, TEST)  # works that need every rank
+TOGETHER = (TRAINING, REPORT, VALIDATION, CHECKPOINT, TEST)  # works that need every rank
 
 
 class Watch:
@@ -53,6 +53,7 @@ class Watch:
         self._moves, self._used, self._moved_at = 0, self._use(), time.monotonic()
         self._stack = "", ""  # and the collective that it ends in, once it is idle
         self._has_ended, self._is_ending, self._lost = False, False, ""
+        self.has_failed = False
         self._reported_at: float | None = None
         self._reports = False  # or another rank does
         self._siblings: dict[int, psutil.Process] = {}  # other ranks on this host
@@ -107,6 +108,7 @@ class Watch:
             stack,
             waits_in,
             self._has_ended,
+            self.has_failed,
             self._lost,
         )
 
@@ -142,7 +144,7 @@ class Watch:
                     self._exchange.restart_clocks()
             self._note_moves(ticked - before)
             if not self._is_ending:
-                self._end_without_siblings()
+                self._end_without_lost()
                 self._look()
 
     def _ranks(self) -> list[report.Rank]:
@@ -204,18 +206,26 @@ class Watch:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     self._siblings[beat.rank] = psutil.Process(beat.pid)
 
-    def _gone_siblings(self) -> list[int]:
+    def _gone(self) -> list[int]:
+        """Ranks that are gone before their work was done: on this host, by their word, or with the store."""
         self._note_siblings()
-        return [rank for rank, process in self._siblings.items() if not is_alive(process)]
+        beats = [beat for beat, _ in list(self._exchange.heard.values())] if self._exchange else []
+        failed = [beat.rank for beat in beats if beat.has_failed and beat.rank != self.rank]
+        done = [beat.rank for beat in beats if beat.has_ended and not beat.has_failed]
+        dead = [rank for rank, process in self._siblings.items() if not is_alive(process)]
+        gone = failed + [rank for rank in dead if rank not in done]
+        return gone or (
+            [0] if self._exchange and self._exchange.is_lost and self.rank and 0 not in done else []
+        )
 
-    def _end_without_siblings(self) -> None:
-        """Ends this process where another of this host is gone, for a collective would wait for it.
+    def _end_without_lost(self) -> None:
+        """Ends this process where another is gone, for a collective would wait for it.
 
         Torch's collectives have some seconds to say so first. torchrun's SIGTERM is taken as a request to
         stop after the step: without this, torchrun kills the rank after 30 s.
         """
         now = time.monotonic()
-        for rank in self._gone_siblings() if self.place.work in TOGETHER else []:
+        for rank in self._gone() if self.place.work in TOGETHER else []:
             if now - self._gone_since.setdefault(rank, now) > SILENT and not self._lost:
                 self._lost = self._found_lost()
                 print(f"{self._lost}; {GO_ON}", file=sys.stderr, flush=True)
@@ -226,7 +236,7 @@ class Watch:
         told = [each.beat.lost for each in heard if each.beat.lost]
         if told:
             return told[0]
-        gone, mine = self._gone_siblings(), self._beat()
+        gone, mine = self._gone(), self._beat()
         lost = [
             each.beat
             for each in heard
@@ -251,10 +261,11 @@ def watching(distributed: core.DistributedContext, place: Place, hang_after: flo
     watch = Watch(distributed, place, hang_after)
     try:
         yield watch
-    except RuntimeError as error:
-        if not is_lost_rank(error):
-            raise
-        raise TrainingStopped(f"{watch.find_lost()}; {GO_ON}") from error
+    except BaseException as error:
+        if isinstance(error, RuntimeError) and is_lost_rank(error):
+            raise TrainingStopped(f"{watch.find_lost()}; {GO_ON}") from error
+        watch.has_failed = True
+        raise
     finally:
         watch.close()
 

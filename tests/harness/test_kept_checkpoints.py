@@ -24,7 +24,7 @@ from support import (
 
 from harness.checkpoints import files
 from harness.errors import one_line
-from harness.local.full_disk import is_full_disk
+from harness.local.lost_disk import is_full_disk
 
 METADATA = "metadata.json"
 
@@ -190,9 +190,9 @@ def test_tensorboards_thread_leaves_a_full_disk_to_its_caller(tmp_path):
     script = (
         "import pathlib, resource, sys\n"
         "from torch.utils.tensorboard import SummaryWriter\n"
-        "from harness.local.full_disk import explain_full_disk\n"
+        "from harness.local.lost_disk import explain_lost_disk\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (50, 50))\n"
-        "with explain_full_disk(pathlib.Path(sys.argv[1])):\n"
+        "with explain_lost_disk(pathlib.Path(sys.argv[1])):\n"
         "    SummaryWriter(sys.argv[1])\n"
     )
     run = execute([sys.executable, "-c", script, str(tmp_path / "run")], tmp_path)

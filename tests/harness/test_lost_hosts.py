@@ -149,3 +149,29 @@ def test_deepspeed_with_a_hostfile(tmp_path):
     assert done.summary["world_size"] == 2
     assert losses(done) == losses(straight)
     assert done.summary["weights_sha256"] == straight.summary["weights_sha256"]
+
+
+def test_a_folder_that_is_gone_is_one_line_and_the_run_goes_on_when_it_is_back(tmp_path):
+    row = [
+        *ROW,
+        *overrides(hyperparameters__max_length="{batches: 60}", min_checkpoint_period="{batches: 4}"),
+    ]
+    straight = train_many(tmp_path, {"straight": row})["straight"]
+    run = Run(0, "", "", tmp_path / "run")
+    command = [sys.executable, "train.py", *row, "--output", str(run.output)]
+    process = subprocess.Popen(
+        command, cwd=PROJECT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    wait_for_more_checkpoints(run, [process], tmp_path)
+    run.output.rename(tmp_path / "away")
+    said = process.communicate(timeout=TIME_LIMIT)[1]
+    assert process.returncode == 1 and "Traceback" not in said
+    (line,) = [line for line in said.splitlines() if line.startswith("train.py: ") and "note" not in line]
+    assert "No such file or directory" in line and line.endswith(
+        "; bring the folder back, then --resume latest goes on"
+    )
+    shutil.rmtree(run.output, ignore_errors=True)
+    (tmp_path / "away").rename(run.output)
+    done = execute([*command, "--resume", "latest"], run.output)
+    assert done.code == 0, done.stderr
+    assert done.summary["weights_sha256"] == straight.summary["weights_sha256"]
