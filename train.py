@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
     if args.resume and not args.output:
         raise InvalidInput(f"--resume: {args.resume}: of which run? give its folder as --output")
     from classify.models import state_dicts  # after the file was checked, for these take seconds
-    from classify.reports import overview, summary
+    from classify.reports import overview, summary, utilisation
     from harness.machine import peak_memory
     from harness.schedules import learning_rate
     from harness.trainer import Trainer, find_checkpoint, init
@@ -200,6 +200,8 @@ def run(args: argparse.Namespace) -> int:
         # Summarise
         seconds = time.perf_counter() - trial.hooks.started
         weights = trial.hooks.write_network(output / "net.pt")
+        rate = trial.throughput.of_run()
+        used = utilisation.summary(trial.config, rate, context.distributed, context.device)
         if is_chief:
             folder = printable(shown(output))
             print(f"done: {folder}; report: python3 checkpoint.py report {shlex.quote(folder)}")
@@ -212,7 +214,8 @@ def run(args: argparse.Namespace) -> int:
                     "zero_stage": trial.config.zero_stage,
                     "dtype": str(trial.config.dtype).removeprefix("torch."),
                     "seconds": seconds,
-                    "images_per_second": trial.throughput.of_run(),
+                    "images_per_second": rate,
+                    **used,
                     "validation": summary.metrics_summary(fit.validation, trial.config.source.classes),
                     "chosen_on": trial.config.source.chosen_on,
                     **summary.test_summary(fit.test, trial.config.source.classes),

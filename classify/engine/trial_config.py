@@ -27,7 +27,7 @@ from classify.images import views
 from classify.images.sampler import step_sizes
 from classify.images.settings import DataSettings
 from classify.images.splits import Splits
-from classify.models import losses, pretrained, registry
+from classify.models import flops, losses, pretrained, registry
 from classify.models.registry import NetSpec
 from classify.models.stages import layers_of
 from harness import deepspeed_patches, machine
@@ -177,6 +177,21 @@ class TrialConfig:
         else:
             outline = registry.on_meta_device(net)
         return assign(outline, self.hyper, net.num_classes, muon, self._head_steps)
+
+    @functools.cached_property
+    def forward_flops(self) -> int | None:
+        """Floating-point operations of a forward pass over an image; None where they are not known."""
+        if self.hyper.has_experts:
+            return None  # as many as the gates say
+        return flops.forward(registry.on_meta_device(self.net), self.data.image_size)
+
+    @functools.cached_property
+    def training_flops(self) -> int | None:
+        """The same of a forward and a backward pass."""
+        if self.hyper.has_experts or self.hyper.progressive_resizing:
+            return None
+        frozen = {name for group in self.groups if group.frozen for name in group.parameters}
+        return flops.training(registry.on_meta_device(self.net), self.data.image_size, frozen)
 
     @property
     def _head_steps(self) -> int:

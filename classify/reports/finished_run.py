@@ -54,6 +54,8 @@ FILES: dict[str, dict[str, Rule]] = {
         "epochs": whole(0),
         "seconds": NUMBER,
         "images_per_second": NUMBER,
+        "flops_per_second": optional(NUMBER),
+        "mfu": optional(NUMBER),
         "peak_memory_mib": Rule(
             lambda value: bool(value) and list_of(NUMBER).is_valid(value), "must be a list of numbers"
         ),

@@ -123,12 +123,22 @@ def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
         row("optimizer steps", lambda s, m: f"{s['steps']:,}"),
         row("time of training and validation", lambda s, m: f"{s['seconds']:,.1f} s"),
         row("images a second while training", lambda s, m: f"{s['images_per_second']:,.0f}"),
+        row("operations a second while training", lambda s, m: _operations(s.get("flops_per_second"))),
+        row("share of what the devices can do (MFU)", lambda s, m: _share(s.get("mfu"))),
         row("peak memory of a process", lambda s, m: f"{max(s['peak_memory_mib']):,.0f} MiB"),
         row("processes", lambda s, m: f"{s['world_size']}"),
         row("ZeRO stage", lambda s, m: f"{s['zero_stage']}"),
         row("precision", lambda s, m: s["dtype"]),
         row("processor", lambda s, m: ", ".join(m["gpus"]) or f"{m['cores']} cores, {m['processor']}"),
     ]
+
+
+def _operations(a_second: float | None) -> str:
+    return "-" if a_second is None else f"{a_second / 1e9:,.3g} GFLOP/s"
+
+
+def _share(mfu: float | None) -> str:
+    return "-" if mfu is None else f"{mfu:.0%}"
 
 
 def _per_class(runs: Sequence[FinishedRun]) -> list[tuple[str, list[float | None]]]:

@@ -51,7 +51,8 @@ def describe(
     steps = config.steps or 0
     lines = {
         "images": describe_images(config),
-        "network": f"{config.hyper.net}: {_count(total, 'parameter')}, {trainable:,} trainable",
+        "network": f"{config.hyper.net}: {_count(total, 'parameter')}, {trainable:,} trainable"
+        f"{_operations(config.forward_flops)}",
         "engine": f"{processes}{stages} on {config.device}, {threads},"
         f" {dtype}, ZeRO stage {config.zero_stage}",
         "batch": f"{engine[TOTAL_BATCH]:,} images = micro-batch {engine[MICRO_BATCH]:,}"
@@ -76,6 +77,14 @@ def describe(
         *(f"{name:<8} {text}" for name, text in lines.items()),
         *(f"{'group':<8} {printable(text)}" for text in config.described_groups),
     ]
+
+
+def _operations(forward: int | None) -> str:
+    """A forward pass over an image, in words."""
+    for unit, size in {"G": 1e9, "M": 1e6, "k": 1e3}.items():
+        if forward and forward >= size:
+            return f", {forward / size:.3g} {unit}FLOP an image"
+    return ""
 
 
 def count_parameters(net: nn.Module, config: TrialConfig, dist: core.DistributedContext) -> tuple[int, int]:

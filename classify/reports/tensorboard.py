@@ -61,6 +61,7 @@ class TensorBoardLog(StepCounter):
         self.engine, self.metrics, self.validated, self.net = engine, metrics, validated, config.net
         trained = [group for group in config.groups if not group.frozen]
         self.groups = trained if len(trained) > 1 else []
+        self.config = config
         self.is_chief = context.distributed.rank == 0
         self._drawn_step = self._validated_step = -1
         self._drawn_at, self._took = time.monotonic(), FIRST_FIGURES
@@ -84,12 +85,14 @@ class TensorBoardLog(StepCounter):
         if not self.is_chief:
             return
         rate = batch_metrics[-1].get("learning_rate") if batch_metrics else None
+        flops = self.config.training_flops
         self._add({f"learning_rate_of/{each.name}": rate and rate * each.lr_factor for each in self.groups})
         self._add(
             {
                 "loss/train": avg_metrics.get("loss"),
                 "learning_rate": rate,
                 "images_per_second": avg_metrics.get("images_per_second"),
+                "flops_per_second": flops and flops * avg_metrics.get("images_per_second", 0),
                 "gradient_norm": self.engine.get_global_grad_norm(),
                 "loss_scale": loss_scale(self.engine),
             }

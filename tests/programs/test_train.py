@@ -22,6 +22,7 @@ BATCH = "hyperparameters__overwrite_deepspeed_args__train_batch_size"
 KEYS = {
     "steps", "epochs", "world_size", "zero_stage", "dtype", "seconds", "images_per_second", "validation",
     "weights_sha256", "checkpoint", "peak_memory_mib", "parameter_groups", "chosen_on",
+    "flops_per_image", "flops_per_second", "peak_flops_per_second", "mfu",
 }  # fmt: skip
 
 
@@ -48,7 +49,7 @@ def test_summary_lines_and_seeds(train):
     lines = first.stdout.splitlines()
     assert [line.split()[0] for line in lines[:7]] == START
     assert "1,437 to train, 360 to validate, 10 classes, 32x32 pixels" in lines[1]
-    assert lines[2].endswith("net: 62,006 parameters, 62,006 trainable")
+    assert lines[2].endswith("net: 62,006 parameters, 62,006 trainable, 1.3 MFLOP an image")
     assert lines[3].endswith("1 process on cpu, 1 thread, float32, ZeRO stage 0")
     assert lines[4].endswith("32 images = micro-batch 32 x accumulation 1 x 1 process")
     assert lines[5].endswith("90 steps: 2 epochs of 45")

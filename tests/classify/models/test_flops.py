@@ -1,0 +1,65 @@
+"""The operations of networks against published counts, and what a run says of them."""
+
+import pytest
+import torch
+import torchvision
+from support import DIGITS, execute, launcher, overrides
+from torch import nn
+
+from classify.models import flops
+from classify.models.registry import NetSpec, on_meta_device
+from classify.reports.utilisation import peak
+
+NETS = """alexnet vgg11 resnet18 resnet50 mobilenet_v2 mobilenet_v3_large efficientnet_b0 convnext_tiny vit_b_16
+    swin_t regnet_y_400mf inception_v3""".split()
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_forward_pass_has_the_published_operations(name):
+    """Torchvision's, which count multiply-adds in units of 1e9, at the size at which they were counted."""
+    weights = torchvision.models.get_model_weights(name)["IMAGENET1K_V1"]
+    size = (weights.transforms.keywords["crop_size"],) * 2
+    counted = flops.forward(on_meta_device(NetSpec(name, 1000, size, None)), size)
+    assert counted == pytest.approx(2e9 * weights.meta["_ops"], rel=0.02)
+
+
+def test_a_backward_pass_has_two_products_for_each_and_less_for_what_is_frozen():
+    """Of two layers of 10 x 20 and 20 x 5: the first has no gradient of the images."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Flatten(), nn.Linear(12, 20), nn.Linear(20, 5))
+    first, second = 2 * 12 * 20, 2 * 20 * 5
+    assert flops.forward(net, (2, 2)) == first + second
+    assert flops.training(net, (2, 2)) == 2 * first + 3 * second
+    assert flops.training(net, (2, 2), ["1.weight", "1.bias"]) == first + 2 * second
+    grouped = on_meta_device(NetSpec("mobilenet_v2", 10, (64, 64), None))
+    forward = flops.forward(grouped, (64, 64))
+    assert forward and flops.training(grouped, (64, 64)) == 3 * forward
+
+
+def test_a_network_that_cannot_run_without_values_has_no_count():
+    class Asks(nn.Module):
+        def forward(self, images):
+            return images.sum((1, 2, 3)) if images.sum().item() else images
+
+    assert flops.forward(Asks(), (2, 2)) is None and flops.training(Asks(), (2, 2)) is None
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_says_how_much_it_used(tmp_path, processes):
+    """Rate x operations, over what a matrix product reaches on each rank at the same time."""
+    command = [*launcher("python" if processes == 1 else "torchrun", processes), "train.py", *DIGITS]
+    short = overrides(hyperparameters__max_length="{batches: 40}")
+    run = execute([*command, *short, "--output", str(tmp_path / "run")], tmp_path / "run")
+    assert run.code == 0, run.stderr
+    assert "62,006 trainable, 1.3 MFLOP an image" in run.stdout
+    summary = run.summary
+    assert (
+        summary["flops_per_image"] == 3_204_720
+    )  # 1,303,440 forward; the first layer's images get no gradient
+    assert summary["flops_per_second"] == summary["images_per_second"] * summary["flops_per_image"]
+    assert summary["mfu"] == summary["flops_per_second"] / summary["peak_flops_per_second"]
+    assert 0 < summary["mfu"] < 1
+
+
+def test_a_peak_is_of_the_type_that_is_computed_in():
+    assert (peak(torch.device("cpu"), torch.float32) or 0) > 1e8
