@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import determined as det
 from determined import core
 
-from harness.errors import InvalidInput, TrainingStopped
+from harness.errors import InvalidInput, LostRank, TrainingStopped
 from harness.experiment import Experiment
 
 SINGLE = "single"  # the searcher of an experiment with one trial
@@ -94,7 +94,7 @@ def errors_end_the_trial() -> Iterator[None]:
     try:
         yield
     except (InvalidInput, TrainingStopped) as error:
-        if on_cluster():
+        if on_cluster() and not isinstance(error, LostRank):
             print(error, file=sys.stderr)
             raise det.InvalidHP(str(error)) from error
         raise

@@ -69,7 +69,11 @@ class Controller(Loop):
             with self.core_context.checkpoint.restore_path(name) as path:
                 self._check_checkpoint(pathlib.Path(path), name, self.identity())
         with explain_out_of_memory(self._step_in_words, self._memory_advice):
-            super().run()
+            try:
+                super().run()
+            except BaseException:
+                self.context.place.is_leaving = True
+                raise
 
     @override
     def _run(self) -> None:

@@ -1,7 +1,7 @@
 """Every patch of DeepSpeed's objects, each a function named after what it cures, and where it is applied.
 
 - ``prepare_accelerator``, once a process: ``silence_misleading_warnings``, ``allow_fp16_on_cpu``,
-  ``reduce_over_gloo``, and those of Muon, in ``muon_patches.py``;
+  ``reduce_over_gloo``, and those of Muon, in ``muon_patches.py``; ``limit_waiting`` before its group is made;
 - ``patch_engine``, to a new engine: those from ``scale_fp16_loss_without_zero`` on,
   ``patch_pipeline`` and that of ``zero_patches.py``;
 - before an engine is made: ``partition_for_zero3`` to a network, ``clip_stages_together`` to a pipeline, both
@@ -16,6 +16,7 @@ At the end are getters that work in every mode. Checked with DeepSpeed 0.19.8. O
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import json
 import logging
@@ -26,6 +27,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.utils import clip_grad_norm_
 
 from harness.muon_patches import mend_muon_on_demand
@@ -62,6 +64,15 @@ def reduce_over_gloo() -> None:
     """
     builder = get_accelerator().create_op_builder
     get_accelerator().create_op_builder = lambda op: None if op == "ShareMemCommBuilder" else builder(op)
+
+
+def limit_waiting(limit: datetime.timedelta) -> None:
+    """Gives the groups that DeepSpeed makes a time limit; it leaves them torch's, whatever the first one has.
+
+    Args:
+        limit: for which a collective waits for the other ranks.
+    """
+    TorchBackend.new_group = lambda _, ranks: torch.distributed.new_group(ranks, timeout=limit)
 
 
 def silence_misleading_warnings() -> None:

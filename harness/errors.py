@@ -46,6 +46,10 @@ class TrainingStopped(RuntimeError):
         super().__init__(printable(message))
 
 
+class LostRank(TrainingStopped):
+    """Another rank is gone, which is not this one's fault: on a cluster the trial is started again."""
+
+
 class ErrorList:
     """Collects the errors of several checks, so that all are reported at once.
 

@@ -100,7 +100,9 @@ def start_process_group(hang_after: float = HANG_AFTER) -> None:
 
 def _init_distributed(hang_after: float) -> None:
     """Without a time limit of its own DeepSpeed takes one of its release: 30 minutes once, 10 now."""
-    limit = datetime.timedelta(seconds=PATIENCE * hang_after)
+    minutes = float(os.environ.get("DEEPSPEED_TIMEOUT") or PATIENCE * hang_after / 60)  # DeepSpeed's variable
+    limit = datetime.timedelta(minutes=minutes)
+    deepspeed_patches.limit_waiting(limit)
     deepspeed.init_distributed(auto_mpi_discovery=False, timeout=limit)
 
 

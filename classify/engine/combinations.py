@@ -7,6 +7,7 @@ https://docs.determined.ai/latest/model-dev-guide/api-guides/apis-howto/deepspee
 from __future__ import annotations
 
 import ctypes.util
+import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -139,6 +140,7 @@ def combination_errors(config: Mapping[str, Any], hyper: Hyperparameters, device
         *_muon_errors(config, hyper),
         *_precision_errors(config),
         *_average_errors(config, hyper),
+        *_monitor_errors(config),
         *(error for what in ("offload_optimizer", "offload_param") for error in _nvme_errors(config, what)),
     ]
     return add_new(errors, _device_errors(config, hyper, device)) or errors_of_whole(config)
@@ -254,6 +256,13 @@ def _device_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: st
     name = (config.get("optimizer") or {}).get("type", "")
     if name.lower() in DEEPSPEED_OPTIMIZERS and optimizer_class(name) is None and not is_muon(config):
         yield f"optimizer.type: {name!r}: needs a GPU; on a CPU use one of {', '.join(optimizer_names())}"
+
+
+def _monitor_errors(config: Mapping[str, Any]) -> Iterator[str]:
+    """Where DeepSpeed's own monitors lack their packages, at which it ends with a traceback."""
+    for section, package in {"wandb": "wandb", "comet": "comet_ml"}.items():
+        if enabled(config, section) and importlib.util.find_spec(package) is None:
+            yield f"{section}.enabled: True: needs a package; pip install {package}, or set it to false"
 
 
 def _nvme_errors(config: Mapping[str, Any], what: str) -> Iterator[str]:

@@ -38,7 +38,8 @@ def resolve_auto(config: dict[str, Any]) -> list[str]:
             for section in sections:
                 inner = inner[section]
             inner[key] = value
-    if said and not {"train_batch_size", "train_micro_batch_size_per_gpu"} & config.keys():
+    batch = {"train_batch_size", "train_micro_batch_size_per_gpu"}
+    if batch & set(said) and not batch & config.keys():
         config["train_batch_size"] = BATCH
     return said
 

@@ -80,7 +80,11 @@ _MOVED: dict[str, tuple[str, Any]] = {
 
 def replaced_errors(config: Mapping[str, Any]) -> list[str]:
     """A line for each key that has another form here, or none."""
-    lines = [f"{path}: {_short(value)}: {REPLACED[path]}" for path, value in _found(config, REPLACED)]
+    lines = [
+        f"{path}: {_short(value)}: {REPLACED[path]}"
+        for path, value in _found(config, REPLACED)
+        if says(value)
+    ]
     optimizer = config.get("optimizer")
     if not isinstance(optimizer, Mapping):
         return lines
@@ -89,9 +93,7 @@ def replaced_errors(config: Mapping[str, Any]) -> list[str]:
         what = "compresses what GPUs exchange, by MPI or cupy, which is not supported here"
         lines.append(f"optimizer.type: {kind!r}: {what}; use {other}")
     if isinstance(params, Mapping):
-        lines += [
-            f"optimizer.params.{key}: {params[key]!r}: {_FUSED[key]}" for key in _FUSED if key in params
-        ]
+        lines += [f"optimizer.params.{key}: {params[key]!r}: {_FUSED[key]}" for key in _fused(kind, params)]
     return lines
 
 
@@ -103,13 +105,19 @@ def gpu_errors(config: Mapping[str, Any]) -> list[str]:
 def today(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration with what ``replaced_errors`` names in today's form, or without it."""
     new = copy.deepcopy(dict(config))
-    for path, value in _found(config, [*REPLACED, *(f"optimizer.params.{key}" for key in _FUSED)]):
-        section, _, key = path.rpartition(".")
-        _section(new, section).pop(key)
+    optimizer = config.get("optimizer")
+    kind, params = (
+        (optimizer.get("type"), optimizer.get("params")) if isinstance(optimizer, Mapping) else ("", {})
+    )
+    fused = _fused(str(kind), params) if isinstance(params, Mapping) else []
+    for path, value in _found(config, [*REPLACED, *(f"optimizer.params.{key}" for key in fused)]):
+        *sections, key = path.split(".")
+        _section(new, sections).pop(key)
         where, instead = _MOVED.get(path, ("", None))
-        if where and says(value):
-            outer, _, inner = where.rpartition(".")
-            _section(new, outer).setdefault(inner, value if instead is None else instead)
+        *sections, key = where.split(".")
+        section = _section(new, sections)
+        if where and says(value) and not says(section.get(key)):
+            section[key] = value if instead is None else instead
     optimizer = new.get("optimizer")
     if isinstance(optimizer, dict) and (other := COMPRESSED.get(str(optimizer.get("type")).lower())):
         params = optimizer.get("params")
@@ -125,9 +133,16 @@ def says(value: Any) -> bool:
     return value is not None and value is not False
 
 
-def _section(config: dict[str, Any], path: str) -> dict[str, Any]:
-    for key in path.split(".") if path else ():
-        config = config.setdefault(key, {})
+def _fused(kind: str, params: Mapping[str, Any]) -> list[str]:
+    """Parameters of another library's Adam; DeepSpeed's own Lamb has some of them."""
+    return [key for key in _FUSED if key in params and (key == "max_grad_norm" or "lamb" not in kind.lower())]
+
+
+def _section(config: dict[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """The mapping at a path, made if it is missing; another, which nothing holds, where there is none."""
+    for key in keys:
+        inner = config.setdefault(key, {})
+        config = inner if isinstance(inner, dict) else {}
     return config
 
 

@@ -22,10 +22,11 @@ def forward(net: nn.Module, size: tuple[int, int]) -> int | None:
         net: on the meta device.
         size: height and width of the images.
     """
-    try:
-        return _count(net, size)[0]
-    except (NotImplementedError, RuntimeError):  # such as an operator of one's own
-        return None
+    with torch.random.fork_rng(devices=[]):  # a network of one's own may draw
+        try:
+            return _count(net, size)[0]
+        except Exception:  # as many kinds as there are networks
+            return None
 
 
 def training(net: nn.Module, size: tuple[int, int], frozen: Collection[str] = ()) -> int | None:
@@ -41,12 +42,13 @@ def training(net: nn.Module, size: tuple[int, int], frozen: Collection[str] = ()
     """
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in frozen)
-    try:
-        operations, scores = _count(net, size)
-        with FlopCounterMode(display=False) as counter:
-            scores.sum().backward()
-    except (NotImplementedError, RuntimeError):
-        return None
+    with torch.random.fork_rng(devices=[]):
+        try:
+            operations, scores = _count(net, size)
+            with FlopCounterMode(display=False) as counter:
+                scores.sum().backward()
+        except Exception:
+            return None
     return min(operations + counter.get_total_flops() // IMAGES, 3 * operations)
 
 

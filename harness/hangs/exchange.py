@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ class Beat:
         step: as of its ``Place``.
         work: the same.
         part: the same.
+        begun: the same.
         moves: the same.
         idle: seconds since it last moved or used the processor.
         stack: where its Python threads are, once it has been idle for long.
@@ -46,6 +48,7 @@ class Beat:
     step: int
     work: str
     part: str
+    begun: int
     moves: int
     idle: float
     stack: str = ""
@@ -68,7 +71,7 @@ class Exchange:
         heard: the last beat of every rank that has told one, and when its count was last seen to change
             (seconds, ``time.monotonic``).
         answered_at: when the store last answered; nothing is heard where it does not.
-        is_lost: whether the connection to it was broken, which is on rank 0's host.
+        is_lost: whether rank 0, in whose process it was, is gone.
     """
 
     def __init__(self, rank: int, size: int, run: str, mine: Callable[[], Beat]) -> None:
@@ -93,24 +96,43 @@ class Exchange:
         self._thread.join(TICK)
 
     def _run(self) -> None:
-        try:
-            limit = datetime.timedelta(seconds=60)
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            # A connection of its own: the training's may wait for an answer
-            store = torch.distributed.TCPStore(*address, is_master=False, timeout=limit)
-            there: list[int] = []
-            while not self._done.wait(TICK):
-                self._tell(store)
-                there += [
-                    each
-                    for each in set(range(len(self._keys))) - set(there)
-                    if store.check([self._keys[each]])
-                ]
-                values = store.multi_get([self._keys[each] for each in there])
-                self._hear(dict(zip(there, values, strict=True)))
+        while not self._done.is_set():
+            try:
+                self._talk()
+                return
+            except (KeyError, ValueError):  # there is no such address
+                return
+            except RuntimeError:  # torch's of a store that does not answer, or whose connection was broken
+                self.is_lost = bool(self.heard) and self._is_refused()
+                self._done.wait(TICK)
+
+    def _talk(self) -> None:
+        limit = datetime.timedelta(seconds=60)
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # A connection of its own: the training's may wait for an answer
+        store = torch.distributed.TCPStore(*address, is_master=False, timeout=limit)
+        there: list[int] = []
+        self.is_lost = False
+        while not self._done.wait(TICK):
             self._tell(store)
-        except (RuntimeError, KeyError, ValueError):  # RuntimeError: the store does not answer
-            self.is_lost = bool(self.heard)  # or it has never answered, as where there is none
+            missing = set(range(len(self._keys))) - set(there)
+            there += [each for each in missing if store.check([self._keys[each]])]
+            values = store.multi_get([self._keys[each] for each in there])
+            self._hear(dict(zip(there, values, strict=True)))
+        self._tell(store)
+
+    def _is_refused(self) -> bool:
+        """Whether rank 0's host is there, but no longer what held the store; torchrun's is not rank 0's."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return False
+        try:
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            socket.create_connection(address, timeout=2).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def _tell(self, store: torch.distributed.Store) -> None:
         store.set(self._keys[self._rank], json.dumps(dataclasses.asdict(self._mine())))

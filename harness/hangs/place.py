@@ -28,15 +28,19 @@ class Place:
         step: the optimizer step that is being done, or outside of training the last one.
         work: what it does: ``TRAINING`` or another of this module's.
         part: which part of it, such as ``FORWARD``; empty where there are none.
-        moves: how often it has gone on to another part; ranks at the same place have as many.
-        in_step: whether that is so: the stages of a pipeline have parts of their own.
+        begun: how many works and steps it has begun; ranks at the same place have begun as many.
+        moves: how often it has gone on to another part since.
+        in_step: whether ranks at the same place have as many moves: not the stages of a pipeline.
+        is_leaving: whether an error ends the work.
     """
 
     step: int = 0
     work: str = START
     part: str = ""
+    begun: int = 0
     moves: int = 0
     in_step: bool = True
+    is_leaving: bool = False
 
     def enter(self, part: str) -> None:
         """Goes on to another part of the work."""
@@ -45,8 +49,8 @@ class Place:
 
     def begin(self, work: str, step: int) -> None:
         """Goes on to another work."""
-        self.work, self.step = work, step
-        self.enter("")
+        self.work, self.step, self.part = work, step, ""
+        self.begun, self.moves = self.begun + 1, 0
 
     @contextlib.contextmanager
     def during(self, work: str, step: int) -> Iterator[None]:

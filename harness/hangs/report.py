@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from harness.hangs.exchange import Beat
-from harness.hangs.place import CHECKPOINT, DATA, in_words
+from harness.hangs.place import CHECKPOINT, DATA, TRAINING, in_words
 
 ADVICE = {
     "silent": "its process is stopped, its host is down, or the network between is cut; look at it there",
@@ -71,7 +71,8 @@ def find_behind(ranks: list[Rank], in_step: bool) -> list[Rank]:
     ended = [each for each in ranks if each.beat.has_ended]
     if silent or ended:
         return silent or ended
-    place = [(each.beat.step, each.beat.moves if in_step else 0) for each in ranks]
+    steps_alike = in_step and {each.beat.work for each in ranks} == {TRAINING}  # or one may work alone
+    place = [(each.beat.begun, each.beat.moves if steps_alike else 0) for each in ranks]
     behind = [each for each, where in zip(ranks, place, strict=True) if where < max(place)]
     free = [each for each in ranks if not each.beat.waits_in]
     return behind or (free if len(free) < len(ranks) else [])
@@ -80,7 +81,7 @@ def find_behind(ranks: list[Rank], in_step: bool) -> list[Rank]:
 def name_behind(ranks: list[Rank], in_step: bool) -> str:
     """The ranks that are behind, for a line; or where all are."""
     behind = find_behind(ranks, in_step)
-    furthest = max((each.beat for each in ranks), key=lambda beat: (beat.step, beat.moves))
+    furthest = max((each.beat for each in ranks), key=lambda beat: (beat.begun, beat.moves))
     if not behind:
         return f"all are in {place_of(furthest)}"
     verb = "does not answer" if behind[0].silent else "has ended" if behind[0].beat.has_ended else "is behind"

@@ -16,7 +16,8 @@ WAITING = (
     "_asyncio",
     "thread.py",
 )  # of a thread with nothing to do
-DEBUGGERS = ("pdb.py", "bdb.py", "pydevd.py", "debugpy")
+# A debugger waits for its user; Determined's session asks a master that is down again, for half an hour
+EXCUSED = ("pdb.py", "bdb.py", "pydevd.py", "debugpy", "determined/common/api/_session.py")
 DECORATORS = ("wrapper", "log_wrapper", "decorate_context", "wrapped_fn")
 COLLECTIVES = {"distributed_c10d.py": "", "_distributed.py": "Determined's "}
 
@@ -27,15 +28,28 @@ def frames_of_training() -> list[traceback.FrameSummary]:
 
 
 def all_stacks() -> str:
-    """The main thread's frames, and those of other threads that do something, as Python shows them."""
+    """The main thread's frames, and those of other threads that do something, with their lines.
+
+    Without the lines where they cannot be read in a second, as from a file server that does not answer.
+    """
+    stacks, found = _all_frames(), []
+    reader = threading.Thread(
+        target=lambda: found.append(_shown(stacks, True)), daemon=True, name="harness.reader"
+    )
+    reader.start()
+    reader.join(1)
+    return found[0] if found else _shown(stacks, False)
+
+
+def _all_frames() -> dict[str, list[traceback.FrameSummary]]:
     names = {each.ident: each.name for each in threading.enumerate()}
-    shown = [_shown(frames_of_training())]
+    stacks = {"": frames_of_training()}
     for ident, frame in sys._current_frames().items():
-        frames = _frames(frame)
-        is_ours = names.get(ident, "").startswith("harness.") or ident == threading.main_thread().ident
-        if not is_ours and pathlib.Path(frames[-1].filename).name not in WAITING:
-            shown.append(f"thread {names.get(ident, ident)}:\n{_shown(frames)}")
-    return "\n".join(shown)
+        frames, name = _frames(frame), names.get(ident, str(ident))
+        is_ours = name.startswith("harness.") or ident == threading.main_thread().ident
+        if frames and not is_ours and pathlib.Path(frames[-1].filename).name not in WAITING:
+            stacks[name] = frames
+    return stacks
 
 
 def collective(frames: list[traceback.FrameSummary]) -> str:
@@ -47,13 +61,17 @@ def collective(frames: list[traceback.FrameSummary]) -> str:
     return COLLECTIVES[pathlib.Path(public[-1].filename).name] + public[-1].name if public else ""
 
 
-def is_debugged(frames: list[traceback.FrameSummary]) -> bool:
-    """Whether a debugger has stopped the main thread, which then waits for its user."""
-    return any(name in each.filename for each in frames for name in DEBUGGERS)
+def is_excused(frames: list[traceback.FrameSummary]) -> bool:
+    """Whether the main thread waits for what is no other rank and no disk."""
+    return any(name in each.filename for each in frames for name in EXCUSED)
 
 
 def _frames(frame: FrameType) -> list[traceback.FrameSummary]:
-    found = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    # Not StackSummary.extract, which looks at every source file
+    found = [
+        traceback.FrameSummary(each.f_code.co_filename, line, each.f_code.co_name, lookup_line=False)
+        for each, line in traceback.walk_stack(frame)
+    ]
     return [each for each in found[::-1] if each.name not in DECORATORS]
 
 
@@ -61,6 +79,11 @@ def _short(file: str) -> str:
     return file.rpartition("site-packages/")[2].removeprefix(f"{pathlib.Path.cwd()}/")
 
 
-def _shown(frames: list[traceback.FrameSummary]) -> str:
-    lines = [f"  {_short(each.filename)}:{each.lineno} {each.name}: {each.line}" for each in frames[-FRAMES:]]
+def _shown(stacks: dict[str, list[traceback.FrameSummary]], with_lines: bool) -> str:
+    lines = []
+    for name, frames in stacks.items():
+        lines += [f"thread {name}:"] if name else []
+        for each in frames[-FRAMES:]:
+            source = f": {each.line}" if with_lines else ""
+            lines.append(f"  {_short(each.filename)}:{each.lineno} {each.name}{source}")
     return "\n".join(lines)

@@ -13,15 +13,16 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import psutil
 import torch
 from determined import core
 
-from harness import machine
-from harness.errors import TrainingStopped
-from harness.hangs import report, stacks
+from harness.errors import LostRank, TrainingStopped
+from harness.hangs import report
+from harness.hangs.activity import Activity
 from harness.hangs.exchange import TICK, Beat, Exchange
 from harness.hangs.place import CHECKPOINT, REPORT, TEST, TRAINING, VALIDATION, Place
 from harness.machine import is_alive
@@ -29,8 +30,6 @@ from harness.machine import is_alive
 GO_ON = "--resume latest goes on from the last checkpoint"
 REPORTED_AFTER = 20.0  # seconds without a move, or a third of what ends the run
 SILENT = 3.0  # seconds without a beat after which a rank is not thought to answer
-BUSY = 0.05  # share of a core that a thread at work uses at least
-READS = 2**16  # bytes a second that a rank at work reads or writes at least
 GRACE = 4.0  # seconds that the rank which says so may end before the others
 STOPPED = 5.0  # seconds between two ticks: this process itself was stopped
 TOGETHER = (TRAINING, REPORT, VALIDATION, CHECKPOINT, TEST)  # works that need every rank
@@ -50,8 +49,7 @@ class Watch:
         self.hang_after, self.reported_after = hang_after, min(REPORTED_AFTER, hang_after / 3)
         self._host, self._space, self._process = socket.gethostname(), _process_space(), psutil.Process()
         self._count = 0
-        self._moves, self._used, self._moved_at = 0, self._use(), time.monotonic()
-        self._stack = "", ""  # and the collective that it ends in, once it is idle
+        self._activity = Activity(place, self._process, self.reported_after / 2)
         self._has_ended, self._is_ending, self._lost = False, False, ""
         self.has_failed = False
         self._reported_at: float | None = None
@@ -92,7 +90,7 @@ class Watch:
     # ------------------------------------------------------------------------------------------ this rank
 
     def _beat(self) -> Beat:
-        place, stack, waits_in = self.place, *self._stack
+        place, stack, waits_in = self.place, *self._activity.stack
         self._count += 1
         return Beat(
             self.rank,
@@ -103,8 +101,9 @@ class Watch:
             place.step,
             place.work,
             place.part,
+            place.begun,
             place.moves,
-            time.monotonic() - self._moved_at,
+            time.monotonic() - self._activity.moved_at,
             stack,
             waits_in,
             self._has_ended,
@@ -112,40 +111,23 @@ class Watch:
             self._lost,
         )
 
-    def _note_moves(self, seconds: float) -> None:
-        """Takes the time if this rank has moved, computed, read or written since; or its stack."""
-        computed, transferred = (now - then for now, then in zip(self._use(), self._used, strict=True))
-        # A GPU's stream is waited for by computing
-        waits_for_gpu = torch.cuda.is_available() and self.place.work == TRAINING
-        works = (computed > BUSY * seconds and not waits_for_gpu) or transferred > READS * seconds
-        frames = stacks.frames_of_training()
-        if works or self.place.moves != self._moves or stacks.is_debugged(frames):
-            self._moves, self._moved_at, self._stack = self.place.moves, time.monotonic(), ("", "")
-        elif time.monotonic() - self._moved_at > self.reported_after / 2:
-            self._stack = stacks.all_stacks(), stacks.collective(frames)
-        self._used = self._use()  # without what the stacks' source lines took
-
-    def _use(self) -> tuple[float, int]:
-        """Seconds that this process has computed, or had no core, and bytes that it has read and written."""
-        times, main = self._process.cpu_times(), str(os.getpid())
-        files = self._process.io_counters() if hasattr(self._process, "io_counters") else None  # not on macOS
-        seconds = times.user + times.system + machine.waited_for_cores(main)
-        return seconds, files.read_chars + files.write_chars if files else 0
-
     # ------------------------------------------------------------------------------------------ all ranks
 
     def _watch(self) -> None:
         ticked = time.monotonic()
         while not self._done.wait(TICK):
             before, ticked = ticked, time.monotonic()
-            if ticked - before > STOPPED:
-                self._moved_at = ticked
-                if self._exchange:
-                    self._exchange.restart_clocks()
-            self._note_moves(ticked - before)
-            if not self._is_ending:
-                self._end_without_lost()
-                self._look()
+            with contextlib.suppress(
+                Exception
+            ):  # of a process that has just ended, or another thread's change
+                if ticked - before > STOPPED:
+                    self._activity.moved_at = ticked
+                    if self._exchange:
+                        self._exchange.restart_clocks()
+                self._activity.note(ticked - before)
+                if not self._is_ending and not self.place.is_leaving:
+                    self._end_without_lost()
+                    self._look()
 
     def _ranks(self) -> list[report.Rank]:
         """Every rank that was heard, this one included."""
@@ -163,18 +145,19 @@ class Watch:
 
     def _look(self) -> None:
         ranks = self._ranks()
+        if len(ranks) < self.size:
+            return  # one that was never heard may be at work
         still = min(each.still for each in ranks)
         if still < self.reported_after:
             if self._reported_at and self._reports:
                 seconds = time.monotonic() - self._reported_at + self.reported_after
-                print(f"the ranks move again after {seconds:.0f} s: slow, but not stuck", file=sys.stderr)
+                _say(f"the ranks move again after {seconds:.0f} s: slow, but not stuck")
             self._reported_at = None
             return
         if self._reported_at is None:
             self._reported_at, self._reports = time.monotonic(), self._is_first(ranks)
             if self._reports:
-                text = report.write(ranks, self.place.in_step, still, self.hang_after)
-                print(text, file=sys.stderr, flush=True)
+                _say(report.write(ranks, self.place.in_step, still, self.hang_after))
         if still >= self.hang_after + (0 if self._reports else GRACE):
             self._end(ranks, still)
 
@@ -190,12 +173,16 @@ class Watch:
         """Ends this process, and on its host those that do not answer; the others end themselves."""
         if self._reports:
             behind = report.name_behind(ranks, self.place.in_step)
-            line = f"no rank has moved for {still:.0f} s: {behind}; so this ends; {GO_ON}"
-            print(line, file=sys.stderr, flush=True)
-        for each in ranks:
-            sibling = self._siblings.get(each.beat.rank)
-            if each.silent and sibling and sibling.is_running():
-                sibling.kill()
+            _say(f"no rank has moved for {still:.0f} s: {behind}; so this ends; {GO_ON}")
+        silent = [self._siblings.get(each.beat.rank) for each in ranks if each.silent]
+        self._leave([each for each in silent if each])
+
+    def _leave(self, others: Sequence[psutil.Process] = ()) -> NoReturn:
+        """Ends this process, those that it has started, and others."""
+        with contextlib.suppress(Exception):
+            for each in [*others, *self._process.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error):
+                    each.kill()
         os._exit(1)
 
     # --------------------------------------------------------------------------------------- lost ranks
@@ -214,9 +201,11 @@ class Watch:
         done = [beat.rank for beat in beats if beat.has_ended and not beat.has_failed]
         dead = [rank for rank, process in self._siblings.items() if not is_alive(process)]
         gone = failed + [rank for rank in dead if rank not in done]
-        return gone or (
-            [0] if self._exchange and self._exchange.is_lost and self.rank and 0 not in done else []
-        )
+        return gone or self._gone_with_store(done)
+
+    def _gone_with_store(self, done: list[int]) -> list[int]:
+        is_lost = self._exchange is not None and self._exchange.is_lost
+        return [0] if is_lost and self.rank and 0 not in (*done, *self._siblings) else []
 
     def _end_without_lost(self) -> None:
         """Ends this process where another is gone, for a collective would wait for it.
@@ -228,8 +217,8 @@ class Watch:
         for rank in self._gone() if self.place.work in TOGETHER else []:
             if now - self._gone_since.setdefault(rank, now) > SILENT and not self._lost:
                 self._lost = self._found_lost()
-                print(f"{self._lost}; {GO_ON}", file=sys.stderr, flush=True)
-                os._exit(1)
+                _say(f"{self._lost}; {GO_ON}")
+                self._leave()
 
     def _found_lost(self) -> str:
         heard = self._ranks()
@@ -245,6 +234,11 @@ class Watch:
         return report.name_lost(lost, mine) if lost else ""
 
 
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+        print(text, file=sys.stderr, flush=True)
+
+
 def _process_space() -> str:
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")  # on Linux
     spaces = [os.readlink(f"/proc/self/ns/{each}") for each in ("pid", "net")] if boot.exists() else []
@@ -256,15 +250,15 @@ def watching(distributed: core.DistributedContext, place: Place, hang_after: flo
     """Watches the ranks while the block runs, and names the one that is lost where gloo says that one is.
 
     Raises:
-        TrainingStopped: if it is.
+        LostRank: if it is.
     """
     watch = Watch(distributed, place, hang_after)
     try:
         yield watch
     except BaseException as error:
         if isinstance(error, RuntimeError) and is_lost_rank(error):
-            raise TrainingStopped(f"{watch.find_lost()}; {GO_ON}") from error
-        watch.has_failed = True
+            raise LostRank(f"{watch.find_lost()}; {GO_ON}") from error
+        watch.has_failed = not isinstance(error, SystemExit) or bool(error.code)
         raise
     finally:
         watch.close()

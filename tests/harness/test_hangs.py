@@ -3,9 +3,18 @@
 import re
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 from support import DIGITS, PROJECT, TIME_LIMIT, environment, execute, free_port, launcher, overrides
+
+from harness import cluster
+from harness.errors import LostRank
+from harness.hangs.activity import Activity
+from harness.hangs.exchange import Beat
+from harness.hangs.place import BACKWARD, DATA, FORWARD, TRAINING, VALIDATION, Place
+from harness.hangs.report import Rank, find_behind
 
 SHORT = [*DIGITS, *overrides(hyperparameters__max_length="{batches: 12}", hyperparameters__hang_after=6)]
 ZERO3 = "hyperparameters__overwrite_deepspeed_args__zero_optimization"
@@ -54,6 +63,55 @@ def test_a_hang_names_the_rank_that_is_behind_and_ends(tmp_path, name):
     assert "what to look at: " in shown and stack in shown.partition("stack of rank")[2]
     (end,) = re.findall(r"no rank has moved for \d+ s: (.*); so this ends; --resume latest goes on", shown)
     assert end.startswith(f"rank {rank} ") and where in end, end
+
+
+def test_a_place_is_compared_by_what_all_ranks_do():
+    """Not by passes that the chief alone has made, as in an evaluation of its own."""
+    chief, other = Place(), Place()
+    for place in (chief, other):
+        place.begin(VALIDATION, 49)
+    for _ in range(2000):
+        chief.enter(FORWARD)
+    for place in (chief, other):
+        place.begin(TRAINING, 50)
+        place.enter(DATA)
+    other.enter(BACKWARD)
+    ranks = [rank_at(number, place) for number, place in enumerate((chief, other))]
+    assert [each.beat.rank for each in find_behind(ranks, in_step=True)] == [0]
+    other.begin(TRAINING, 51)
+    ranks = [rank_at(number, place) for number, place in enumerate((chief, other))]
+    assert [each.beat.rank for each in find_behind(ranks, in_step=False)] == [0]
+
+
+def rank_at(number, place):
+    where = (place.step, place.work, place.part, place.begun, place.moves)
+    return Rank(Beat(number, "host", "space", number, 1, *where, idle=30.0), 0.0, False)
+
+
+CHILD = "import time\nend = time.monotonic() + 4\nwhile time.monotonic() < end: sum(range(1000))"
+
+
+def test_a_process_whose_children_work_is_at_work():
+    """As one that decodes images in a pool; then it is idle, and its stack is known."""
+    activity = Activity(Place(), psutil.Process(), shown_after=1)
+    with subprocess.Popen([sys.executable, "-c", CHILD]) as child:
+        while child.poll() is None:
+            time.sleep(1)
+            activity.note(1)
+            assert child.poll() is not None or time.monotonic() - activity.moved_at < 2.5
+    begun = time.monotonic()
+    while not activity.stack[0]:
+        assert time.monotonic() - begun < TIME_LIMIT
+        time.sleep(1)
+        activity.note(1)
+    assert "test_a_process_whose_children_work_is_at_work" in activity.stack[0]
+
+
+def test_a_lost_rank_is_no_invalid_hyperparameter(monkeypatch):
+    """On a cluster its trial is to be started again."""
+    monkeypatch.setattr(cluster, "on_cluster", lambda: True)
+    with pytest.raises(LostRank), cluster.errors_end_the_trial():
+        raise LostRank("rank 1 is gone")
 
 
 def test_a_rank_that_is_slow_is_named_and_waited_for(tmp_path):

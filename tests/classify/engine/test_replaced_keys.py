@@ -1,6 +1,7 @@
 """DeepSpeed configurations of other years and programs: each old key has its line, and a file is written anew."""
 
 import json
+from typing import Any
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -97,6 +98,12 @@ def test_what_only_a_gpu_can_run_is_refused_on_a_cpu_by_name(tmp_path, path):
     assert line.startswith(f"{path}: ") and "needs a GPU" in line
 
 
+def test_a_monitor_without_its_package_is_one_line(tmp_path):
+    assert error_line(resolve, {**BASE, "comet": {"enabled": True}}, tmp_path) == (
+        "comet.enabled: True: needs a package; pip install comet_ml, or set it to false"
+    )
+
+
 @pytest.mark.parametrize("kind", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb"])
 def test_an_optimizer_that_compresses_is_named_with_the_one_to_use(kind):
     params = {"lr": 0.01, "freeze_step": 100, "cuda_aware": False}
@@ -151,6 +158,32 @@ def test_old_keys_are_moved_to_where_they_stand_today():
         " optimizer.params.max_grad_norm optimizer.params.bias_correction".split()
     )
     assert key_errors(new) == [] and migrated(new) == (new, [])
+
+
+LEFT_ALONE: dict[str, dict[str, Any]] = {
+    "a default of DeepSpeed's own": {"zero_optimization": {"stage": 1, "legacy_stage1": False}},
+    "a key of another section that is off": {"zero_optimization": {"stage": 1, "cpu_offload_params": False}},
+    "what DeepSpeed's Lamb takes": {
+        "optimizer": {"type": "Lamb", "params": {"lr": 0.001, "bias_correction": False}}
+    },
+}
+
+
+@pytest.mark.parametrize("what", LEFT_ALONE)
+def test_what_means_something_else_is_left_alone(what):
+    assert key_errors({**BASE, **LEFT_ALONE[what]}) == []
+
+
+def test_sections_of_the_first_releases_have_their_line():
+    """ZeRO was a switch until 0.3: no traceback, in a check or when the file is written anew."""
+    old = {**BASE, "zero_optimization": True, "allgather_size": 500_000}
+    named = [line.split(":")[0] for line in key_errors(old)]
+    assert named == ["allgather_size", "zero_optimization"]
+    assert migrated(old)[0]["zero_optimization"] is True
+    amp = {**BASE, "amp": {"enabled": True}, "torch_autocast": {"enabled": False}}
+    assert migrated(amp)[0]["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    zero = {"optimizer": BASE["optimizer"], "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}
+    assert "train_batch_size" not in migrated(zero)[0]  # but missing, as it was
 
 
 def test_a_file_is_written_anew_and_trains(tmp_path):
