@@ -72,7 +72,7 @@ def find_behind(ranks: list[Rank], in_step: bool) -> list[Rank]:
     if silent or ended:
         return silent or ended
     steps_alike = in_step and {each.beat.work for each in ranks} == {TRAINING}  # or one may work alone
-    place = [(each.beat.begun, each.beat.moves if steps_alike else 0) for each in ranks]
+    place = [(*_order(each.beat), each.beat.moves if steps_alike else 0) for each in ranks]
     behind = [each for each, where in zip(ranks, place, strict=True) if where < max(place)]
     free = [each for each in ranks if not each.beat.waits_in]
     return behind or (free if len(free) < len(ranks) else [])
@@ -81,7 +81,7 @@ def find_behind(ranks: list[Rank], in_step: bool) -> list[Rank]:
 def name_behind(ranks: list[Rank], in_step: bool) -> str:
     """The ranks that are behind, for a line; or where all are."""
     behind = find_behind(ranks, in_step)
-    furthest = max((each.beat for each in ranks), key=lambda beat: (beat.begun, beat.moves))
+    furthest = max((each.beat for each in ranks), key=lambda beat: (*_order(beat), beat.moves))
     if not behind:
         return f"all are in {place_of(furthest)}"
     verb = "does not answer" if behind[0].silent else "has ended" if behind[0].beat.has_ended else "is behind"
@@ -99,6 +99,11 @@ def name_lost(lost: Sequence[Beat], mine: Beat) -> str:
 def _last_place(rank: Rank, furthest: Beat) -> str:
     """A rank's place; of one that has gone on since its last beat, where it is missing."""
     return place_of(rank.beat if rank.beat.step >= furthest.step or not rank.silent else furthest)
+
+
+def _order(beat: Beat) -> tuple[float, int]:
+    """What grows from one work to the next: a step comes before what is done after it."""
+    return beat.step if beat.work == TRAINING else beat.step + 0.5, beat.begun
 
 
 def place_of(beat: Beat) -> str:

@@ -13,7 +13,7 @@ from harness import cluster
 from harness.errors import LostRank
 from harness.hangs.activity import Activity
 from harness.hangs.exchange import Beat
-from harness.hangs.place import BACKWARD, DATA, FORWARD, TRAINING, VALIDATION, Place
+from harness.hangs.place import BACKWARD, DATA, FORWARD, REPORT, TRAINING, VALIDATION, Place
 from harness.hangs.report import Rank, find_behind
 
 SHORT = [*DIGITS, *overrides(hyperparameters__max_length="{batches: 12}", hyperparameters__hang_after=6)]
@@ -78,6 +78,7 @@ def test_a_place_is_compared_by_what_all_ranks_do():
     other.enter(BACKWARD)
     ranks = [rank_at(number, place) for number, place in enumerate((chief, other))]
     assert [each.beat.rank for each in find_behind(ranks, in_step=True)] == [0]
+    chief.begin(REPORT, 50)
     other.begin(TRAINING, 51)
     ranks = [rank_at(number, place) for number, place in enumerate((chief, other))]
     assert [each.beat.rank for each in find_behind(ranks, in_step=False)] == [0]
