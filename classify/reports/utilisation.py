@@ -27,7 +27,7 @@ GPUS = {
     "T4": (65e12, 8.1e12),
     "V100": (125e12, 15.7e12),
 }
-SIZE, SECONDS = 1024, 0.1  # of the matrices, and for how long they are multiplied
+SIZE, SECONDS = 512, 0.1  # of the matrices, and for how long at least; 0.3 s in fp16, which few CPUs have
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> float | None:

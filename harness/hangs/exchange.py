@@ -108,9 +108,8 @@ class Exchange:
 
     def _talk(self) -> None:
         limit = datetime.timedelta(seconds=60)
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A connection of its own: the training's may wait for an answer
-        store = torch.distributed.TCPStore(*address, is_master=False, timeout=limit)
+        store = torch.distributed.TCPStore(*_address(), is_master=False, timeout=limit)
         there: list[int] = []
         self.is_lost = False
         while not self._done.wait(TICK):
@@ -126,12 +125,9 @@ class Exchange:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return False
         try:
-            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            socket.create_connection(address, timeout=2).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
+            socket.create_connection(_address(), timeout=2).close()
+        except OSError as error:
+            return isinstance(error, ConnectionRefusedError)
         return False
 
     def _tell(self, store: torch.distributed.Store) -> None:
@@ -144,3 +140,7 @@ class Exchange:
             before = self.heard.get(rank)
             is_new = before is None or before[0].count != beat.count or before[0] != beat
             self.heard[rank] = (beat, now if is_new or before is None else before[1])
+
+
+def _address() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

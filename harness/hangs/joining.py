@@ -12,6 +12,11 @@ from collections.abc import Iterator
 REPORTED_AFTER = 20.0  # seconds, or a third of what ends the run
 
 
+def reported_after(hang_after: float) -> float:
+    """Seconds without a move after which it is said, where a run ends after ``hang_after``."""
+    return min(REPORTED_AFTER, hang_after / 3)
+
+
 @contextlib.contextmanager
 def joining(hang_after: float) -> Iterator[None]:
     """Says for whom this rank waits while it joins the others, and ends it where they do not come.
@@ -29,7 +34,7 @@ def joining(hang_after: float) -> Iterator[None]:
     )
 
     def watch() -> None:
-        first = min(REPORTED_AFTER, hang_after / 3)
+        first = reported_after(hang_after)
         if done.wait(first):
             return
         print(f"{me} waits for {whom} at {address} for {first:.0f} s: {mend}", file=sys.stderr, flush=True)

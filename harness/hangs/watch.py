@@ -24,11 +24,11 @@ from harness.errors import LostRank, TrainingStopped
 from harness.hangs import report
 from harness.hangs.activity import Activity
 from harness.hangs.exchange import TICK, Beat, Exchange
+from harness.hangs.joining import reported_after
 from harness.hangs.place import CHECKPOINT, REPORT, TEST, TRAINING, VALIDATION, Place
 from harness.machine import is_alive
 
 GO_ON = "--resume latest goes on from the last checkpoint"
-REPORTED_AFTER = 20.0  # seconds without a move, or a third of what ends the run
 SILENT = 3.0  # seconds without a beat after which a rank is not thought to answer
 GRACE = 4.0  # seconds that the rank which says so may end before the others
 STOPPED = 5.0  # seconds between two ticks: this process itself was stopped
@@ -46,7 +46,7 @@ class Watch:
 
     def __init__(self, distributed: core.DistributedContext, place: Place, hang_after: float) -> None:
         self.rank, self.size, self.place = distributed.rank, distributed.size, place
-        self.hang_after, self.reported_after = hang_after, min(REPORTED_AFTER, hang_after / 3)
+        self.hang_after, self.reported_after = hang_after, reported_after(hang_after)
         self._host, self._space, self._process = socket.gethostname(), _process_space(), psutil.Process()
         self._count = 0
         self._activity = Activity(place, self._process, self.reported_after / 2)
@@ -117,9 +117,8 @@ class Watch:
         ticked = time.monotonic()
         while not self._done.wait(TICK):
             before, ticked = ticked, time.monotonic()
-            with contextlib.suppress(
-                Exception
-            ):  # of a process that has just ended, or another thread's change
+            # Such as of a process that has just ended: the watch goes on
+            with contextlib.suppress(Exception):
                 if ticked - before > STOPPED:
                     self._activity.moved_at = ticked
                     if self._exchange:
