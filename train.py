@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
     if args.resume and not args.output:
         raise InvalidInput(f"--resume: {args.resume}: of which run? give its folder as --output")
     from classify.models import state_dicts  # after the file was checked, for these take seconds
-    from classify.reports import overview, summary, utilisation
+    from classify.reports import overview, summary, tracked_files, utilisation
     from harness.machine import peak_memory
     from harness.schedules import learning_rate
     from harness.trainer import Trainer, find_checkpoint, init
@@ -196,6 +196,8 @@ def run(args: argparse.Namespace) -> int:
         # Wait for the chief's last figures, or Determined's launcher takes a rank that has ended for dead
         peaks = context.distributed.allgather(round(peak_memory(), 1))
         if output is None:  # on a cluster the last checkpoint has the network, and the master the metrics
+            if context.tracking.names:
+                context.tracking.add_files(tracked_files.of_trial(trial.hooks.write_network))
             return 0
         # Summarise
         seconds = time.perf_counter() - trial.hooks.started
@@ -225,6 +227,8 @@ def run(args: argparse.Namespace) -> int:
                     "parameter_groups": trial.config.described_groups,
                 },
             )
+            if context.tracking.names:
+                context.tracking.add_files(tracked_files.of_run(output))
     return 0
 
 

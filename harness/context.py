@@ -24,6 +24,7 @@ from harness.local.lost_disk import explain_lost_disk
 from harness.local.progress import LocalMetrics
 from harness.local.signals import LocalPreempt
 from harness.random_state import seed_everything
+from harness.trackers.tracking import Tracking, tracked, tracking_here, tracking_on_cluster
 
 
 class TrialContext(det_ds.DeepSpeedTrialContext):
@@ -35,6 +36,7 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
         resumes: whether a checkpoint's weights will replace the first ones.
         resumed_from: optimizer steps of the run that this one goes on with.
         place: where this rank is, for those who watch whether it moves.
+        tracking: where else the run is written down.
     """
 
     output: pathlib.Path | None = None
@@ -42,6 +44,7 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
     resumes = False
     resumed_from = 0
     place: place.Place
+    tracking = Tracking()
     _tbd_writer: Any
 
     @override
@@ -140,8 +143,13 @@ def init(
     with (
         own_folder(output, ranks, resumes, writes) as goes_on,
         _locally(experiment, ranks, output, goes_on, enable_tensorboard_logging) as context,
+        watching(ranks, context.place, experiment.hang_after),
     ):
-        yield context
+        keeps_record = goes_on or resumes is None
+        tracking = tracking_here(experiment, ranks.rank == 0, output, keeps_record)
+        preempt = context._core.preempt
+        with tracked(tracking, context._core.train, lambda: preempt.requested) as context.tracking:
+            yield context
 
 
 @contextlib.contextmanager
@@ -167,7 +175,12 @@ def _on_cluster(
         with cluster.errors_end_the_trial():
             cluster.log_from_chief(core_context.distributed.rank == 0)
             cluster.check_slots(core_context.distributed.size)
-            with watching(core_context.distributed, context.place, experiment.hang_after):
+            ranks = core_context.distributed
+            tracking = tracking_on_cluster(experiment, ranks.rank == 0, info)
+            with (
+                watching(ranks, context.place, experiment.hang_after),
+                tracked(tracking, core_context.train) as context.tracking,
+            ):
                 yield context
 
 
@@ -204,5 +217,4 @@ def _locally(
             enable_tensorboard_logging=logs_tensorboard,
         )
         context.output, context.resumes = output, resumes
-        with watching(core_context.distributed, context.place, experiment.hang_after):
-            yield context
+        yield context

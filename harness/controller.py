@@ -20,6 +20,7 @@ from harness.checkpoints.conversion import as_loadable
 from harness.checkpoints.identity import Identity
 from harness.hangs.place import END, GATHER
 from harness.hooks import Code, TrialHooks
+from harness.local import metrics_log
 from harness.local.progress import LocalMetrics
 from harness.local.signals import LocalPreempt
 from harness.loop import Loop
@@ -82,6 +83,7 @@ class Controller(Loop):
             if self.local:
                 around.callback(self.local.close)
                 self.local.begin(self._total_steps(), self.epoch_length, self.start_from_batch)
+            self.context.tracking.start(metrics_log.read(self.local.output) if self.local else [])
             if isinstance(preempt, LocalPreempt):
                 around.enter_context(preempt.gracefully())
             if not self.context.get_stop_requested():  # or the run that this one resumes had ended early

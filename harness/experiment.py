@@ -13,6 +13,7 @@ from typing import Any
 from determined import pytorch
 
 from harness.errors import InvalidInput
+from harness.trackers.tracked_run import tracker_errors
 
 PERIOD_UNITS = ("batches", "records", "epochs")
 LENGTH_UNITS = ("batches", "epochs")
@@ -61,6 +62,23 @@ class Experiment:
         if errors := hang_errors(seconds):
             raise InvalidInput(errors)
         return float(seconds)
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Where else the run is written down: names of ``harness.trackers``.
+
+        Raises:
+            InvalidInput: if ``hyperparameters.track`` is no list of them, or one is not installed.
+        """
+        names = self.hyperparameters.get("track")
+        if errors := tracker_errors(names):
+            raise InvalidInput(errors)
+        return tuple(dict.fromkeys(names or ()))
+
+    @property
+    def name(self) -> str:
+        """The experiment's; empty if it has none."""
+        return str(self.config.get("name") or "")
 
     @property
     def slots(self) -> int:

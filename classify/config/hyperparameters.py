@@ -18,6 +18,7 @@ from classify.config.parameter_groups import entry_errors, is_pattern
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, one_of, optional, whole
 from harness.errors import ErrorList
 from harness.experiment import HANG_AFTER, LENGTH_UNITS, hang_errors, unit_errors
+from harness.trackers.tracked_run import tracker_errors
 
 
 def _are_counts(value: Any) -> bool:
@@ -88,6 +89,9 @@ class Hyperparameters:
     """The training's length: ``{epochs: N}`` or ``{batches: N}``, a batch being an optimizer step."""
     early_stopping: Mapping[str, Any] | None = _setting(None, optional(Rule(_is_early_stopping, _STOPPING)))
     """Validations to wait for an improvement of a metric: ``patience``, ``metric``, ``min_improvement``."""
+
+    track: tuple[str, ...] | None = _setting(None, ANY)
+    """Where else the run is written down: ``mlflow``, ``wandb``."""
 
     hang_after: float = _setting(
         HANG_AFTER, Rule(lambda v: not hang_errors(v), "must be seconds, at least 3")
@@ -211,6 +215,7 @@ class Hyperparameters:
                 with errors.collecting():
                     given[key] = options.parse(f"hyperparameters.{key}", given[key])
         errors.lines += entry_errors(given.get("parameter_groups"))
+        errors.lines += tracker_errors(given.get("track"))
         with errors.collecting():
             check_net(given.get("net", cls.net))
         errors.raise_any()

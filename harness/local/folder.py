@@ -17,7 +17,7 @@ from harness.errors import InvalidInput, one_line
 from harness.input_files import refused
 from harness.local import metrics_log
 
-FILES = ("run.json", metrics_log.FILE, "profile.txt", "summary.json")
+FILES = ("run.json", metrics_log.FILE, "profile.txt", "summary.json", "tracked.json")
 FOLDERS = ("checkpoints",)
 T = TypeVar("T")
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
+
+import determined as det
+import torch
 
 FILE = "metrics.jsonl"
 
@@ -30,6 +34,20 @@ def read(run: pathlib.Path) -> list[dict[str, Any]]:
             if _is_report(entry):
                 found.append(entry)
     return found
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics that are one number, as Python's own numbers."""
+    numbers = {name: value.item() if _is_tensor(value) else value for name, value in metrics.items()}
+    return {
+        name: value.item() if hasattr(value, "item") else value
+        for name, value in numbers.items()
+        if det.util.is_numerical_scalar(value)
+    }
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dim()
 
 
 def _is_report(entry: Any) -> bool:

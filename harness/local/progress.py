@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-import determined as det
 import torch
 from determined import core
 from tqdm import tqdm
@@ -105,21 +104,21 @@ class LocalMetrics(core.DummyTrainContext):
         metrics: dict[str, Any],
         batch_metrics: list[dict[str, Any]] | None = None,
     ) -> None:
-        metrics = _scalars(metrics)
+        metrics = metrics_log.scalars(metrics)
         self._keep("training", steps_completed, metrics)
         self._reported = metrics
         self._show(steps_completed, metrics)
 
     @override
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
-        metrics = _scalars(metrics)
+        metrics = metrics_log.scalars(metrics)
         self._remember(steps_completed, metrics)
         self._keep("validation", steps_completed, metrics)
         self._line(steps_completed, _line_of({"validation": "", **_in_words(metrics)}), always=True)
 
     @override
     def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
-        metrics = _scalars(metrics)
+        metrics = metrics_log.scalars(metrics)
         self._keep(group, steps_completed, metrics)
         self._line(steps_completed, _line_of({group: "", **_in_words(metrics)}), always=True)
 
@@ -170,7 +169,7 @@ class LocalMetrics(core.DummyTrainContext):
 
     def _show(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         judged = {name: value for name, value in self.validation.items() if name == self.experiment.metric}
-        shown = _in_words({**judged, **self._reported, **_scalars(metrics)})
+        shown = _in_words({**judged, **self._reported, **metrics_log.scalars(metrics)})
         self._bar.set_description(self._epoch(steps_completed), refresh=False)
         self._bar.set_postfix(shown)
         self._line(steps_completed, _line_of(shown))
@@ -203,20 +202,6 @@ class LocalMetrics(core.DummyTrainContext):
             where = f"{self._epoch(steps_completed)}  step {steps_completed}/{self.steps}"
             self._bar.write(f"{where}  {text}", file=out)
             out.flush()
-
-
-def _scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics that are one number, as Python's own numbers."""
-    numbers = {name: value.item() if _is_tensor(value) else value for name, value in metrics.items()}
-    return {
-        name: value.item() if hasattr(value, "item") else value
-        for name, value in numbers.items()
-        if det.util.is_numerical_scalar(value)
-    }
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.dim()
 
 
 def _in_words(metrics: Mapping[str, Any]) -> dict[str, str]:

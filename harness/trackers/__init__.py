@@ -1,0 +1,1 @@
+"""Where else a run is written down: MLflow, Weights & Biases."""
