@@ -175,11 +175,11 @@ def _on_cluster(
         with cluster.errors_end_the_trial():
             cluster.log_from_chief(core_context.distributed.rank == 0)
             cluster.check_slots(core_context.distributed.size)
-            ranks = core_context.distributed
+            ranks, preempt = core_context.distributed, core_context.preempt
             tracking = tracking_on_cluster(experiment, ranks.rank == 0, info)
             with (
                 watching(ranks, context.place, experiment.hang_after),
-                tracked(tracking, core_context.train) as context.tracking,
+                tracked(tracking, core_context.train, preempt.should_preempt) as context.tracking,
             ):
                 yield context
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import pathlib
 import platform
 import resource
@@ -26,6 +27,12 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:  # vendored by an image
             found[package] = "unknown"
     return found
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported; a mere folder of its name, as trackers leave, is none."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
 
 
 def describe() -> dict[str, Any]:

@@ -7,7 +7,6 @@ https://docs.determined.ai/latest/model-dev-guide/api-guides/apis-howto/deepspee
 from __future__ import annotations
 
 import ctypes.util
-import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,6 +20,7 @@ from classify.engine.replaced_keys import gpu_errors
 from classify.models.registry import MOE, NetSpec, on_meta_device
 from classify.models.stages import layers_of
 from harness.errors import InvalidInput, add_new
+from harness.machine import is_installed
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -261,7 +261,7 @@ def _device_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: st
 def _monitor_errors(config: Mapping[str, Any]) -> Iterator[str]:
     """Where DeepSpeed's own monitors lack their packages, at which it ends with a traceback."""
     for section, package in {"wandb": "wandb", "comet": "comet_ml"}.items():
-        if enabled(config, section) and importlib.util.find_spec(package) is None:
+        if enabled(config, section) and not is_installed(package):
             yield f"{section}.enabled: True: needs a package; pip install {package}, or set it to false"
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
-import importlib.util
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from harness.machine import is_installed
 
 TRACKERS = ("mlflow", "wandb")
 FINISHED, KILLED, FAILED = "FINISHED", "KILLED", "FAILED"  # how a run ends, in MLflow's words
@@ -70,7 +71,7 @@ def tracker_errors(value: Any) -> list[str]:
         return []
     if not isinstance(value, (list, tuple)) or not all(each in TRACKERS for each in value):
         return [f"{field}: {value!r}: must be a list of some of {', '.join(TRACKERS)}, e.g. [mlflow]"]
-    missing = [name for name in dict.fromkeys(value) if importlib.util.find_spec(name) is None]
+    missing = [name for name in dict.fromkeys(value) if not is_installed(name)]
     return [f"{field}: {name}: is not installed here; pip install {name}" for name in missing]
 
 

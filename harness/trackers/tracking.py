@@ -152,15 +152,13 @@ class _Sender:
 
 
 @contextlib.contextmanager
-def tracked(
-    tracking: Tracking, train: Any, was_interrupted: Callable[[], bool] = lambda: False
-) -> Iterator[Tracking]:
+def tracked(tracking: Tracking, train: Any, was_interrupted: Callable[[], bool]) -> Iterator[Tracking]:
     """Gives trackers what is reported in the block, and ends their records when and as it ends.
 
     Args:
         tracking: of this run.
         train: Determined's training context, which the reports are made to.
-        was_interrupted: whether a signal has ended the training.
+        was_interrupted: whether a signal, or the cluster, has ended the training; all ranks ask.
     """
     tracking.follow(train)
     status = FAILED

@@ -5,6 +5,7 @@ import os
 from typing import Any, cast
 
 import determined as det
+import mlflow
 import pytest
 import torch
 from containers import SMALL, run_container
@@ -100,10 +101,10 @@ def test_nothing_follows_the_report_of_invalid_hyperparameters(monkeypatch, tmp_
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_a_trial_on_a_cluster(tmp_path, train, slots):
+def test_a_trial_on_a_cluster(tmp_path, train, slots, monkeypatch):
     """Runs, reports, and gives the weights that it gives off a cluster.
 
-    In two slots it also is paused, goes on from its checkpoint, and ends as if never paused.
+    In two slots it also is paused, goes on from its checkpoint, and ends as if never paused; MLflow has it as one run.
     """
     with Master() as master:
         straight = run_container(tmp_path / "straight", master, slots, SMALL)
@@ -137,18 +138,29 @@ def test_a_trial_on_a_cluster(tmp_path, train, slots):
     if slots == 1:
         return
 
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    tracked = {**SMALL, "track": ["mlflow"]}
     with Master() as master:
         master.preempt_after_steps = 20
-        paused = run_container(tmp_path / "paused", master, slots, SMALL)
+        paused = run_container(tmp_path / "paused", master, slots, tracked)
     assert paused.code == 0, paused.stderr
+    before = master.metrics("training")
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    assert [run.info.status for run in client.search_runs(experiments)] == ["KILLED"]
     assert master.bodies("/signals/ack_preemption")
     saved = master.bodies("/checkpoints")[-1]
     steps = saved["metadata"]["steps_completed"]
     assert 20 <= steps < 90
     with Master() as master:
         again = {"latest_checkpoint": saved["uuid"], "steps_completed": steps, "trial_run_id": 2}
-        rest = run_container(tmp_path / "paused", master, slots, SMALL, **again)
+        rest = run_container(tmp_path / "paused", master, slots, tracked, **again)
     assert rest.code == 0, rest.stderr
+    (run,) = client.search_runs(experiments)
+    recorded = client.get_metric_history(run.info.run_id, "training/loss")
+    assert run.info.status == "FINISHED"
+    assert [each.step for each in recorded] == [*before, *master.metrics("training")]
+    assert {each.path for each in client.list_artifacts(run.info.run_id)} == {"net.pt", "net.json"}
     assert min(master.metrics("training")) > steps
     for each in (validations, again := master.metrics("validation")):
         assert each[90].pop("images_per_second") > 0
