@@ -89,6 +89,8 @@ def load(args: argparse.Namespace) -> Experiment:
         [*args.overrides, *profile],
         lambda hyperparameters: command_line.short_overrides(args, hyperparameters),
     )
+    if args.check:
+        print_notes(experiment_fields.cluster_notes(config))
     try:
         return experiment_fields.check(config)
     except InvalidInput as error:

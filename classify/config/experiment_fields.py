@@ -39,6 +39,7 @@ SEARCHERS = {
     "grid": [*_COMMON, "max_concurrent_trials"],
     "async_halving": [*_HALVING, "num_rungs"],
     "adaptive_asha": [*_HALVING, "mode", "max_rungs", "bracket_rungs"],
+    "tpe": [*_COMMON, "max_trials", "max_concurrent_trials"],
 }
 SAMPLED_TYPES = ("int", "double", "log", "categorical")
 DEFAULT_METRIC = {"metric": "accuracy", "smaller_is_better": False}
@@ -121,6 +122,15 @@ def _searcher_errors(searcher: Mapping[str, Any]) -> list[str]:
     if isinstance(name, str) and name not in SEARCHERS:
         return [f"searcher.name: {name!r}: unknown searcher; {nearest(name, SEARCHERS)}"]
     return _unknown_keys("searcher.", searcher, {key for keys in SEARCHERS.values() for key in keys})
+
+
+def cluster_notes(config: Mapping[str, Any]) -> list[str]:
+    """A line for what a cluster refuses of a file that serves here; the file may hold anything."""
+    searcher = config.get("searcher")
+    if not isinstance(searcher, Mapping) or searcher.get("name") != "tpe":
+        return []
+    what = "a cluster has no such searcher; random, which it has, takes the same fields"
+    return [f"searcher.name: 'tpe': {what}: --set searcher.name=random (det: --config searcher.name=random)"]
 
 
 def _length_errors(length: Any, searcher: Mapping[str, Any]) -> list[str]:

@@ -110,8 +110,8 @@ class SearchDisplay:
         table.add_column("")
         trials = self._trials()
         best = self._best(trials)
-        waiting = sum(trial.state == TrialState.WAITING for trial in trials)
         begun = [trial for trial in trials if trial.state != TrialState.WAITING]
+        waiting = len(trials) - len(begun) + len(self.search.missing(trials))
         for trial in begun[-SHOWN:]:
             outcome = trial.user_attrs.get("outcome", "running")
             reason = trial.user_attrs.get("reason")
@@ -127,7 +127,7 @@ class SearchDisplay:
                 printable(f"{outcome}: {reason}" if reason else outcome),
                 style="bold green" if is_best else STYLES[outcome],
             )
-        table.caption = f"{len(begun)} of {len(trials)} begun, {waiting} waiting"
+        table.caption = f"{len(begun)} of {len(begun) + waiting} begun, {waiting} waiting"
         return table
 
     # ------------------------------------------------------------------------------------------ at its end

@@ -14,7 +14,6 @@ from typing import Any
 import joblib
 import optuna
 import torch
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from classify.config import experiment_file
@@ -47,15 +46,14 @@ class SearchRunner:
         self.search, self.output, self.source = search, output.resolve(), source
         self.metric = search.experiment.metric
         self.unit, self.length = search.experiment.max_length
-        smaller = search.experiment.smaller_is_better
-        self.better = min if smaller else max
+        self.better = min if search.experiment.smaller_is_better else max
         self.running: dict[int, TrialRun] = {}
         self.devices = list(range(torch.cuda.device_count()))  # that no trial uses
         self.used: dict[int, list[int]] = {}
         self.study = optuna.create_study(
             storage=f"sqlite:///{self.output / 'search.db'}",
             study_name="search",
-            direction=StudyDirection.MINIMIZE if smaller else StudyDirection.MAXIMIZE,
+            direction=search.direction,
             pruner=searchers.BracketPruner(search.searcher, search.brackets),
             load_if_exists=True,
         )
@@ -72,12 +70,13 @@ class SearchRunner:
 
     def run(self) -> int:
         """Runs all trials that have not ended yet, reports, and gives the exit code."""
-        self._enqueue_missing()
         left_running = self._trials(TrialState.RUNNING)
         handler = signal.signal(signal.SIGTERM, _interrupt)
         try:
             with self.display.live():
-                for left in left_running:  # when the search was interrupted
+                for left in left_running:  # when the search was interrupted, perhaps while it took a trial
+                    for name, distribution in space.space(self.search.ranges).items():
+                        self._writable(left.number)._suggest(name, distribution)
                     self._start(left.number)
                 while True:
                     self._start_waiting()
@@ -108,13 +107,12 @@ class SearchRunner:
     def _enqueue_missing(self) -> None:
         """Puts the trials that are to be run into the study, those that are not there."""
         known = self._trials()
-        draws = itertools.islice(self.search.draws(), len(known), None)
-        for index, bracket in enumerate(self.search.brackets):
-            mine = [trial.user_attrs for trial in known if trial.user_attrs["bracket"] == index]
-            invalid = sum(attributes.get("outcome") == "invalid" for attributes in mine)
-            extra = min(invalid, bracket.trials) if self.search.replaces_invalid else 0
-            for _ in range(bracket.trials + extra - len(mine)):
-                self.study.enqueue_trial(next(draws), user_attrs={"bracket": index})
+        missing = self.search.missing(known)
+        if self.search.is_guided:  # one at a time, by the results so far
+            missing = [] if self._trials(TrialState.WAITING) else missing[:1]
+        if missing:
+            for bracket, drawn in zip(missing, self.search.draws(known), strict=False):
+                self.study.enqueue_trial(drawn, user_attrs={"bracket": bracket})
 
     def refuse_if_all_invalid(self) -> None:
         """Raises ``InvalidInput`` for a new search of which no trial can run."""
@@ -142,7 +140,10 @@ class SearchRunner:
     # ------------------------------------------------------------------------------------- start and watch
 
     def _start_waiting(self) -> None:
-        while len(self.running) < self.search.concurrent and self._trials(TrialState.WAITING):
+        while len(self.running) < self.search.concurrent:
+            self._enqueue_missing()  # also another in the place of an invalid one
+            if not self._trials(TrialState.WAITING):
+                return
             self._start(self.study.ask(space.space(self.search.ranges)).number)
 
     def _start(self, number: int) -> None:
@@ -211,7 +212,6 @@ class SearchRunner:
             trial.set_user_attr(name, value)
         scores = self._trial(number).intermediate_values.values()
         self.study.tell(number, self.better(scores) if state == TrialState.COMPLETE else None, state=state)
-        self._enqueue_missing()  # another in the place of an invalid one
         self.display.ended(number)
 
 

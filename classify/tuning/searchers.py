@@ -16,7 +16,7 @@ from optuna.pruners import BasePruner, NopPruner, SuccessiveHalvingPruner
 from optuna.trial import FrozenTrial, TrialState
 from typing_extensions import override
 
-from classify.config.experiment_fields import SEARCHERS
+from classify.config.experiment_fields import SEARCHERS, cluster_notes
 from classify.config.rules import BOOL, Rule, is_count, is_finite, one_of, whole
 from harness.errors import nearest
 from harness.experiment import Experiment
@@ -24,6 +24,7 @@ from harness.experiment import Experiment
 MODES = ("aggressive", "standard", "conservative")
 NEEDED = {
     "random": ["max_trials"],
+    "tpe": ["max_trials"],
     "async_halving": ["max_trials", "num_rungs", "time_metric", "max_time"],
     "adaptive_asha": ["max_trials", "time_metric", "max_time"],
 }
@@ -73,6 +74,7 @@ def errors_of(searcher: Mapping[str, Any]) -> list[str]:
 def notes(experiment: Experiment, parallel: int) -> list[str]:
     """A line for each thing that an experiment's searcher asks for and cannot have on this machine."""
     found, searcher = experiment.notes(), experiment.config["searcher"]
+    found += cluster_notes(experiment.config)
     most = searcher.get("max_concurrent_trials")
     if most and most > parallel:
         found.append(
@@ -122,7 +124,7 @@ def brackets(searcher: Mapping[str, Any], grid_size: int) -> list[Bracket]:
     if name in ("single", "grid"):
         return [Bracket(grid_size if name == "grid" else 1)]
     trials = searcher["max_trials"]
-    if name == "random":
+    if name in ("random", "tpe"):
         return [Bracket(trials)]
     longest, divisor = searcher["max_time"], _divisor(searcher)
     sizes: Sequence[int] = (

@@ -9,8 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
 
 from classify.config.experiment_fields import SAMPLED_TYPES
 from classify.config.rules import is_count, is_finite
@@ -108,6 +111,39 @@ def draws(ranges: Sequence[Range], grid: bool, seed: int) -> Iterator[dict[str, 
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
     while True:
         yield study.ask(space(ranges)).params
+
+
+def guided_draw(
+    ranges: Sequence[Range], seed: int, direction: StudyDirection, known: Sequence[FrozenTrial]
+) -> dict[str, Any]:
+    """Gives the hyperparameters that Optuna's TPE expects most of, after what the trials so far have shown.
+
+    They are a function of the arguments alone: the sampler starts anew for each trial, from the seed and the
+    trial's number. A trial that failed counts as worse than all that did not, and so does one that runs, or
+    those that run at the same time would be much alike.
+
+    Args:
+        ranges: the search space.
+        seed: of the search.
+        direction: whether more of the metric is better.
+        known: the trials 0, 1, ... so far; this is the next.
+    """
+    state = np.random.SeedSequence([seed, len(known)]).generate_state(1)
+    sampler = optuna.samplers.TPESampler(
+        n_startup_trials=0, multivariate=True, constant_liar=True, seed=int(state[0])
+    )
+    study = optuna.create_study(direction=direction, sampler=sampler)
+    for trial in known:
+        study.add_trial(
+            optuna.create_trial(
+                # Optuna leaves out trials that failed, and takes those stopped without a value for the worst
+                state=TrialState.PRUNED if trial.state == TrialState.FAIL else trial.state,
+                value=trial.value if trial.state == TrialState.COMPLETE else None,
+                params=trial.params,
+                distributions=trial.distributions,
+            )
+        )
+    return study.ask(space(ranges)).params
 
 
 def find_ranges(path: str, section: Mapping[str, Any], grid: bool) -> tuple[list[Range], list[str]]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from optuna.study import StudyDirection
+from optuna.trial import FrozenTrial, TrialState
 
 from classify.config import experiment_fields, experiment_file
 from classify.images.settings import DataSettings
@@ -47,9 +51,36 @@ class Search:
         """Whether another trial takes the place of one with invalid hyperparameters, as on a cluster."""
         return self.searcher["name"] not in ("grid", "single")
 
-    def draws(self) -> Iterator[dict[str, Any]]:
-        """The hyperparameters of trial 0, 1, ..."""
-        return space.draws(self.ranges, self.searcher["name"] == "grid", self.experiment.seed)
+    @property
+    def is_guided(self) -> bool:
+        """Whether the hyperparameters of a trial depend on the results of those before."""
+        return self.searcher["name"] == "tpe"
+
+    @property
+    def direction(self) -> StudyDirection:
+        """Whether more or less of the metric is better."""
+        return StudyDirection.MINIMIZE if self.experiment.smaller_is_better else StudyDirection.MAXIMIZE
+
+    def missing(self, known: Sequence[FrozenTrial]) -> list[int]:
+        """The brackets of the trials that are still to be drawn, after these."""
+        found: list[int] = []
+        for index, bracket in enumerate(self.brackets):
+            mine = [trial.user_attrs for trial in known if trial.user_attrs["bracket"] == index]
+            invalid = sum(attributes.get("outcome") == "invalid" for attributes in mine)
+            extra = min(invalid, bracket.trials) if self.replaces_invalid else 0
+            found += [index] * (bracket.trials + extra - len(mine))
+        return found
+
+    def draws(self, known: Sequence[FrozenTrial] = ()) -> Iterator[dict[str, Any]]:
+        """The hyperparameters of the trials after these; of a guided search the next alone counts.
+
+        A guided search begins with random trials, a quarter of all and at most ten.
+        """
+        finished = sum(trial.state == TrialState.COMPLETE for trial in known)
+        if self.is_guided and finished >= min(10, math.ceil(self.searcher["max_trials"] / 4)):
+            return iter([space.guided_draw(self.ranges, self.experiment.seed, self.direction, known)])
+        drawn = space.draws(self.ranges, self.searcher["name"] == "grid", self.experiment.seed)
+        return itertools.islice(drawn, len(known), None)
 
     def overrides_of(self, drawn: dict[str, Any]) -> list[str]:
         """What ``--set`` has to say for a trial with these hyperparameters."""
