@@ -4,7 +4,7 @@
     classify images:           python3 checkpoint.py predict net.pt IMAGE_OR_FOLDER... [--json]
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
     by several views:          the last two with --tta mirror,shift=1 (test-time augmentation)
-    look at runs:              python3 checkpoint.py report RUN [RUN...] [--output report.html]
+    look at runs, or a search: python3 checkpoint.py report RUN [RUN...] [--output report.html]
     decoded images kept:       python3 checkpoint.py caches [FOLDER...] [--clear]
 
 RUN is the folder of a run of train.py; a checkpoint is a folder in its checkpoints/, or one that
@@ -72,7 +72,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     command_line.add_experiment_options(one, "const.yaml")
     one.add_argument("--json", action="store_true", help="print the validation as in summary.json")
 
-    one = commands.add_parser("report", help="write a page about one run or several")
+    one = commands.add_parser("report", help="write a page about runs, or a search")
     one.add_argument("runs", metavar="RUN", nargs="+", type=pathlib.Path)
     one.add_argument(
         "--output", metavar="FILE", type=pathlib.Path, help="(report.html in the first run's folder)"
@@ -263,11 +263,13 @@ def _views(text: str | None, description: dict[str, Any]) -> TestTimeAugmentatio
 
 
 def report(args: argparse.Namespace) -> None:
-    """Writes one page about runs."""
-    from classify.reports import html_report
-
+    """Writes one page about runs, or about a search."""
+    if any((run / "search.db").is_file() for run in args.runs):
+        from classify.tuning.search_page import write
+    else:
+        from classify.reports.html_report import write
     target = args.output or args.runs[0] / "report.html"
-    html_report.write(args.runs, target)
+    write(args.runs, target)
     print(printable(target))
 
 

@@ -6,6 +6,8 @@
     several at once:   --parallel N
     another value:     --set data.dataset=digits --set searcher.max_trials=12
     to go on:          the same command with the same --output
+    a page about it:   python3 checkpoint.py report OUTPUT     (also while it runs)
+    better guesses:    --set searcher.name=tpe                 (on this machine alone)
 
 Every trial is a run of train.py in processes of its own, in OUTPUT/trials/NUMBER. OUTPUT holds search.db
 (the state), trials.csv (a row a trial), and at the end plots of the search. A signal stops the trials with
@@ -16,10 +18,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from collections.abc import Sequence
 
-import optuna
 from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -28,6 +28,7 @@ from classify.config import command_line
 from classify.images.settings import DataSettings
 from classify.models import registry
 from classify.tuning import specification
+from classify.tuning.results import quiet_optuna
 from classify.tuning.runner import SearchRunner
 from harness.errors import InvalidInput, one_line, print_errors, printable
 from harness.local.folder import default_output, locked_folder
@@ -52,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Searches as the command line says and gives the exit code."""
     args = parse(argv)
     output = args.output or default_output(args.config)
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    quiet_optuna()
     try:
         search = specification.load(args.config, args.overrides, args.parallel)
         hyperparameters = search.experiment.hyperparameters

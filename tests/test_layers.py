@@ -20,7 +20,13 @@ MAY_IMPORT = {
         "classify.models",
         "classify.engine",
     },
-    "classify.tuning": {"harness", "classify.config", "classify.images", "classify.engine"},
+    "classify.tuning": {
+        "harness",
+        "classify.config",
+        "classify.images",
+        "classify.engine",
+        "classify.reports",
+    },
     "data": {"harness", "classify.config", "classify.images"},
 }
 PROGRAMS = {"train", "search", "checkpoint", "baseline", "model_def"}

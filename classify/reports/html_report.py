@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import base64
 import io
-import os
 import pathlib
 import shlex
 from collections.abc import Sequence
 from typing import Any
 
-import jinja2
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
-from ruamel.yaml import YAML
 
 from classify.config.metric_names import CALIBRATION_METRIC, MACRO_METRICS, TOP5_METRIC, TTA_METRIC
-from classify.reports import figures
+from classify.reports import figures, page
 from classify.reports.finished_run import FinishedRun
-from harness.errors import InvalidInput, printable
 
 TEMPLATE = pathlib.Path(__file__).with_name("report.html.jinja")
 
@@ -46,32 +42,16 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
         images[f"{target.stem}-confusion{suffix}.png"] = confusion
         images[f"{target.stem}-mistakes{suffix}.png"] = _png(_mistakes(kept))
         shown.append(_shown(run, confusion))
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, finalize=_without_control_characters
-    )
-    page = environment.from_string(TEMPLATE.read_text()).render(
-        title=f"Report: {', '.join(run.name for run in runs)}",
-        runs=shown,
-        curves={name: _text(png) for name, png in curves.items()},
-        figures=_figures(runs),
-        per_class=_per_class(runs),
-    )
-    if not target.name or target.is_dir():
-        raise InvalidInput(f"--output: {target}: must be the name of a file, e.g. report.html")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}")
-    try:
-        partial.write_text(page)
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
+    values = {
+        "title": f"Report: {', '.join(run.name for run in runs)}",
+        "runs": shown,
+        "curves": {name: page.inline(png) for name, png in curves.items()},
+        "figures": _figures(runs),
+        "per_class": _per_class(runs),
+    }
+    page.write(page.render(TEMPLATE, values), target)
     for name, png in images.items():
         target.with_name(name).write_bytes(png)
-
-
-def _without_control_characters(value: Any) -> Any:
-    """What a template shows: names of files and classes may hold what a browser would act on."""
-    return "\n".join(map(printable, value.split("\n"))) if isinstance(value, str) else value
 
 
 def _shown(run: FinishedRun, confusion: bytes) -> dict[str, Any]:
@@ -86,12 +66,12 @@ def _shown(run: FinishedRun, confusion: bytes) -> dict[str, Any]:
         "steps": run.summary["steps"],
         "best": run.best,
         "data": f"dataset {(run.described['config'].get('data') or {}).get('dataset', 'cifar10')}",
-        "confusion": _text(confusion),
+        "confusion": page.inline(confusion),
         "mistakes": mistakes,
         "command": shlex.join(run.described["command"]),
         "groups": run.summary.get("parameter_groups") or [],
-        "config": _yaml(run.described["config"]),
-        "machine": _yaml(run.described["machine"]),
+        "config": page.as_yaml(run.described["config"]),
+        "machine": page.as_yaml(run.described["machine"]),
     }
 
 
@@ -193,17 +173,4 @@ def _png(figure: Figure) -> bytes:
     out = io.BytesIO()
     FigureCanvasAgg(figure)
     figure.savefig(out, dpi=130)
-    return out.getvalue()
-
-
-def _text(png: bytes) -> str:
-    return base64.b64encode(png).decode()
-
-
-def _yaml(value: Any) -> str:
-    out = io.StringIO()
-    yaml = YAML()
-    yaml.default_flow_style = None
-    yaml.width = 100
-    yaml.dump(value, out)
     return out.getvalue()

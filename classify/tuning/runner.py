@@ -22,6 +22,7 @@ from classify.engine.trial_config import TrialConfig
 from classify.images.splits import Splits
 from classify.tuning import searchers, space
 from classify.tuning.display import SearchDisplay
+from classify.tuning.results import Results
 from classify.tuning.specification import Search
 from classify.tuning.trial_run import LAST_WORDS, TrialRun, wait_for
 from harness.errors import ErrorList, InvalidInput
@@ -61,12 +62,14 @@ class SearchRunner:
         if self._trials() and self.study.user_attrs["experiment"] != described:
             mend = "give another folder, or the same file and --set"
             raise InvalidInput(f"--output: {output}: holds another search; {mend}")
-        self.study.set_user_attr("experiment", described)
+        said = {"file": search.file, "overrides": search.overrides, "chosen_on": source.chosen_on}
+        for name, value in {"experiment": described, **said}.items():
+            self.study.set_user_attr(name, value)
         if "code" not in self.study.user_attrs:
             self.study.set_user_attr("code", code_digests())
         self.config = self.output / "search.yaml"
         self.config.write_text(json.dumps(search.experiment.config, indent=2))  # JSON is YAML
-        self.display = SearchDisplay(self.study, search, self.output, source.chosen_on)
+        self.display = SearchDisplay(Results(self.study, search), self.output, source.chosen_on)
 
     def run(self) -> int:
         """Runs all trials that have not ended yet, reports, and gives the exit code."""

@@ -17,7 +17,7 @@ from classify.config import experiment_fields, experiment_file
 from classify.images.settings import DataSettings
 from classify.tuning import searchers, space
 from classify.tuning.space import Range
-from harness.errors import ErrorList, printable
+from harness.errors import ErrorList, InvalidInput, printable
 from harness.experiment import Experiment
 
 
@@ -119,11 +119,38 @@ def load(file: str, overrides: list[str], parallel: int) -> Search:
     if gpus and slots > gpus:
         errors.lines.append(f"resources.slots_per_trial: {slots}: this machine has {gpus} GPUs")
     errors.raise_any()
-    for note in searchers.notes(experiment, parallel):
-        print(f"search.py: note: {printable(note)}", file=sys.stderr)
+    notes = searchers.notes(experiment, parallel)
+    brackets = _brackets(searcher, ranges)
+    most = sum(bracket.trials for bracket in brackets)  # that can run at a time
     if gpus:
-        parallel = min(parallel, gpus // slots)
-    wanted = searcher.get("max_concurrent_trials") or parallel
+        most = min(most, gpus // slots)
+    most = min(most, searcher.get("max_concurrent_trials") or most)
+    concurrent = min(parallel, most)
+    for note in notes:
+        print(f"search.py: note: {printable(note)}", file=sys.stderr)
+    return Search(file, overrides, experiment, ranges, brackets, concurrent)
+
+
+def _brackets(searcher: dict[str, Any], ranges: list[Range]) -> list[searchers.Bracket]:
     size = len(list(space.draws(ranges, True, 0))) if searcher["name"] == "grid" else 1
-    brackets = searchers.brackets(searcher, size)
-    return Search(file, overrides, experiment, ranges, brackets, min(parallel, wanted))
+    return searchers.brackets(searcher, size)
+
+
+def recorded(config: dict[str, Any], file: str, overrides: list[str]) -> Search:
+    """A search as it was when it began.
+
+    Args:
+        config: the experiment, with its ranges.
+        file: the experiment file it came from.
+        overrides: what was put into that.
+
+    Raises:
+        InvalidInput: if it is none that a search may have.
+    """
+    experiment, searcher = experiment_fields.check(config, search=True), config["searcher"]
+    ranges, errors = space.find_ranges(
+        "hyperparameters", config["hyperparameters"], searcher["name"] == "grid"
+    )
+    if errors := errors + searchers.errors_of(searcher):
+        raise InvalidInput(errors)
+    return Search(file, overrides, experiment, ranges, _brackets(searcher, ranges), 1)

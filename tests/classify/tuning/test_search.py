@@ -20,8 +20,9 @@ from matplotlib import pyplot
 from support import PROJECT, TIME_LIMIT, Run, error_line, execute
 
 import search
-from classify.tuning import display, runner, searchers, space, specification
+from classify.tuning import display, plots, runner, searchers, space, specification
 from classify.tuning.display import SearchDisplay
+from classify.tuning.results import Results
 from harness.errors import InvalidInput
 
 GRID = "experiments/search-grid.yaml"
@@ -148,7 +149,7 @@ def test_names_are_text_in_the_table():
         ended = {"outcome": "invalid", "reason": f"data.root: {value}: none"}
         trial = optuna.create_trial(value=0.5, params=params, distributions=kinds, user_attrs=ended)
         study.add_trial(trial)
-    shown = display.SearchDisplay(study, loaded, pathlib.Path(), "test images")
+    shown = display.SearchDisplay(Results(study, loaded), pathlib.Path(), "test images")
     shown.console.width, shown.console.file = 300, io.StringIO()
     shown.console.print(shown._table())
     text = shown.console.file.getvalue()
@@ -218,13 +219,13 @@ def test_plots_have_labels_apart_whole_trials_and_no_white_line(tmp_path, monkey
         )
     figures = {}
 
-    def keep(self, name):
+    def keep(folder, name):
         figures[name] = pyplot.gcf()
         pyplot.savefig(tmp_path / name)
         return name
 
-    monkeypatch.setattr(SearchDisplay, "_save", keep)
-    assert SearchDisplay(study, loaded, tmp_path, "validation images").finish() == 0
+    monkeypatch.setattr(plots, "_save", keep)
+    assert SearchDisplay(Results(study, loaded), tmp_path, "validation images").finish() == 0
     assert all(tick == int(tick) for tick in figures["history.png"].axes[0].get_xticks())
     for axes in (axes for figure in figures.values() for axes in figure.axes):
         axis = axes.xaxis if axes.get_xscale() == "log" else axes.yaxis
@@ -251,7 +252,7 @@ def test_a_trial_that_starts_with_other_code_is_told_once(tmp_path, monkeypatch,
     (tmp_path / "mine/new.py").write_text("3")
     study = optuna.create_study()
     search = specification.load(str(PROJECT / GRID), [], 1)
-    display = SearchDisplay(study, search, tmp_path, "test images")
+    display = SearchDisplay(Results(study, search), tmp_path, "test images")
     for number in (1, 2, 3):
         display.tell_changes(number, begun, runner.code_digests())
         if number == 2:

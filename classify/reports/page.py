@@ -1,0 +1,64 @@
+"""A self-contained HTML page in the style of all reports."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import pathlib
+from typing import Any
+
+import jinja2
+from ruamel.yaml import YAML
+
+from harness.errors import InvalidInput, printable
+
+BASE = pathlib.Path(__file__).with_name("page.html.jinja")
+
+
+def render(template: pathlib.Path, values: dict[str, Any]) -> str:
+    """Gives the page of a template that extends ``page.html.jinja``; what it shows is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([template.parent, BASE.parent]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=_without_control_characters,
+    )
+    return environment.get_template(template.name).render(values)
+
+
+def write(page: str, target: pathlib.Path) -> None:
+    """Writes a page whole, or not at all.
+
+    Raises:
+        InvalidInput: if the target is no name of a file.
+    """
+    if not target.name or target.is_dir():
+        raise InvalidInput(f"--output: {target}: must be the name of a file, e.g. report.html")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f".{target.name}")
+    try:
+        partial.write_text(page)
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def inline(png: bytes) -> str:
+    """A picture as a page holds it."""
+    return base64.b64encode(png).decode()
+
+
+def as_yaml(value: Any) -> str:
+    """A configuration as a page shows it."""
+    out = io.StringIO()
+    yaml = YAML()
+    yaml.default_flow_style = None
+    yaml.width = 100
+    yaml.dump(value, out)
+    return out.getvalue()
+
+
+def _without_control_characters(value: Any) -> Any:
+    """What a template shows: names of files and classes may hold what a browser would act on."""
+    return "\n".join(map(printable, value.split("\n"))) if isinstance(value, str) else value
