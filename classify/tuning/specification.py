@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import joblib
 import torch
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
@@ -126,9 +128,33 @@ def load(file: str, overrides: list[str], parallel: int) -> Search:
         most = min(most, gpus // slots)
     most = min(most, searcher.get("max_concurrent_trials") or most)
     concurrent = min(parallel, most)
+    if not gpus and "OMP_NUM_THREADS" not in os.environ:
+        notes += idle_cores(joblib.cpu_count(), slots, concurrent, most)
     for note in notes:
         print(f"search.py: note: {printable(note)}", file=sys.stderr)
     return Search(file, overrides, experiment, ranges, brackets, concurrent)
+
+
+def idle_cores(cores: int, slots: int, concurrent: int, most: int) -> list[str]:
+    """A line where cores cannot be shared out evenly, with the nearest number of trials at a time that can.
+
+    Args:
+        cores: of this machine.
+        slots: processes of a trial.
+        concurrent: trials at a time.
+        most: the most trials that can run at a time.
+    """
+    left = cores % (slots * concurrent)
+    if not left or slots * concurrent > cores:
+        return []
+    even = [
+        number for number in range(1, most + 1) if slots * number <= cores and not cores % (slots * number)
+    ]
+    nearest = min(even, key=lambda number: (abs(number - concurrent), -number), default=None)
+    mend = f"; --parallel {nearest} uses all" if nearest else ""
+    threads = cores // (slots * concurrent)
+    said = f"{threads} thread{'s' * (threads != 1)}"
+    return [f"--parallel {concurrent}: {left} of {cores} cores idle: every process has {said}{mend}"]
 
 
 def _brackets(searcher: dict[str, Any], ranges: list[Range]) -> list[searchers.Bracket]:
