@@ -1,6 +1,8 @@
 """Uses what a run has left: takes the trained network out, classifies images with it, judges it, and reports.
 
     a file for plain PyTorch:  python3 checkpoint.py export RUN_OR_CHECKPOINT net.pt [--format FORMAT]
+    of integers of 8 bits:     python3 checkpoint.py export RUN net-int8.onnx --int8 --config FILE
+    for the Hugging Face Hub:  python3 checkpoint.py export RUN FOLDER --format hf
     classify images:           python3 checkpoint.py predict net.pt IMAGE_OR_FOLDER... [--json]
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
     by several views:          the last two with --tta mirror,shift=1 (test-time augmentation)
@@ -16,23 +18,20 @@ Exit codes: 0 done, 2 a path or value that cannot be used, 1 anything else.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from classify.config import command_line
-from harness.errors import DISK_FULL, ErrorList, InvalidInput, one_line, print_errors, printable
+from harness.errors import DISK_FULL, InvalidInput, one_line, print_errors, printable
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from classify.config.options import TestTimeAugmentation
-
-FORMATS = ("pt", "safetensors", "onnx")
-BATCH = 500  # images classified at a time
+FORMATS = ("pt", "safetensors", "onnx", "pt2", "hf")  # of classify/publish/forms.py
+CONFIG = "const.yaml"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -46,11 +45,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
     one = commands.add_parser("export", help="write a network that plain PyTorch loads")
     one.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=pathlib.Path)
-    one.add_argument("target", metavar="FILE", type=pathlib.Path)
-    one.add_argument("--format", choices=FORMATS, help="(by FILE's ending, else pt)")
+    one.add_argument("target", metavar="FILE_OR_FOLDER", type=pathlib.Path)
+    one.add_argument(
+        "--format", choices=FORMATS, help="(by FILE's ending, else pt); hf: a folder for the Hugging Face Hub"
+    )
     one.add_argument(
         "--checkpoint", default="latest", metavar="latest|best|UUID", help="of a run (%(default)s)"
     )
+    one.add_argument("--int8", action="store_true", help="of ONNX: integers of 8 bits")
+    command_line.add_experiment_options(one, CONFIG, "whose training images scale --int8")
 
     one = commands.add_parser("predict", help="classify image files")
     one.add_argument("net", metavar="NET", type=pathlib.Path)
@@ -69,7 +72,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         choices=("train", "val", "test"),
         help="which images (test, or val where there are no others)",
     )
-    command_line.add_experiment_options(one, "const.yaml")
+    command_line.add_experiment_options(one, CONFIG)
     one.add_argument("--json", action="store_true", help="print the validation as in summary.json")
 
     one = commands.add_parser("report", help="write a page about runs, or a search")
@@ -113,14 +116,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Writes a checkpoint's network as a file of its own, with its JSON file beside it."""
+    """Writes a checkpoint's network in a form of its own, with what describes it."""
     from classify.models import net_file, state_dicts
+    from classify.publish import forms, scoring
+    from classify.publish.network import Trained
     from harness.checkpoints.files import locate
 
-    form = args.format or {".safetensors": "safetensors", ".onnx": "onnx"}.get(args.target.suffix, "pt")
-    if args.target.suffix == ".json" or args.target.is_dir():
+    form = args.format or forms.by_ending(args.target)
+    if args.target.suffix == ".json" or (args.target.is_dir() and form != "hf"):
         raise InvalidInput(
             f"{args.target}: must be the name of a file that does not end in .json, e.g. net.pt"
+        )
+    ending = forms.FORMS[form].ending
+    if ending and args.target.suffix != ending:  # by which it is known when it is read
+        raise InvalidInput(f"{args.target}: must end in {ending}, as --format {form} does; rename it")
+    if args.int8 and form != forms.OF_INT8:
+        raise InvalidInput(f"--int8: is not for {form}; give a file that ends in .onnx")
+    if not args.int8 and (args.overrides or args.config != CONFIG):
+        raise InvalidInput(
+            "--config, --set: say whose training images scale int8; add --int8, or remove them"
         )
     folder = locate(args.source, args.checkpoint)
     whole = folder / net_file.NAMES[0]
@@ -129,34 +143,31 @@ def export(args: argparse.Namespace) -> None:
     net_file.build(description, state, str(whole))  # raises where they do not go together
     digest = state_dicts.sha256(dict(sorted(state.items())))
     description["provenance"].update(checkpoint=folder.name, weights_sha256=digest)
+    calibration = None
+    if args.int8:
+        images = scoring.open_images(args.config, args.overrides, "train", description, whole)
+        calibration = scoring.calibration(description, images)
+        description["provenance"]["int8"] = {"calibration_images": min(scoring.FOR_INT8, len(images))}
     args.target.parent.mkdir(parents=True, exist_ok=True)
-    net_file.write(args.target, state, description, form)
+    trained = Trained(state, description, calibration, folder.resolve().parent.parent)
+    forms.FORMS[form].write(args.target, trained)
     steps = description["provenance"]["steps"]
     files = printable(f"{args.target}, {net_file.beside(args.target)}")
     print(f"{files}: checkpoint {folder.name}, {steps:,} steps")
+    if args.int8:
+        print(f"what int8 loses: checkpoint.py evaluate {printable(args.target)} --config {args.config}")
 
 
 def predict(args: argparse.Namespace) -> None:
     """Prints the class of every image, and how sure the network is of it."""
-    import torch
-
-    from classify.images.decode import decode_image
     from classify.images.image_folder import find_images
-    from classify.images.views import view_scores
-    from classify.models import net_file
+    from classify.publish import forms, scoring
 
-    net, description = net_file.read(args.net)
-    how = _views(args.tta, description)
-    files, size = find_images(args.images), tuple(description["input"]["resize"])
-    decoded, errors = [], ErrorList()
-    for file in files:
-        with errors.collecting():
-            decoded.append(torch.from_numpy(decode_image(file, size).copy()))
-    errors.raise_any()
-    batches, classify = as_in_validation(net, description, torch.stack(decoded))
-    scores = [view_scores(classify, inputs, how)[1] for inputs in batches]
-    probabilities = torch.cat(scores).softmax(1)
-    classes = description["classes"]
+    classifier = forms.read(args.net)
+    how = scoring.views_of(args.tta, classifier.description)
+    files = find_images(args.images)
+    probabilities = scoring.probabilities(classifier, files, how)
+    classes = classifier.description["classes"]
     if args.json:
         rows = [
             {
@@ -191,37 +202,13 @@ def _print_predictions(files: Sequence[pathlib.Path], probabilities: Tensor, cla
 
 def evaluate(args: argparse.Namespace) -> None:
     """Judges a network on the experiment's test images, or others of it, as the trial does."""
-    import torch
+    from classify.publish import forms, scoring
+    from classify.reports.summary import accuracies
 
-    import data
-    from classify.config import experiment_file
-    from classify.images.settings import DataSettings
-    from classify.models import net_file
-    from classify.reports.metrics import ClassificationMetrics
-    from classify.reports.summary import accuracies, metrics_summary
-
-    net, description = net_file.read(args.net)
-    how = _views(args.tta, description)
-    settings = DataSettings.parse(experiment_file.read(args.config, args.overrides).get("data"))
-    stored = tuple(description["input"]["resize"])  # whatever size the experiment file names now
-    settings = dataclasses.replace(settings, image_size=stored, resize=None)
-    splits = settings.open_source()
-    split = args.split or splits.names[-1]
-    if split not in splits.names:
-        raise InvalidInput(
-            f"--split: {split}: the data has {', '.join(splits.names)} alone; use one of these"
-        )
-    source = data.load(settings, split, splits)
-    if list(source.classes) != description["classes"]:
-        differ = f"its classes ({', '.join(source.classes[:12])}) are not those of {args.net}"
-        raise InvalidInput(f"data: {args.config}: {differ}; give its own data")
-    metrics = ClassificationMetrics(source.classes, how=how)
-    images = source.images if source.rows is None else source.select(torch.arange(len(source)))
-    batches, classify = as_in_validation(net, description, images)
-    for inputs, labels in zip(batches, source.labels.split(BATCH), strict=True):
-        metrics.classify(classify, inputs, labels)
-    counted = metrics.cross_slot_reduce([metrics.per_slot_reduce()])
-    validation = metrics_summary(counted, source.classes)
+    classifier = forms.read(args.net)
+    how = scoring.views_of(args.tta, classifier.description)
+    images = scoring.open_images(args.config, args.overrides, args.split, classifier.description, args.net)
+    validation = scoring.validation(classifier, images, how)
     if args.json:
         print(json.dumps(validation, indent=2))
         return
@@ -229,37 +216,6 @@ def evaluate(args: argparse.Namespace) -> None:
         print(f"{printable(name):>20}  {accuracy:.4f}")
     print(f"loss {validation['loss']:.4f}  images {validation['images']:,}")
     print(*accuracies(validation), sep="\n")
-
-
-def as_in_validation(
-    net: nn.Module, description: dict[str, Any], images: Tensor
-) -> tuple[Iterator[Tensor], Callable[[Tensor], Tensor]]:
-    """Gives inputs (B, 3, H, W) of uint8 images (N, 3, h, w), and what makes logits (B, C) of a batch."""
-    import torch
-    from torchvision.transforms.v2 import functional
-
-    from classify.models.registry import logits, prefers_channels_last
-    from data import as_inputs
-
-    seen = description["input"]
-    size, dtype = [seen["height"], seen["width"]], getattr(torch, description["dtype"])
-    turned = prefers_channels_last(description["net"]["name"])
-    form = torch.channels_last if turned else torch.contiguous_format
-    net = net.to(dtype)
-    crops = (functional.center_crop(batch, size) for batch in images.split(BATCH))
-    inputs = (as_inputs(crop, seen["mean"], seen["std"]).to(dtype, memory_format=form) for crop in crops)
-    return inputs, torch.no_grad()(lambda each: logits(net(each)).float())
-
-
-def _views(text: str | None, description: dict[str, Any]) -> TestTimeAugmentation | None:
-    """What ``--tta`` asks for, of images of the described size."""
-    from classify.images import views
-
-    if text is None:
-        return None
-    how = views.parse(text, "--tta")
-    views.check_shift("--tta", how, (description["input"]["height"], description["input"]["width"]))
-    return how
 
 
 def report(args: argparse.Namespace) -> None:

@@ -20,6 +20,15 @@ MAY_IMPORT = {
         "classify.models",
         "classify.engine",
     },
+    "classify.publish": {
+        "harness",
+        "classify.config",
+        "classify.images",
+        "classify.models",
+        "classify.reports",
+        "net",
+        "data",
+    },
     "classify.tuning": {
         "harness",
         "classify.config",

@@ -98,7 +98,15 @@ def test_the_upload_is_small_and_whole(tmp_path):
     hidden = shutil.ignore_patterns(".git", ".venv", "runs", "data", "__pycache__", ".*_cache")
     shutil.copytree(PROJECT, folder, ignore=hidden)
     made = ["best/net.pt", "checkpoints/uuid/net.pt", "runs/mine/net.pt", "net.pt", "net.json", "net.onnx"]
-    made += ["net.onnx.data", "net.safetensors", "report.html", "data/cifar/batch"]
+    made += [
+        "net.onnx.data",
+        "net.safetensors",
+        "net-int8.onnx.json",
+        "net.pt2",
+        "published/config.json",
+        "report.html",
+        "data/cifar/batch",
+    ]
     for name in made:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(bytes(1_000_000))

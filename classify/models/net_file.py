@@ -1,8 +1,9 @@
-"""A trained network as a file that plain PyTorch loads, with a JSON file beside it that describes it.
+"""A trained network as a file of weights that plain PyTorch loads, and the JSON file that describes it.
 
 ``net.pt`` is a ``state_dict`` of fp32 tensors: ``Net().load_state_dict(torch.load("net.pt",
 weights_only=True))``. ``net.json`` has the network's arguments, the class names, how an image becomes an
-input, and where it all came from. A file of another kind has its own, ``net.onnx.json``.
+input, and where it all came from. A file of another kind (``classify/publish/forms.py``) has its own,
+``net.onnx.json``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import os
 import pathlib
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,11 +32,13 @@ from classify.config.rules import (
     whole,
 )
 from classify.models import registry, state_dicts
+from harness.checkpoints.files import sha256
 from harness.errors import InvalidInput, one_line
 from harness.input_files import regular_file
 
 NAMES = ("net.pt", "net.json")  # in a run's folder
-
+IN_A_FOLDER = ("model.safetensors", "config.json")  # as Hugging Face's libraries have them
+DIGEST = "file_sha256"  # in the provenance of a file that is no state_dict
 
 SIDE = Rule(
     lambda value: is_count(value, 1) and value <= MOST_PIXELS,
@@ -57,45 +60,55 @@ DESCRIPTION = {
 
 
 def beside(path: pathlib.Path) -> pathlib.Path:
-    """The JSON file of a network's file: ``net.json`` of ``net.pt``, ``net.onnx.json`` of ``net.onnx``."""
+    """The JSON file that describes a network's file, or the one within its folder.
+
+    ``net.json`` of ``net.pt``, ``net.onnx.json`` of ``net.onnx``, ``config.json`` of a folder.
+    """
+    if os.path.isdir(path):
+        return path / IN_A_FOLDER[1]
     return path.with_suffix(".json") if path.suffix == ".pt" else path.with_name(f"{path.name}.json")
 
 
-def write(
-    path: pathlib.Path, state: Mapping[str, Tensor], description: Mapping[str, Any], form: str = "pt"
+def write(path: pathlib.Path, weights: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
+    """Writes a ``state_dict`` in fp32 and the JSON file beside it, each whole or not at all.
+
+    Raises:
+        OSError: if the disk does not take it.
+    """
+    write_described(path, description, lambda partial: save(partial, weights))
+
+
+def save(path: pathlib.Path, weights: Mapping[str, Tensor]) -> None:
+    """Writes a ``state_dict``; raises ``OSError`` if the disk does not take it."""
+    with open(path, "wb") as file:  # or torch raises a RuntimeError of its own where it cannot be made
+        torch.save(dict(weights), file)
+
+
+def write_described(
+    path: pathlib.Path,
+    description: Mapping[str, Any],
+    save_as: Callable[[pathlib.Path], None],
+    with_digest: bool = False,
 ) -> None:
     """Writes a network's file and the JSON file beside it, each whole or not at all.
 
     Args:
         path: where to.
-        state: the weights in fp32.
         description: what the JSON file says; see ``read_description`` for what it must.
-        form: ``pt``, ``safetensors`` or ``onnx``.
+        save_as: writes the network's file under the name that it is given, in the same folder.
+        with_digest: whether the description is to have the file's SHA-256, too.
 
     Raises:
-        InvalidInput: if the network cannot be written in this format.
         OSError: if the disk does not take it.
     """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     text = partial.with_name(f"{partial.name}.json")
+    described = dict(description)
     try:
-        if form == "pt":
-            with open(
-                partial, "wb"
-            ) as file:  # or torch raises a RuntimeError of its own where it cannot be made
-                torch.save(dict(state), file)
-        elif form == "safetensors":
-            from safetensors import SafetensorError
-            from safetensors.torch import save_file
-
-            tensors = {name: weight.contiguous() for name, weight in state.items()}
-            try:
-                save_file(tensors, partial, _as_text(description))
-            except SafetensorError as error:  # where the file cannot be written
-                raise OSError(f"{path}: {one_line(error)}") from error
-        else:
-            _write_onnx(partial, state, description)
-        text.write_text(json.dumps(description, indent=2) + "\n")
+        save_as(partial)
+        if with_digest:
+            described["provenance"] = {**description["provenance"], DIGEST: sha256(partial)}
+        text.write_text(json.dumps(described, indent=2) + "\n")
         os.replace(partial, path)
         os.replace(text, beside(path))
     finally:
@@ -103,48 +116,19 @@ def write(
         text.unlink(missing_ok=True)
 
 
-def _as_text(description: Mapping[str, Any]) -> dict[str, str]:
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in description.items()}
-
-
-def _write_onnx(path: pathlib.Path, state: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
-    """Writes the network with its weights, for any number of images; inputs are normalised already."""
-    if description["net"]["name"] == registry.MOE:
-        raise InvalidInput("--format: onnx: has no operators for a mixture of experts; use pt or safetensors")
-    import onnx
-
-    example = torch.zeros(2, 3, description["input"]["height"], description["input"]["width"])
-    batch = torch.export.Dim("batch", min=1)
-    torch.onnx.export(
-        build(description, state),
-        (example,),
-        path,
-        input_names=["images"],
-        output_names=["logits"],
-        dynamic_shapes=({0: batch},),
-        external_data=False,
-        verbose=False,
-    )
-    model = onnx.load(path)
-    onnx.helper.set_model_props(model, _as_text(description))
-    onnx.save(model, path)
-
-
 def read(path: pathlib.Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Builds the network of a file, ready to classify, and gives it with its description.
+    """Builds the network of a file or folder of weights, ready to classify; gives it with its description.
 
     Raises:
-        InvalidInput: if the file or the JSON file beside it is missing, damaged or of another network.
+        InvalidInput: if the file or its description is missing, damaged or of another network.
     """
-    if path.suffix == ".onnx":
-        mend = "an ONNX file is for other programs; give a net.pt or a safetensors file"
-        raise InvalidInput(f"{path}: {mend}")
-    state, description = state_dicts.read(str(path)), read_description(path)
+    file = path / IN_A_FOLDER[0] if os.path.isdir(path) else path
+    state, description = state_dicts.read(str(file)), read_description(path)
     written = description["provenance"].get("weights_sha256")
     if written not in (None, state_dicts.sha256(dict(sorted(state.items())))):
         what = "are not those that its JSON file describes (provenance.weights_sha256)"
-        raise InvalidInput(f"{path}: its weights {what}; export the network anew")
-    return build(description, state, str(path)), description
+        raise InvalidInput(f"{file}: its weights {what}; export the network anew")
+    return build(description, state, str(file)), description
 
 
 def read_description(path: pathlib.Path) -> dict[str, Any]:

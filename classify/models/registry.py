@@ -96,16 +96,8 @@ def build(spec: NetSpec) -> nn.Module:
             return made
         if timm_nets.is_timm(name):
             return timm_nets.build(name, spec.num_classes, spec.image_size, spec.args)
-        if name in VIT:
-            sizes = dict(zip(VIT_KEYS, VIT[name], strict=True))
-            given = {"image_size": spec.image_size[0], **sizes, **given}
-            return torchvision.models.VisionTransformer(num_classes=spec.num_classes, **given)
-        builder = torchvision.models.get_model_builder(name)
-        if name.startswith("maxvit"):
-            given.setdefault("input_size", spec.image_size)
-        if name in ("googlenet", "inception_v3"):
-            given = {"aux_logits": False, "init_weights": True, **given}
-        return builder(weights=None, num_classes=spec.num_classes, **given)
+        function, arguments = torchvision_call(spec)
+        return getattr(torchvision.models, function)(**arguments)
     except (InvalidInput, NotImplementedError):
         raise
     except Exception as error:  # each network refuses in its own way
@@ -114,6 +106,20 @@ def build(spec: NetSpec) -> nn.Module:
         )
         shown = f"image_size {spec.image_size[0]}x{spec.image_size[1]}"
         raise InvalidInput(f"{key} cannot be made with {shown} ({one_line(error)}); change that") from error
+
+
+def torchvision_call(spec: NetSpec) -> tuple[str, dict[str, Any]]:
+    """By which function or class of ``torchvision.models`` a network of its is made, and with what."""
+    name, given = spec.name, dict(spec.args or {})
+    if name in VIT:
+        sizes = dict(zip(VIT_KEYS, VIT[name], strict=True))
+        given = {"image_size": spec.image_size[0], **sizes, **given}
+        return "VisionTransformer", dict(num_classes=spec.num_classes, **given)  # raises where one is twice
+    if name.startswith("maxvit"):
+        given.setdefault("input_size", spec.image_size)
+    if name in ("googlenet", "inception_v3"):
+        given = {"aux_logits": False, "init_weights": True, **given}
+    return name, dict(weights=None, num_classes=spec.num_classes, **given)
 
 
 def on_meta_device(spec: NetSpec) -> nn.Module:

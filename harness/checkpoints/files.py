@@ -26,7 +26,7 @@ def write_metadata(folder: pathlib.Path, metadata: dict[str, Any]) -> None:
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     digests = {
-        str(path.relative_to(folder)): (path.stat().st_size, _sha256(path, flush=True)) for path in files
+        str(path.relative_to(folder)): (path.stat().st_size, sha256(path, flush=True)) for path in files
     }
     described = {**metadata, "time": time.time_ns(), "files": digests}
     with open(folder / METADATA, "w") as file:
@@ -102,12 +102,13 @@ def damage(folder: pathlib.Path) -> str | None:
         size, digest = wanted[file]
         if (folder / file).stat().st_size < size:
             return f"{file}: is truncated"
-        if _sha256(folder / file) != digest:
+        if sha256(folder / file) != digest:
             return f"{file}: is not what was written"
     return None
 
 
-def _sha256(path: pathlib.Path, flush: bool = False) -> str:
+def sha256(path: pathlib.Path, flush: bool = False) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal; ``flush`` has them reach the disk first."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):

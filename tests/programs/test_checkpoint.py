@@ -14,6 +14,7 @@ import onnxruntime
 import pytest
 import torch
 from folders import save
+from huggingface_hub import ModelCard
 from PIL import Image
 from sklearn.datasets import load_digits
 from support import PROJECT, execute, overrides
@@ -156,6 +157,25 @@ def test_the_best_checkpoint_is_found(classifier, tmp_path, capsys):
     assert checkpoint.main(["export", str(run.output), str(tmp_path / "net.pt"), "--checkpoint", "best"]) == 0
     best = max((e for e in run.metrics if e["group"] == "validation"), key=lambda e: e["accuracy"])
     assert f"{best['steps_completed']} steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("which", ["latest", "best"])
+def test_a_model_card_has_what_its_checkpoint_reached(which, classifier, tmp_path):
+    _, run = classifier
+    folder = tmp_path / "published"
+    assert (
+        checkpoint.main(["export", str(run.output), str(folder), "--format", "hf", "--checkpoint", which])
+        == 0
+    )
+    steps = json.loads((folder / "config.json").read_text())["provenance"]["steps"]
+    validated = [each for each in run.metrics if each["group"] == "validation"]
+    (wanted,) = {each["accuracy"] for each in validated if each["steps_completed"] == steps}
+    assert (steps == 60) == (which == "latest") or wanted == run.summary["validation"]["accuracy"]
+    card = ModelCard.load(folder / "README.md")
+    (result,) = card.data.eval_results
+    assert (result.metric_type, result.metric_value, result.dataset_split) == ("accuracy", wanted, "test")
+    assert result.metric_name.startswith("accuracy of 80 test images, by which it was also validated")
+    assert f"| accuracy | {wanted:.4f} |" in card.text and f"| steps | {steps}, of 32 images" in card.text
 
 
 class References(html.parser.HTMLParser):

@@ -1,0 +1,131 @@
+"""A folder in the layout of the Hugging Face Hub: weights, configuration, preprocessing, and a model card.
+
+Of timm's networks it is such as timm itself writes and loads. Nothing is uploaded.
+Source: https://huggingface.co/docs/hub/model-cards
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import pathlib
+import shutil
+import uuid
+from typing import Any
+
+from torch import nn
+
+import net as own
+from classify.models import net_file, pretrained, registry, timm_nets
+from classify.models.registry import NetSpec
+from classify.publish import model_card, weights
+from classify.publish.network import Trained
+from harness.errors import InvalidInput
+
+CARD, PREPROCESSING = "README.md", "preprocessor_config.json"
+
+
+def write(path: pathlib.Path, trained: Trained) -> None:
+    """Writes the folder, whole or not at all.
+
+    Raises:
+        InvalidInput: if the network needs more than a folder can hold, or there is something already.
+        OSError: if the disk does not take it.
+    """
+    name = trained.description["net"]["name"]
+    if name == registry.MOE:
+        raise InvalidInput("--format: hf: a mixture of experts needs DeepSpeed; use pt or safetensors")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InvalidInput(f"{path}: is not an empty folder; give another, or remove it")
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        partial.mkdir()
+        description = _without_places(trained.description)
+        named = dataclasses.replace(trained, description={"format": "pt", **description})
+        weights.save_safetensors(partial / net_file.IN_A_FOLDER[0], named)
+        made = trained.module()
+        modules = _sources(partial, name)
+        _write_config(partial / net_file.IN_A_FOLDER[1], made, description)
+        _write_json(partial / PREPROCESSING, _preprocessing(description["input"]))
+        count = sum(each.numel() for each in made.parameters())
+        call = _call(name, description, modules)
+        (partial / CARD).write_text(model_card.write(description, count, call, trained.run))
+        os.replace(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _without_places(description: Any) -> dict[str, Any]:
+    """A description in which the folder of the images is a name alone: its path is of this machine."""
+    provenance = description["provenance"]
+    given = provenance.get("data")
+    if not isinstance(given, dict) or not isinstance(given.get("root"), str):
+        return dict(description)
+    data = {**given, "root": pathlib.PurePath(given["root"]).name}
+    return {**description, "provenance": {**provenance, "data": data}}
+
+
+def _sources(folder: pathlib.Path, name: str) -> list[str]:
+    """Copies the code of a network of ``net.py``; gives the modules that have to be imported for it."""
+    if not pretrained.is_own(name):
+        return []
+    files = [pathlib.Path(str(inspect.getsourcefile(each))) for each in (own.register, own.NETS[name])]
+    for file in dict.fromkeys(files):
+        shutil.copy(file, folder)
+    return list(dict.fromkeys(file.stem for file in files))
+
+
+def _write_config(path: pathlib.Path, made: nn.Module, description: dict[str, Any]) -> None:
+    name, seen = description["net"]["name"], description["input"]
+    if timm_nets.is_timm(name):
+        from timm.models._hub import save_config_for_hf
+
+        sizes = {"input_size": (3, seen["height"], seen["width"])}
+        share = min(seen["height"] / seen["resize"][0], seen["width"] / seen["resize"][1])
+        how = {"interpolation": "bilinear", "crop_pct": share, "crop_mode": "center"}
+        normalized = {"mean": tuple(seen["mean"]), "std": tuple(seen["std"])}
+        more = {"label_names": description["classes"], **description}
+        save_config_for_hf(made, str(path), more, data_config={**sizes, **how, **normalized})
+        return
+    net = description["net"]
+    arguments = net.get("net_args") or {}
+    if not pretrained.is_own(name):
+        size = seen["height"], seen["width"]
+        spec = NetSpec(name, net["num_classes"], size, arguments)
+        arguments = registry.torchvision_call(spec)[1]
+    _write_json(path, {**description, "arguments": arguments})
+
+
+def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _preprocessing(seen: dict[str, Any]) -> dict[str, Any]:
+    """How an image becomes an input, by the keys of the image processors of Hugging Face's transformers."""
+    return {
+        "do_resize": True,
+        "size": {"height": seen["resize"][0], "width": seen["resize"][1]},
+        "resample": 2,  # bilinear, as Pillow counts
+        "do_center_crop": True,
+        "crop_size": {"height": seen["height"], "width": seen["width"]},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": seen["mean"],
+        "image_std": seen["std"],
+    }
+
+
+def _call(name: str, description: dict[str, Any], modules: list[str]) -> dict[str, Any]:
+    """What the card has to say to make the network: imports, and the expression; none for timm's."""
+    if timm_nets.is_timm(name):
+        return {"library": "timm"}
+    if modules:
+        made = f"net.NETS[{name!r}]({description['net']['num_classes']}, **config['arguments'])"
+        return {"library": "own", "imports": modules, "made": made}
+    size = description["input"]["height"], description["input"]["width"]
+    spec = NetSpec(name, description["net"]["num_classes"], size, description["net"].get("net_args"))
+    made = f"torchvision.models.{registry.torchvision_call(spec)[0]}(**config['arguments'])"
+    return {"library": "torchvision", "imports": ["torchvision"], "made": made}

@@ -1,0 +1,112 @@
+"""``net.onnx``: the network in ONNX, in fp32 or with integers of 8 bits, computed by ONNX Runtime.
+
+Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html
+"""
+
+from __future__ import annotations
+
+import pathlib
+import tempfile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from classify.publish.network import Classifier, Trained, read_described, without_warnings
+from classify.publish.weights import as_text
+from harness.errors import InvalidInput, one_line
+
+INPUT, OUTPUT = "images", "logits"
+
+
+def save(path: pathlib.Path, trained: Trained) -> None:
+    """Writes a network for any number of inputs (B, 3, H, W), normalised already.
+
+    Raises:
+        InvalidInput: if it cannot be traced, or has no counterpart in ONNX.
+    """
+    import onnx
+
+    program = trained.program()
+    try:
+        torch.onnx.export(
+            program,
+            (),
+            path,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            external_data=False,
+            verbose=False,
+        )
+    except torch.onnx.OnnxExporterError as error:
+        what = f"torch.onnx cannot write {trained.description['net']['name']} ({one_line(error)[:300]})"
+        raise InvalidInput(f"--format: onnx: {what}; use pt2 or hf") from error
+    if trained.calibration is not None:
+        _quantize(path, trained)
+    model = onnx.load(path)
+    onnx.helper.set_model_props(model, as_text(trained.description))
+    onnx.save(model, path)
+
+
+def _quantize(path: pathlib.Path, trained: Trained) -> None:
+    """Makes int8 of the weights and uint8 of what flows between layers, scaled by calibration images.
+
+    Weights have 7 bits, for AVX2 and AVX-512 without VNNI add products of two in 16 bits, which would clip.
+    """
+    from onnxruntime import quantization
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    assert trained.calibration is not None
+    batches = iter(trained.calibration)
+
+    class Reader(quantization.CalibrationDataReader):
+        def get_next(self) -> dict[str, Any] | None:
+            batch = next(batches, None)
+            return None if batch is None else {INPUT: batch.numpy()}
+
+    try:
+        with without_warnings(), tempfile.TemporaryDirectory() as folder:
+            prepared = pathlib.Path(folder, "net.onnx")
+            quant_pre_process(path, prepared, skip_symbolic_shape=True)
+            quantization.quantize_static(
+                prepared,
+                path,
+                Reader(),
+                per_channel=True,
+                reduce_range=True,
+                activation_type=quantization.QuantType.QUInt8,
+                weight_type=quantization.QuantType.QInt8,
+            )
+    except OSError:
+        raise
+    except Exception as error:  # ONNX Runtime has many, without a class of their own
+        what = f"ONNX Runtime cannot quantize {trained.description['net']['name']}"
+        raise InvalidInput(f"--int8: {what} ({one_line(error)[:300]}); leave it out") from error
+
+
+def read(path: pathlib.Path) -> Classifier:
+    """Reads what ``save`` has written, for ONNX Runtime on the CPU with as many threads as torch has.
+
+    Raises:
+        InvalidInput: if the file or its description is missing, damaged or of another network.
+    """
+    import onnxruntime
+
+    description = read_described(path)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        (given,), (scores,) = session.get_inputs(), session.get_outputs()
+        seen = description["input"]
+        wanted = [3, seen["height"], seen["width"]], [len(description["classes"])]
+        if (given.shape[1:], scores.shape[1:]) != wanted:
+            raise ValueError(f"takes {given.shape} and gives {scores.shape}")
+    except Exception as error:  # ONNX Runtime has many, without a class of their own
+        what = f"is not the classifier that its JSON file describes ({one_line(error)[:300]})"
+        raise InvalidInput(f"{path}: {what}; export the network anew") from error
+
+    def classify(inputs: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(None, {given.name: inputs.contiguous().numpy()})[0])
+
+    return Classifier(description, classify)
