@@ -66,7 +66,8 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         # Configuration: ds_config.json + overwrite_deepspeed_args, for these processes
         self.args = AttrDict(context.get_hparams())
         processes, device = context.distributed.size, context.device
-        self.config = config = TrialConfig.resolve(self.args, experiment_of(context), processes, device.type)
+        where = {"device": device.type, "plan": getattr(context, "plan", None)}
+        self.config = config = TrialConfig.resolve(self.args, experiment_of(context), processes, **where)
         # Images, decoded when all else is known to be right, and MixUp or CutMix of them
         self.images = images = data.Images(config.data, config.source, config.seed, device)
         self.mixup = make_mixup(config.hyper.mixup, config.hyper.cutmix, config.net.num_classes)

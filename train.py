@@ -117,13 +117,15 @@ def check(args: argparse.Namespace) -> int:
         args.overrides.append(f"hyperparameters.deepspeed_config={json.dumps(args.migrate)}")
     experiment = load(args)
     from classify.engine.trial_config import TrialConfig  # after the file was checked, for it takes seconds
-    from classify.reports.overview import describe_images
+    from classify.reports.overview import describe_images, describe_length
     from harness.processes import device_type
 
     slots = args.slots or experiment.slots
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, slots, device_type())
     print_notes(notes(experiment, config))
     print(f"train.py: images {printable(describe_images(config))}", file=sys.stderr)
+    if config.hyper.minutes:
+        print(f"train.py: length {describe_length(config)}", file=sys.stderr)
     for line in config.described_groups:
         print(f"train.py: parameters {printable(line)}", file=sys.stderr)
     print(json.dumps(config.deepspeed, indent=2))
@@ -218,6 +220,7 @@ def run(args: argparse.Namespace) -> int:
                     "zero_stage": trial.config.zero_stage,
                     "dtype": str(trial.config.dtype).removeprefix("torch."),
                     "seconds": seconds,
+                    **({"budget": fit.budget} if fit.budget else {}),
                     "images_per_second": rate,
                     **used,
                     "validation": summary.metrics_summary(fit.validation, trial.config.source.classes),

@@ -23,6 +23,7 @@ from harness.local.folder import default_output, own_folder
 from harness.local.lost_disk import explain_lost_disk
 from harness.local.progress import LocalMetrics
 from harness.local.signals import LocalPreempt
+from harness.plan import Plan
 from harness.random_state import seed_everything
 from harness.trackers.tracking import Tracking, tracked, tracking_here, tracking_on_cluster
 
@@ -37,6 +38,7 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
         resumed_from: optimizer steps of the run that this one goes on with.
         place: where this rank is, for those who watch whether it moves.
         tracking: where else the run is written down.
+        plan: how many steps the training has, and how far each is; a trial may ask it in its own schedules.
     """
 
     output: pathlib.Path | None = None
@@ -45,6 +47,7 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
     resumed_from = 0
     place: place.Place
     tracking = Tracking()
+    plan: Plan
     _tbd_writer: Any
 
     @override
@@ -95,7 +98,7 @@ def make_context(
         steps_completed=steps_completed,
         enable_tensorboard_logging=enable_tensorboard_logging,
     )
-    context.experiment, context.place = experiment, place.Place()
+    context.experiment, context.place, context.plan = experiment, place.Place(), Plan()
     return context
 
 

@@ -13,11 +13,12 @@ from determined import pytorch
 from determined.pytorch.deepspeed import DeepSpeedTrial
 from typing_extensions import override
 
-from harness import deepspeed_patches, final_test
+from harness import deepspeed_patches, final_test, time_budget
 from harness.callbacks import NonFiniteLossMonitor
 from harness.checkpoints import by_name, contents, identity, safe_load
 from harness.checkpoints.conversion import as_loadable
 from harness.checkpoints.identity import Identity
+from harness.errors import InvalidInput, one_line
 from harness.hangs.place import END, GATHER
 from harness.hooks import Code, TrialHooks
 from harness.local import metrics_log
@@ -25,11 +26,15 @@ from harness.local.progress import LocalMetrics
 from harness.local.signals import LocalPreempt
 from harness.loop import Loop
 from harness.out_of_memory import explain_out_of_memory
+from harness.plan import Minutes
 from harness.schedules import learning_rate
+from harness.time_budget import TimeBudget, clock_text
 
 PROFILED_AFTER, PROFILED_STEPS = 10, 5  # steps that torch's profiler leaves out, and records
 
 MONITOR = "harness.monitor"  # which no callback of a trial is called
+
+BUDGET = "budget"  # of a checkpoint: the plan and the time used
 
 FP16_TOLERANCE = 64  # steps in a row that fp16 may skip while its loss scale comes down
 
@@ -53,6 +58,9 @@ class Controller(Loop):
         self.monitor = NonFiniteLossMonitor(self.engines, self.calls_per_step, tolerance)
         self.callbacks: dict[str, pytorch.PyTorchCallback] = {**self.callbacks, MONITOR: self.monitor}
         self.hooks = [each for each in self.callbacks.values() if isinstance(each, TrialHooks)]
+        length = self.max_length
+        by_time = isinstance(length, Minutes) and not self.test_mode
+        self.budget = TimeBudget(length.minutes, self.context.plan) if by_time else None
 
     @property
     def local(self) -> LocalMetrics | None:
@@ -82,10 +90,12 @@ class Controller(Loop):
         with contextlib.ExitStack() as around:
             if self.local:
                 around.callback(self.local.close)
-                self.local.begin(self._total_steps(), self.epoch_length, self.start_from_batch)
+                steps = self.context.plan.total if self.budget else self._total_steps()
+                self.local.begin(steps, self.epoch_length, self.start_from_batch, self.budget)
             self.context.tracking.start(metrics_log.read(self.local.output) if self.local else [])
             if isinstance(preempt, LocalPreempt):
                 around.enter_context(preempt.gracefully())
+            self._begin_plan()
             if not self.context.get_stop_requested():  # or the run that this one resumes had ended early
                 with self._profiled():
                     super()._run()
@@ -107,6 +117,56 @@ class Controller(Loop):
         if self.test_mode:
             return 1
         return length * self.epoch_length if isinstance(self.max_length, pytorch.Epoch) else length
+
+    def _begin_plan(self) -> None:
+        if self.budget:
+            size = self.engines[0].train_micro_batch_size_per_gpu()
+            trained = size * self.context.get_num_micro_batches_per_slot()
+            validated = self.num_validation_batches * self.validation_batch_size
+            tested = self.test_data.batches * self.test_data.batch_size if self.test_data else 0
+            work = time_budget.Work(
+                self._in_steps(self.validation_period),
+                self._in_steps(self.checkpoint_period),
+                validated / trained / 3,  # of a step, a third is the forward pass
+                tested / max(1, validated),
+            )
+            self.budget.begin(self.steps_done, work)
+        elif not self.test_mode:
+            self.context.plan.fix(self._total_steps())
+
+    def _in_steps(self, period: pytorch.TrainUnit) -> int | None:
+        if not isinstance(period.value, int) or period.value >= sys.maxsize:
+            return None
+        return max(1, period.value * (self.epoch_length if isinstance(period, pytorch.Epoch) else 1))
+
+    @override
+    def _step_batch(self) -> None:
+        """Counts the step; looks at the plan when it is time, on all ranks by the chief's clock."""
+        super()._step_batch()
+        if not self.budget or not self.budget.is_due(self.steps_done):
+            return
+        self._sync_device()
+        if self.is_chief and self.budget.look(self.steps_done):
+            total = self.context.plan.total
+            when = f"by the speed of {self.steps_done:,}, {clock_text(self.budget.used)}"
+            text = f"plan: {total:,} steps, {when} of {clock_text(self.budget.seconds)}"
+            if self.local:
+                self.local.plan(total, text)
+            else:
+                print(text, flush=True)
+        self.budget.follow(self.context.distributed.broadcast(self.budget.decisions()))
+        self._follow_plan()
+
+    def _follow_plan(self) -> None:
+        self.max_length.value = self.context.plan.total
+
+    def _measuring(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self.budget.measuring(what) if self.budget else contextlib.nullcontext()
+
+    @override
+    def _checkpoint(self, already_exiting: bool) -> None:
+        with self._measuring(time_budget.CHECKPOINT):
+            super()._checkpoint(already_exiting)
 
     def _step_in_words(self) -> str:
         return f"in step {self.steps_done + 1}" if self.state else "before the first step"
@@ -143,7 +203,8 @@ class Controller(Loop):
     def _validate(self) -> dict[str, Any]:
         for engine in self.engines:
             deepspeed_patches.broadcast_buffers(engine)
-        return super()._validate()
+        with self._measuring(time_budget.VALIDATION):
+            return super()._validate()
 
     @contextlib.contextmanager
     def _profiled(self) -> Iterator[None]:
@@ -182,13 +243,18 @@ class Controller(Loop):
         for index, engine in enumerate(self.engines):
             by_name.save(engine, by_name.folder_of(path, index), self._layer_names())
         if self.is_chief:
-            identity.write(path, self.identity(), contents.progress_of(self.state, self.engines))
+            progress = dict(contents.progress_of(self.state, self.engines))
+            if self.budget:
+                progress[BUDGET] = self.budget.state_dict()
+            identity.write(path, self.identity(), progress)
 
     @override
     def _load(self, load_path: pathlib.Path) -> None:
         name, mine = str(self.latest_checkpoint), self.identity()
         if not self.local_training:  # or it has been done
             self._check_checkpoint(load_path, name, mine)
+        if self.budget and self.start_from_batch:  # before the schedules, which go by the plan
+            self._load_budget(load_path, name)
         with contents.loading(name, self.context.distributed), contextlib.ExitStack() as around:
             for engine in self.engines:
                 around.enter_context(deepspeed_patches.keep_configured_hyperparameters(engine))
@@ -217,6 +283,18 @@ class Controller(Loop):
             contents.check(path, saved, engines, self.start_from_batch, self.trial_id)
             if not is_same:
                 by_name.check(path, self.engines, self._layer_names(), saved["progress"])
+
+    def _load_budget(self, path: pathlib.Path, name: str) -> None:
+        assert self.budget
+        file, state = path / identity.FILE, identity.read(path, name)["progress"].get(BUDGET)
+        if state is None:
+            what = f"has no plan of minutes, but a length of {self.start_from_batch:,} steps or more"
+            raise InvalidInput(f"--resume: {name}: {what}; go on with that length, or start anew")
+        try:
+            self.budget.load_state_dict(state, self.start_from_batch)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise InvalidInput(f"{file}: progress.{BUDGET}: {one_line(error)}; it is damaged") from error
+        self._follow_plan()
 
     def _layer_names(self) -> by_name.LayerNames:
         names = [each.layer_names() for each in self.hooks]

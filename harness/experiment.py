@@ -13,11 +13,13 @@ from typing import Any
 from determined import pytorch
 
 from harness.errors import InvalidInput
+from harness.plan import Minutes
 from harness.trackers.tracked_run import tracker_errors
 
 PERIOD_UNITS = ("batches", "records", "epochs")
 LENGTH_UNITS = ("batches", "epochs")
 LENGTH = "hyperparameters.max_length"
+MINUTES = "minutes"  # a length alone: what follows from time is no period
 HANG_AFTER = 600.0  # seconds
 
 
@@ -39,14 +41,14 @@ class Experiment:
         return int(self._section("reproducibility").get("experiment_seed") or 0)
 
     @property
-    def max_length(self) -> tuple[str, int]:
-        """The training length: ``("batches" | "epochs", N)``.
+    def max_length(self) -> tuple[str, float]:
+        """The training length: ``("batches" | "epochs", N)``, or ``("minutes", M)`` of wall time.
 
         Raises:
             InvalidInput: if ``hyperparameters.max_length``, which the master does not check, is none.
         """
         length = self.hyperparameters.get("max_length")
-        errors = unit_errors(LENGTH, length, LENGTH_UNITS, least=1)
+        errors = length_errors(length)
         if errors or length is None:
             raise InvalidInput(errors)
         return next(iter(length.items()))
@@ -176,22 +178,35 @@ def unit_errors(field: str, value: Any, units: tuple[str, ...], least: int) -> l
     return []
 
 
+def length_errors(value: Any) -> list[str]:
+    """Checks ``hyperparameters.max_length``."""
+    if not isinstance(value, Mapping) or list(value) != [MINUTES]:
+        errors = unit_errors(LENGTH, value, LENGTH_UNITS, least=1)
+        return [f"{line} or {{{MINUTES}: M}}" if "must be {" in line else line for line in errors]
+    minutes = value[MINUTES]
+    is_right = type(minutes) in (int, float) and 0 < minutes < 10**7
+    return [] if is_right else [f"{LENGTH}.{MINUTES}: {minutes!r}: must be a number above 0, e.g. 30"]
+
+
 def hang_errors(seconds: Any) -> list[str]:
     """Checks ``hyperparameters.hang_after``."""
     is_number = type(seconds) in (int, float) and 3 <= seconds < 10**6
     return [] if is_number else [f"hyperparameters.hang_after: {seconds!r}: must be seconds, at least 3"]
 
 
-def train_unit(period: tuple[str, int] | None, batch_size: int) -> pytorch.TrainUnit:
+def train_unit(period: tuple[str, float] | None, batch_size: int) -> pytorch.TrainUnit:
     """Puts (unit, N) into Determined's terms; None is a period that never ends.
 
     Args:
-        period: ``batches``, ``records`` or ``epochs``, and how many.
+        period: ``batches``, ``records``, ``epochs`` or ``minutes``, and how many.
         batch_size: records an optimizer step.
     """
     if period is None:
         return pytorch.Batch(sys.maxsize)
     unit, number = period
+    if unit == MINUTES:
+        return Minutes(number)
+    number = int(number)
     if unit == "epochs":
         return pytorch.Epoch(number)
     return pytorch.Batch(number if unit == "batches" else max(number // batch_size, 1))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from typing_extensions import override
+
+from harness.plan import Plan
 
 CYCLED = ("momentum", "betas")  # what a schedule may change beside the rate
 FACTOR = "lr_factor"  # of a parameter group: its rate is so many times the schedule's
@@ -54,7 +58,7 @@ class GroupSchedule:
     @property
     def learning_rate(self) -> float:
         """The rate of the next step, of a group whose factor is 1."""
-        return float(self._rate.param_groups[0]["lr"])
+        return float(self._now()["lr"])
 
     def step(self, batch_iteration: int | None = None) -> None:
         """Goes on by a step, or to where it is after ``batch_iteration + 1`` steps from the start.
@@ -100,12 +104,79 @@ class GroupSchedule:
         if self._schedule is not None and (last is None or self._done < last):
             self._schedule.step()
 
+    def _now(self) -> dict[str, Any]:
+        """What the schedule has set."""
+        return self._rate.param_groups[0]
+
     def _pass_on(self) -> None:
-        now = self._rate.param_groups[0]
+        now = self._now()
         for group in self.optimizer.param_groups:
             waits = self.last_batch_iteration + 1 < group.get(STARTS_AFTER, 0)
             group["lr"] = 0.0 if waits else now["lr"] * group.get(FACTOR, 1)
             group.update({key: now[key] for key in self._cycled if key in group})
+
+
+class PlannedSchedule(GroupSchedule):
+    """The same for a training whose length is planned as it goes.
+
+    After each plan it is the schedule of a training of that length, at the place that the plan says; between
+    two of its steps the rate is linear. With a plan that is never corrected it is that of the length, to the
+    bit.
+
+    Args:
+        optimizer: as of ``GroupSchedule``.
+        lr: the same.
+        make_for: gives what makes the schedule, for a number of steps; None before there is a plan.
+        plan: of the training.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr: float,
+        make_for: Callable[[int | None], Callable[[Any], Any]],
+        plan: Plan,
+    ) -> None:
+        self.plan, self.make_for = plan, make_for
+        super().__init__(optimizer, lr, make_for(plan.total))
+        plan.followers.append(self._follow)
+
+    @override
+    def step(self, batch_iteration: int | None = None) -> None:
+        """Goes on by a step, or to where it is after ``batch_iteration + 1`` steps from the start."""
+        done = (self.last_batch_iteration if batch_iteration is None else batch_iteration - 1) + 1
+        self._place = self.plan.position(done + 1)
+        if self._place < self._done - 1:
+            self._restart()
+        while self._done < math.ceil(self._place):
+            self._before = dict(self._rate.param_groups[0])
+            self._advance()
+        self.last_batch_iteration = done
+        self._pass_on()
+
+    def _follow(self) -> None:
+        done, self.make = self.last_batch_iteration, self.make_for(self.plan.total)
+        self._restart()
+        self.step(done)
+
+    @override
+    def _restart(self) -> None:
+        super()._restart()
+        self._place, self._before = 0.0, dict(self._rate.param_groups[0])
+
+    @override
+    def _now(self) -> dict[str, Any]:
+        after, share = super()._now(), self._place - (self._done - 1)
+        if share == 1 or not self._done:
+            return after
+        return {key: _between(self._before[key], after[key], share) for key in ("lr", *self._cycled)}
+
+
+def _between(before: Any, after: Any, share: float) -> Any:
+    """A share of the way from one number, or tuple of numbers, to another."""
+    if isinstance(before, (tuple, list)):
+        return type(before)(_between(a, b, share) for a, b in zip(before, after, strict=True))
+    return before + (after - before) * share if share else before
 
 
 def follow_remade_optimizer(engine: Any) -> None:

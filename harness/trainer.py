@@ -15,8 +15,9 @@ from harness.controller import Controller
 from harness.errors import UnusableCheckpoint, one_line
 from harness.local.folder import on_chief
 from harness.local.signals import LocalPreempt
+from harness.plan import Minutes
 
-__all__ = ["FitResult", "Trainer", "find_checkpoint", "init"]
+__all__ = ["FitResult", "Minutes", "Trainer", "find_checkpoint", "init"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class FitResult:
         validation: the metrics of the last validation, on rank 0 without a cluster; else empty.
         test: those of the test at the end, on rank 0; empty without test data, or if it was interrupted.
         interrupted: whether a signal stopped it, off a cluster.
+        budget: of a length in minutes: the seconds used, and the plans; else empty.
     """
 
     steps: int
@@ -38,6 +40,7 @@ class FitResult:
     validation: dict[str, Any]
     test: dict[str, Any]
     interrupted: bool
+    budget: dict[str, Any]
 
 
 class Trainer:
@@ -66,7 +69,7 @@ class Trainer:
         """Trains, validates and checkpoints.
 
         Args:
-            max_length: ``pytorch.Batch(N)`` optimizer steps or ``pytorch.Epoch(N)``.
+            max_length: ``pytorch.Batch(N)`` optimizer steps, ``pytorch.Epoch(N)``, or ``Minutes(M)``.
             validation_period: how often to validate; at the end alone if None.
             checkpoint_period: how often to save; at the end and by ``checkpoint_policy`` alone if None.
             reporting_period: how often to report training metrics; every 100 steps if None.
@@ -124,6 +127,7 @@ class Trainer:
             validation=controller.local.validation if controller.local else {},
             test=controller.test_metrics,
             interrupted=isinstance(preempt, LocalPreempt) and preempt.requested,
+            budget=controller.budget.summary() if controller.budget else {},
         )
 
 

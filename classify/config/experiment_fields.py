@@ -12,7 +12,7 @@ from typing import Any
 from classify.config.metric_names import METRICS, SPEED_METRIC, is_metric
 from classify.config.rules import BOOL, TEXT, Rule, is_count, one_of, whole
 from harness.errors import InvalidInput, nearest
-from harness.experiment import LENGTH, LENGTH_UNITS, PERIOD_UNITS, Experiment, unit_errors
+from harness.experiment import LENGTH, MINUTES, PERIOD_UNITS, Experiment, length_errors, unit_errors
 
 FIELDS = """bind_mounts checkpoint_policy checkpoint_storage data debug description entrypoint environment
     hyperparameters integrations labels log_policies max_restarts min_checkpoint_period min_validation_period
@@ -102,7 +102,7 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
     hyperparameters = copy.deepcopy(dict(read.get("hyperparameters", {})))
     if "hyperparameters" in read:
         errors += take_constants("hyperparameters", hyperparameters, search)
-        errors += _length_errors(hyperparameters.get("max_length"), read.get("searcher", {}))
+        errors += _length_errors(hyperparameters.get("max_length"), read.get("searcher", {}), search)
     if errors:
         raise InvalidInput(errors)
     if not read["searcher"].get("metric"):
@@ -133,10 +133,13 @@ def cluster_notes(config: Mapping[str, Any]) -> list[str]:
     return [f"searcher.name: 'tpe': {what}: --set searcher.name=random (det: --config searcher.name=random)"]
 
 
-def _length_errors(length: Any, searcher: Mapping[str, Any]) -> list[str]:
+def _length_errors(length: Any, searcher: Mapping[str, Any], search: bool) -> list[str]:
     """Checks the length, and that a search that stops trials early counts in its unit, up to it."""
-    errors = unit_errors(LENGTH, length, LENGTH_UNITS, least=1)
+    errors = length_errors(length)
     metric, longest = searcher.get("time_metric"), searcher.get("max_time")
+    if not errors and MINUTES in length and (search or metric is not None or longest is not None):
+        what = "a search compares its trials after as many epochs or batches"
+        return [f"{LENGTH}: {dict(length)!r}: {what}; use {{epochs: N}} or {{batches: N}}"]
     if errors or (metric is None and longest is None):
         return errors
     unit, number = next(iter(length.items()))

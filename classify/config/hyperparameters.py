@@ -17,7 +17,7 @@ from classify.config.options import Options, ProgressiveResizing, TestTimeAugmen
 from classify.config.parameter_groups import entry_errors, is_pattern
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, one_of, optional, whole
 from harness.errors import ErrorList
-from harness.experiment import HANG_AFTER, LENGTH_UNITS, hang_errors, unit_errors
+from harness.experiment import HANG_AFTER, LENGTH_UNITS, MINUTES, hang_errors, length_errors, unit_errors
 from harness.trackers.tracked_run import tracker_errors
 
 
@@ -58,7 +58,7 @@ def _is_early_stopping(value: Any) -> bool:
 
 _MAPPING = Rule(lambda value: isinstance(value, Mapping), "")
 _LENGTH = Rule(
-    lambda value: not unit_errors("", value, LENGTH_UNITS, least=1), "must be {epochs: N} or {batches: N}"
+    lambda value: not length_errors(value), "must be {epochs: N}, {batches: N} or {minutes: M}, above 0"
 )
 _WEIGHTS = "must be the path of a state_dict, e.g. a run's net.pt, or DEFAULT for one of torchvision or timm"
 _STOPPING = (
@@ -85,8 +85,9 @@ class Hyperparameters:
     weights: str | None = _setting(None, optional(Rule(lambda v: isinstance(v, str) and bool(v), _WEIGHTS)))
     """Where training starts: the path of a ``state_dict``, or the name of torchvision's or timm's weights."""
 
-    max_length: Mapping[str, int] | None = _setting(None, _LENGTH)
-    """The training's length: ``{epochs: N}`` or ``{batches: N}``, a batch being an optimizer step."""
+    max_length: Mapping[str, Any] | None = _setting(None, _LENGTH)
+    """The training's length: ``{epochs: N}``, ``{batches: N}``, a batch being an optimizer step, or
+    ``{minutes: M}`` of wall time."""
     early_stopping: Mapping[str, Any] | None = _setting(None, optional(Rule(_is_early_stopping, _STOPPING)))
     """Validations to wait for an improvement of a metric: ``patience``, ``metric``, ``min_improvement``."""
 
@@ -181,6 +182,11 @@ class Hyperparameters:
     """All other keys."""
     given: frozenset[str] = frozenset()
     """The names of those that the file has."""
+
+    @property
+    def minutes(self) -> float | None:
+        """The training's length, where it is a time."""
+        return (self.max_length or {}).get(MINUTES)
 
     @property
     def has_experts(self) -> bool:

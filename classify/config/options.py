@@ -82,7 +82,7 @@ class WeightAverage(Options):
             return ".rising: True: is of lookahead alone; set lookahead: true, or remove it"
         return None
 
-    def decay_after(self, steps: int, total: int) -> float:
+    def decay_after(self, steps: float, total: int) -> float:
         """The decay of the update after so many optimizer steps.
 
         Without lookahead it rises at the start, so that the first weights are soon forgotten. Source:

@@ -18,6 +18,7 @@ from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
 
 from classify.engine import memory
+from classify.engine.learning_rate import counts_steps, planned
 from classify.engine.optimizer_rules import schedule_maker
 from classify.engine.parameter_groups import are_plain, freeze, optimizer_groups
 from classify.engine.trial_config import TrialConfig
@@ -29,7 +30,7 @@ from harness.errors import InvalidInput, one_line, printable
 from harness.full_weights import name_in_stage
 from harness.out_of_memory import explain_out_of_memory
 from harness.pipeline_patches import clip_stages_together
-from harness.schedules import GroupSchedule
+from harness.schedules import GroupSchedule, PlannedSchedule
 
 PipelineLoss = Callable[[Tensor, Tensor], Tensor]  # of logits (B, C) and labels
 
@@ -106,12 +107,22 @@ def _cut_into_stages(net: nn.Module, config: TrialConfig, pipeline_loss: Pipelin
 def engine_arguments(net: nn.Module, config: TrialConfig) -> dict[str, Any]:
     """What ``deepspeed.initialize`` takes beside the network: parameters, schedule and configuration."""
     # DeepSpeed makes a configured schedule itself, for ZeRO's optimizer, which torch's do not take.
-    lr, make = config.deepspeed["optimizer"]["params"]["lr"], schedule_maker(config.deepspeed)
+    lr = config.deepspeed["optimizer"]["params"]["lr"]
+    schedule: Callable[..., GroupSchedule]
+    if config.hyper.minutes and not counts_steps(config.deepspeed):
+        schedule = functools.partial(PlannedSchedule, make_for=_schedule_for(config), plan=config.plan)
+    else:
+        schedule = functools.partial(GroupSchedule, make=schedule_maker(config.deepspeed))
     return {
         "model_parameters": _trainable_parameters(net, config),
-        "lr_scheduler": functools.partial(GroupSchedule, lr=lr, make=make),
+        "lr_scheduler": functools.partial(schedule, lr=lr),
         "config": {key: value for key, value in config.deepspeed.items() if key != "scheduler"},
     }
+
+
+def _schedule_for(config: TrialConfig) -> Callable[[int | None], Any]:
+    """Gives what makes the schedule for a plan of so many steps."""
+    return lambda total: schedule_maker(planned(config.deepspeed, total))
 
 
 def _trainable_parameters(net: nn.Module, config: TrialConfig) -> Any:

@@ -34,16 +34,9 @@ from classify.engine.deepspeed_keys import (
     known_keys,
     nearest_key,
 )
-from classify.engine.learning_rate import follow_learning_rate, follow_length, schedule_errors, section_at
+from classify.engine.learning_rate import configured_errors, follow_learning_rate, follow_length, section_at
 from classify.engine.migration import resolve_auto
-from classify.engine.optimizer_rules import (
-    RATE,
-    built_errors,
-    is_muon,
-    optimizer_class,
-    rules,
-    schedule_class,
-)
+from classify.engine.optimizer_rules import RATE, is_muon, optimizer_class, rules, schedule_class
 from classify.engine.replaced_keys import REPLACED, says
 from harness.errors import InvalidInput, one_line
 from harness.input_files import regular_file
@@ -112,7 +105,7 @@ def resolve(
     _disable_throughput_timer(config)
     _reduce_bf16_in_fp32(config)
     _cast_buffers(config)
-    _raise(schedule_errors(config) or built_errors(config))
+    _raise(configured_errors(config, hyper.minutes is not None))
     return config
 
 

@@ -23,6 +23,7 @@ from classify.engine.weight_average import WeightAverage
 from classify.models import net_file, state_dicts
 from classify.models.registry import MOE
 from harness import machine
+from harness.errors import InvalidInput
 from harness.full_weights import gather_full_state_dict
 from harness.hooks import Code, TrialHooks
 
@@ -61,10 +62,12 @@ class ClassifierHooks(TrialHooks):
         self.config, self.engine = config, engine
         self.mean, self.std = (list(each) for each in normalization)
         self.images_on_gpu = images_on_gpu
+        if config.hyper.minutes and config.plan is not getattr(context, "plan", None):
+            what = "harness.trainer alone ends a training by time; use {epochs: N} or {batches: N}"
+            raise InvalidInput(f"hyperparameters.max_length: {config.hyper.max_length}: {what}")
         self._validation = contextlib.ExitStack()
         if how := config.hyper.weight_average:
-            assert config.steps
-            self.average = WeightAverage(engine, how, config.steps, config.stage_layers)
+            self.average = WeightAverage(engine, how, config.plan, config.stage_layers)
 
     @override
     def on_training_start(self) -> None:

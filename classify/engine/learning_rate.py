@@ -6,6 +6,7 @@ over the learning rate alone would search nothing.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from classify.config.schedules import PEAK_KEYS
 from classify.engine.optimizer_rules import (
     LENGTHS,
     TORCH_SCHEDULES,
+    built_errors,
     is_muon,
     optimizer_class,
     rules,
@@ -21,6 +23,8 @@ from classify.engine.optimizer_rules import (
 
 LEAST_KEYS = {"WarmupLR": "warmup_min_lr", "WarmupDecayLR": "warmup_min_lr", "OneCycle": "cycle_min_lr"}
 LONGEST_WARMUP = 1000  # steps, where the file gives none
+ENDLESS = ("WarmupLR", "LRRangeTest")  # schedules that may count steps whatever the training's length is
+BEFORE_A_PLAN = 1000  # steps, of which a schedule is until there is a plan: its first rate is that of any
 
 
 def follow_learning_rate(config: dict[str, Any], overrides: Mapping[str, Any]) -> None:
@@ -46,12 +50,13 @@ def follow_learning_rate(config: dict[str, Any], overrides: Mapping[str, Any]) -
         params[peak] = lr
 
 
-def follow_length(config: dict[str, Any], total: int | None) -> None:
+def follow_length(config: dict[str, Any], total: int | None, longest_warmup: float = LONGEST_WARMUP) -> None:
     """Fits the schedule's lengths to the training where they are not given, or given as shares of it.
 
     Args:
         config: the DeepSpeed configuration, which is changed.
         total: optimizer steps of the whole training; None if that is not known.
+        longest_warmup: the most steps of a warm-up that is not given, which is a tenth of the training.
     """
     scheduler = config.get("scheduler")
     if scheduler is None:
@@ -72,9 +77,45 @@ def follow_length(config: dict[str, Any], total: int | None) -> None:
         if key in takes and params.get(key) is None:
             params[key] = total
     if "warmup_num_steps" in takes:
-        params.setdefault("warmup_num_steps", min(LONGEST_WARMUP, max(2, total // 10)))
+        params.setdefault("warmup_num_steps", int(min(longest_warmup, max(2, total // 10))))
     if "cycle_first_step_size" in takes:
         params.setdefault("cycle_first_step_size", max(1, total // 2))
+
+
+def counts_steps(config: Mapping[str, Any]) -> bool:
+    """Whether the schedule, if there is one, is the same however long the training is."""
+    section = config.get("scheduler")
+    params = section_at(config, "scheduler", "params")
+    return section is None or (
+        section["type"] in ENDLESS and any(key in params for key in LENGTHS) and not _shares(params)
+    )
+
+
+def planned(config: Mapping[str, Any], total: int | None) -> dict[str, Any]:
+    """The configuration of a training whose length is a time, for a plan of its steps; None before one."""
+    fitted = {**config, "scheduler": copy.deepcopy(config["scheduler"])}
+    # A warm-up of at most so many steps would be another share of the training with each plan
+    follow_length(fitted, total or BEFORE_A_PLAN, longest_warmup=float("inf"))
+    return fitted
+
+
+def configured_errors(config: Mapping[str, Any], is_timed: bool) -> list[str]:
+    """Checks optimizer and schedule, once all is there that follows from the training's length.
+
+    Args:
+        config: the DeepSpeed configuration.
+        is_timed: whether the length is a time, so that the schedule has no length yet.
+    """
+    if not is_timed or counts_steps(config):
+        return schedule_errors(config) or built_errors(config)
+    params = config["scheduler"].get("params", {})
+    counted = [key for key in LENGTHS if (params.get(key) or 0) >= 1]
+    what = "is a number of steps, and a training of minutes has as many as there is time for"
+    shares = "leave it out, or give a share of the training, e.g. 0.1"
+    if counted:
+        return [f"scheduler.params.{key}: {params[key]}: {what}; {shares}" for key in counted]
+    fitted = planned(config, None)
+    return schedule_errors(fitted) or built_errors(fitted)
 
 
 def _shares(params: Mapping[str, Any]) -> list[str]:

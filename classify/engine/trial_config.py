@@ -32,6 +32,7 @@ from classify.models.registry import NetSpec
 from classify.models.stages import layers_of
 from harness import deepspeed_patches, machine
 from harness.errors import ErrorList, InvalidInput
+from harness.plan import Plan
 
 VALIDATION_PIXELS = 512 * 32**2  # of a micro-batch: a forward pass needs little memory
 
@@ -48,6 +49,7 @@ class TrialConfig:
         seed: of the experiment.
         processes: how many train.
         device: ``cpu`` or ``cuda``.
+        plan: of the steps; where the length is a time, the trainer's.
     """
 
     hyper: Hyperparameters
@@ -57,6 +59,7 @@ class TrialConfig:
     seed: int
     processes: int
     device: str
+    plan: Plan = dataclasses.field(default_factory=Plan)
 
     @classmethod
     def resolve(
@@ -66,6 +69,7 @@ class TrialConfig:
         processes: int,
         device: str,
         source: Splits | None = None,
+        plan: Plan | None = None,
     ) -> TrialConfig:
         """Resolves and checks a configuration, decoding no image and building no engine.
 
@@ -76,6 +80,7 @@ class TrialConfig:
             processes: how many train.
             device: ``cpu`` or ``cuda``.
             source: the dataset, if it is open already.
+            plan: the trainer's, if it has one.
 
         Raises:
             InvalidInput: with a line for each thing that is wrong by itself, the data not being there among
@@ -89,7 +94,7 @@ class TrialConfig:
         errors = ErrorList()
         errors.lines += network_errors(hyper, processes)
         if not errors.lines:
-            length = hyper.max_length
+            length = None if hyper.minutes else hyper.max_length
             steps = None if length is None else functools.partial(_total_steps, length, source)
             with errors.collecting():
                 deepspeed = deepspeed_config.resolve(merged, hyper, processes, device, steps)
@@ -108,7 +113,8 @@ class TrialConfig:
             mean, std = pretrained.normalization(hyper.net, hyper.weights)
             data = dataclasses.replace(data, normalize={"mean": mean, "std": std})
         seed = int((experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
-        config = cls(hyper, data, source, deepspeed, seed, processes, device)
+        config = cls(hyper, data, source, deepspeed, seed, processes, device, plan or Plan())
+        config.plan.fix(config.steps)
         check_evaluation(source, config.evaluation_batches[1])
         check_network(config.net, hyper, config.least_micro_batch, parts.weights)
         _ = config.groups
@@ -148,7 +154,9 @@ class TrialConfig:
 
     @property
     def steps(self) -> int | None:
-        """The optimizer steps of the whole training; None if its length is not known."""
+        """The optimizer steps of the whole training, by now; None if its length is not known."""
+        if self.hyper.minutes:
+            return self.plan.total
         length, parts = self.hyper.max_length, self.replicas * self.deepspeed[ACCUMULATION]
         if length is None:
             return None
@@ -224,9 +232,9 @@ class TrialConfig:
     def input_size(self, step: int | None) -> tuple[int, int]:
         """Height and width of what the network sees in a step of training, or where None in a validation."""
         full, resizing = self.data.image_size, self.hyper.progressive_resizing
-        if resizing is None or step is None or self.steps is None or step >= resizing.until * self.steps:
+        if resizing is None or step is None or self.hyper.max_length is None:
             return full
-        return resizing.size(full)
+        return full if self.plan.has_passed(resizing.until, step) else resizing.size(full)
 
     @property
     def dtype(self) -> torch.dtype:

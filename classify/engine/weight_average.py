@@ -25,6 +25,7 @@ from harness.full_weights import (
     scatter_full_state_dict,
     update_network,
 )
+from harness.plan import Plan
 
 
 class WeightAverage:
@@ -33,7 +34,7 @@ class WeightAverage:
     Args:
         engine: the engine, with the weights from which the average starts.
         how: the options.
-        total_steps: optimizer steps of the whole training.
+        plan: of the steps of the training.
         stage_layers: the names of a pipeline's layers.
     """
 
@@ -41,11 +42,11 @@ class WeightAverage:
         self,
         engine: deepspeed.DeepSpeedEngine,
         how: options.WeightAverage,
-        total_steps: int,
+        plan: Plan,
         stage_layers: Sequence[str] | None = None,
     ) -> None:
         self.engine, self.how = engine, how
-        self.total_steps, self.stage_layers = total_steps, stage_layers
+        self.plan, self.stage_layers = plan, stage_layers
         self._masters = [weight.detach().clone() for weight in master_weights(engine)]
         self._buffers = {name: each.detach().float().clone() for name, each in self._engine_buffers().items()}
         self._steps = self._steps_done()
@@ -58,7 +59,8 @@ class WeightAverage:
             return
         buffers = self._engine_buffers()
         weights = [*master_weights(self.engine), *(each.float() for each in buffers.values())]
-        average = swa_utils.get_ema_multi_avg_fn(self.how.decay_after(steps, self.total_steps))
+        done = self.plan.position(steps - 1) + 1 if self.how.rising else steps
+        average = swa_utils.get_ema_multi_avg_fn(self.how.decay_after(done, self.plan.total or 1))
         average([*self._masters, *self._buffers.values()], weights, None)
         if self.how.lookahead:
             with torch.no_grad():

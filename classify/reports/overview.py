@@ -48,7 +48,6 @@ def describe(
     stages = f" in {config.stages} pipeline stages" if config.stages > 1 else ""
     replicas = processes if config.stages == 1 else _count(config.replicas, "replica")
     dtype = str(config.dtype).removeprefix("torch.") + " with autocast" * config.autocasts
-    steps = config.steps or 0
     lines = {
         "images": describe_images(config),
         "network": f"{config.hyper.net}: {_count(total, 'parameter')}, {trainable:,} trainable"
@@ -57,9 +56,7 @@ def describe(
         f" {dtype}, ZeRO stage {config.zero_stage}",
         "batch": f"{engine[TOTAL_BATCH]:,} images = micro-batch {engine[MICRO_BATCH]:,}"
         f" x accumulation {engine[ACCUMULATION]:,} x {replicas}",
-        "length": "1 step, for it is a test"
-        if is_test
-        else f"{_count(steps, 'step')}: {steps / config.epoch_steps:.4g} epochs of {config.epoch_steps:,}",
+        "length": "1 step, for it is a test" if is_test else describe_length(config),
     }
     if how := config.hyper.weight_average:
         kind = "lookahead, " if how.lookahead else ""
@@ -77,6 +74,15 @@ def describe(
         *(f"{name:<8} {text}" for name, text in lines.items()),
         *(f"{'group':<8} {printable(text)}" for text in config.described_groups),
     ]
+
+
+def describe_length(config: TrialConfig) -> str:
+    """How long the training is, in steps and epochs, or as a time."""
+    if config.hyper.minutes:
+        planned = f"in steps as planned on the way, epochs of {config.epoch_steps:,}"
+        return f"{config.hyper.minutes:g} minutes, {planned}"
+    steps = config.steps or 0
+    return f"{_count(steps, 'step')}: {steps / config.epoch_steps:.4g} epochs of {config.epoch_steps:,}"
 
 
 def _operations(forward: int | None) -> str:

@@ -18,6 +18,7 @@ from typing_extensions import override
 from harness import machine
 from harness.experiment import Experiment
 from harness.local import metrics_log
+from harness.time_budget import TimeBudget, clock_text
 
 # What is shown first of metrics: what it is called there, and its format.
 FORMS = {
@@ -55,20 +56,26 @@ class LocalMetrics(core.DummyTrainContext):
         self.output, self.experiment = output, experiment
         self.validation: dict[str, Any] = {}
         self._scores: dict[int, float] = {}  # the metric by step
-        self.steps, self.steps_per_epoch = 0, 1
+        self.steps: int | None = 0
+        self.steps_per_epoch = 1
+        self._budget: TimeBudget | None = None
         self._bar = tqdm(disable=True)  # until the length is known
         self._reported: dict[str, Any] = {}
         self._shown_at = 0.0  # seconds
         self._watched_since: tuple[float, float] | None = None  # now, and what machine.waited_for_cores() was
 
-    def begin(self, steps: int, steps_per_epoch: int, done: int) -> None:
+    def begin(
+        self, steps: int | None, steps_per_epoch: int, done: int, budget: TimeBudget | None = None
+    ) -> None:
         """Starts to show the training, whose length is known once the data is there.
 
         Args:
-            steps: optimizer steps in all.
+            steps: optimizer steps in all; None if they are not known yet.
             steps_per_epoch: optimizer steps in an epoch.
             done: steps done already, in the run that this one resumes.
+            budget: of a training whose length is a time.
         """
+        self._budget = budget
         self.steps, self.steps_per_epoch = steps, steps_per_epoch
         self._forget_after(done)
         config = self.experiment.config
@@ -86,6 +93,12 @@ class LocalMetrics(core.DummyTrainContext):
         )
         self._shown_at = time.monotonic() if hidden else 0.0
         self._watched_since = time.monotonic(), machine.waited_for_cores()
+
+    def plan(self, steps: int, text: str) -> None:
+        """Takes another number of steps in all, and says why."""
+        self.steps = self._bar.total = steps
+        self._bar.write(text, file=sys.stdout)
+        sys.stdout.flush()
 
     def step(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
         """Counts one optimizer step; shows its metrics, which may be tensors, if none were shown for long."""
@@ -193,13 +206,18 @@ class LocalMetrics(core.DummyTrainContext):
             self._bar.write(f"note: {what} {min(share, 1):.0%} of the time; {mend}", file=sys.stderr)
 
     def _epoch(self, steps_completed: int) -> str:
+        epoch = -(-steps_completed // self.steps_per_epoch)
+        left = f"  {clock_text(self._budget.left)} left" if self._budget else ""
+        if self.steps is None:
+            return f"epoch {epoch}{left}"
         epochs = -(-self.steps // self.steps_per_epoch)
-        return f"epoch {min(epochs, -(-steps_completed // self.steps_per_epoch))}/{epochs}"
+        return f"epoch {min(epochs, epoch)}/{epochs}{left}"
 
     def _line(self, steps_completed: int, text: str, always: bool = False) -> None:
         out: TextIO = sys.stdout
         if always or self._bar.disable:
-            where = f"{self._epoch(steps_completed)}  step {steps_completed}/{self.steps}"
+            of_all = "" if self.steps is None else f"/{self.steps}"
+            where = f"{self._epoch(steps_completed)}  step {steps_completed}{of_all}"
             self._bar.write(f"{where}  {text}", file=out)
             out.flush()
 

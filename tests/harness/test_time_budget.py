@@ -1,0 +1,243 @@
+"""A training of minutes: how its steps are planned, by a clock that the tests feed."""
+
+import functools
+import itertools
+import json
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from deepspeed.runtime.lr_schedules import WarmupDecayLR
+from determined import pytorch
+from line_trial import CONFIG, LineTrial
+from support import Run, checkpoints, error_line
+from torch import nn
+from torch.optim import SGD
+
+from harness import controller
+from harness.plan import Plan
+from harness.schedules import GroupSchedule, PlannedSchedule
+from harness.time_budget import CHECKPOINT, VALIDATION, TimeBudget, Work, clock_text
+from harness.trainer import Minutes, Trainer, init
+
+
+class Clock:
+    """Gives the seconds that were put in."""
+
+    def __init__(self):
+        self.seconds = 1000.0
+
+    def __call__(self):
+        return self.seconds
+
+
+def train(budget, clock, step_seconds, work=None, start=0, stop=None, validation=0.0, checkpoint=0.0):
+    """Does what the loop does; gives the fraction of each step as it was trained, and the steps done."""
+    work = work or Work()
+    budget.begin(start, work)
+    fractions, done = [], start
+    while done != budget.plan.total and done != stop:
+        fractions.append(budget.plan.fraction(done))
+        clock.seconds += step_seconds(done)
+        done += 1
+        if budget.is_due(done):
+            budget.look(done)
+        ends = done == budget.plan.total
+        if validation and (ends or (work.validation_period and done % work.validation_period == 0)):
+            with budget.measuring(VALIDATION):
+                clock.seconds += validation
+        if checkpoint and (ends or (work.checkpoint_period and done % work.checkpoint_period == 0)):
+            with budget.measuring(CHECKPOINT):
+                clock.seconds += checkpoint
+    return fractions, done
+
+
+def check_schedule(fractions):
+    """Goes from 0 to 1 without going back or jumping."""
+    assert fractions[0] == 0 and fractions[-1] == 1
+    steps = [after - before for before, after in itertools.pairwise(fractions)]
+    assert min(steps) >= 0 and max(steps) < 0.1
+
+
+def test_an_even_speed_needs_one_plan():
+    clock, plan = Clock(), Plan()
+    fractions, done = train(TimeBudget(5, plan, clock), clock, lambda step: 0.25)
+    assert plan.plans == [(1, 1200)] and done == 1200
+    assert [plan.position(step) for step in range(1200)] == list(range(1200))
+    assert clock.seconds == 1000 + 300
+    check_schedule(fractions)
+
+
+SPEEDS: dict[str, Any] = {
+    "a slow start": lambda step: 20 if step == 0 else 2 if step == 1 else 0.1,
+    "larger images at last": lambda step: 0.05 if step < 1500 else 0.15,
+    "a host that others use": lambda step: 0.05 * (1 + step // 300 % 3),
+    "slow steps": lambda step: 4.0,
+    "faster and faster": lambda step: 0.3 / (1 + step / 500),
+}
+
+
+@pytest.mark.parametrize("name", SPEEDS)
+@pytest.mark.parametrize("work", [Work(), Work(300, 500, 1.0, 2.0)], ids=["steps", "validations"])
+def test_it_ends_in_time_with_its_schedule_complete(name, work):
+    """Validations, checkpoints and a test of twice a validation's length are within."""
+    clock, plan = Clock(), Plan()
+    costs = {"validation": 4.0, "checkpoint": 1.5} if work.validation_period else {}
+    fractions, _ = train(TimeBudget(5, plan, clock), clock, SPEEDS[name], work, **costs)
+    clock.seconds += 8.0 if work.test_share else 0
+    assert 285 < clock.seconds - 1000 < 315
+    check_schedule(fractions)
+    assert len(plan.plans) < 25
+
+
+def test_a_stop_goes_on_with_the_plan_and_the_time():
+    clock, plan = Clock(), Plan()
+    speed = SPEEDS["a host that others use"]
+    budget = TimeBudget(5, plan, clock)
+    before, stopped = train(budget, clock, speed, stop=1700)
+    state = json.loads(json.dumps(budget.state_dict()))
+    clock.seconds += 99999  # in which nothing runs
+    later = TimeBudget(5, Plan(), clock)
+    later.load_state_dict(state, stopped)
+    assert later.plan.plans == plan.plans
+    assert later.plan.fraction(1700) == plan.fraction(1700)
+    after, _ = train(later, clock, lambda step: 9.0 if step == 1700 else speed(step), start=stopped)
+    check_schedule(before + after)
+    assert 285 < later.used < 315
+    assert later.summary()["seconds"] == later.used
+
+
+@pytest.mark.parametrize("minutes", [2, 10])
+def test_another_length_takes_effect_where_it_goes_on(minutes):
+    """Of ten minutes the five that are done are a half; of two, all: the schedule ends within a few steps."""
+    clock = Clock()
+    first = TimeBudget(5, Plan(), clock)
+    _, done = train(first, clock, lambda step: 0.1)
+    later = TimeBudget(minutes, Plan(), clock)
+    later.load_state_dict(first.state_dict(), done)
+    assert later.plan.fraction(done - 1) == min(1.0, 5 / minutes)
+    fractions, end = train(later, clock, lambda step: 0.1, start=done)
+    assert fractions[-1] == 1
+    assert end - done == (2900 < end - done < 3100 and end - done) if minutes == 10 else end - done <= 31
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"minutes": "x"},
+        {"seconds": float("nan")},
+        {"costs": {}},
+        {"plan": {"total": 3, "from": [0, 0.0], "plans": [[1, 3]]}},  # of fewer steps than are done
+        {"plan": {"total": 90, "from": [0, 2.0], "plans": [[1, 90]]}},
+        {"plan": {"total": 90, "from": [0, 0.0], "plans": [[1]]}},
+    ],
+)
+def test_a_damaged_state_is_refused(damage):
+    state = {
+        "minutes": 1,
+        "seconds": 3.0,
+        "costs": {"step": 0.1},
+        "plan": {"total": 90, "from": [0, 0.0], "plans": [[1, 90]]},
+    }
+    TimeBudget(1, Plan()).load_state_dict(state, 10)
+    with pytest.raises(ValueError):
+        TimeBudget(1, Plan()).load_state_dict({**state, **damage}, 10)
+
+
+def test_ranks_follow_the_first():
+    clock, plans = Clock(), (Plan(), Plan())
+    first, other = (TimeBudget(5, plan, clock) for plan in plans)
+    other.begin(0, Work())
+    train(first, clock, SPEEDS["faster and faster"], stop=500)
+    other.follow(first.decisions())
+    assert plans[0].state_dict() == plans[1].state_dict()
+    assert other.is_due(first.next_look)
+
+
+def test_time_is_shown_as_on_a_clock():
+    assert [clock_text(seconds) for seconds in (5.4, 245, 3845)] == ["0:05", "4:05", "1:04:05"]
+
+
+# ------------------------------------------------------------------------------------------------- real runs
+
+
+def decay(total):
+    steps = {"total_num_steps": total or 100, "warmup_num_steps": 5}
+    return functools.partial(WarmupDecayLR, warmup_max_lr=0.01, **steps)
+
+
+class PlannedTrial(LineTrial):
+    """A trial of one's own whose learning rate goes to 0 with the plan; it keeps those of its steps."""
+
+    def _engine(self, config):
+        self.rates = []
+        net = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.1), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        engine, *_ = deepspeed.initialize(
+            model=net,
+            model_parameters=net.parameters(),
+            config={key: value for key, value in config.items() if key != "scheduler"},
+            lr_scheduler=functools.partial(PlannedSchedule, lr=0.01, make_for=decay, plan=self.context.plan),
+        )
+        return self.context.wrap_model_engine(engine)
+
+    def train_batch(self, *args):
+        self.rates.append(self.engines[0].lr_scheduler.learning_rate)
+        return super().train_batch(*args)
+
+
+KEEP = {"checkpoint_storage": {"save_trial_latest": 99}, "reproducibility": {"experiment_seed": 3}}
+
+
+def fit(output, monkeypatch, max_length, speed=lambda step: 0.1, resume=None, **arguments):
+    """Trains with a clock that goes on by ``speed(step)`` seconds a step."""
+    with init({"deepspeed_config": CONFIG}, KEEP, output=output) as context:
+        trial = PlannedTrial(context)
+
+        def clock():
+            return sum(speed(step) for step in range(trial.engines[0].global_steps))
+
+        monkeypatch.setattr(controller, "TimeBudget", functools.partial(TimeBudget, clock=clock))
+        arguments = {"checkpoint_policy": "none", "reporting_period": pytorch.Batch(10), **arguments}
+        return trial, Trainer(trial, context).fit(max_length, latest_checkpoint=resume, **arguments)
+
+
+def test_a_plan_that_is_never_corrected_trains_to_the_bits_of_its_steps(tmp_path, monkeypatch):
+    timed, done = fit(tmp_path / "timed", monkeypatch, Minutes(0.2))
+    (plan,) = done.budget["plans"]
+    assert plan == {"after": 1, "steps": done.steps} and abs(done.steps - 120) <= 4
+    counted, _ = fit(tmp_path / "counted", monkeypatch, pytorch.Batch(done.steps))
+    assert timed.rates == counted.rates
+    assert all(map(torch.equal, timed.weights(), counted.weights()))
+    assert timed.places == counted.places
+
+
+def test_a_corrected_plan_resumes_to_the_same_bits(tmp_path, monkeypatch, capsys):
+    """The speed changes at step 10, and the plan is right before the checkpoint of step 70."""
+
+    def speed(step):
+        return 0.05 if step < 10 else 0.1
+
+    straight, done = fit(
+        tmp_path / "run", monkeypatch, Minutes(0.3), speed, checkpoint_period=pytorch.Batch(70)
+    )
+    plans = done.budget["plans"]
+    assert len(plans) > 1 and plans[-1]["after"] < 70 and plans[-1]["steps"] == done.steps
+    assert abs(done.budget["seconds"] - 18) <= 0.9
+    assert capsys.readouterr().out.count("\nplan: ") + 1 == len(plans)
+    counted = GroupSchedule(SGD([torch.zeros(1)]), 0.01, decay(done.steps))
+    counted.step(done.steps - 2)
+    assert straight.rates[0] == 0 and straight.rates[-1] == counted.learning_rate < 0.0002
+    at_70 = checkpoints(Run(0, "", "", tmp_path / "run"))[70]
+    again, finished = fit(tmp_path / "other", monkeypatch, Minutes(0.3), speed, resume=str(at_70))
+    assert finished.budget["plans"] == plans and finished.steps == done.steps
+    assert finished.budget["seconds"] == pytest.approx(done.budget["seconds"])
+    assert again.rates == straight.rates[-len(again.rates) :] and again.places[0][1] == 70
+    assert all(map(torch.equal, straight.weights(), again.weights()))
+
+
+def test_a_checkpoint_without_a_plan_is_refused(tmp_path, monkeypatch):
+    fit(tmp_path / "counted", monkeypatch, pytorch.Batch(3))
+    at_3 = str(checkpoints(Run(0, "", "", tmp_path / "counted"))[3])
+    line = error_line(lambda: fit(tmp_path / "timed", monkeypatch, Minutes(1), resume=at_3))
+    assert "has no plan of minutes, but a length of 3 steps" in line
