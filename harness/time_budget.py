@@ -1,7 +1,7 @@
 """A training's length as a time: its steps are planned by the speed, so that all is done when it is over.
 
-Rank 0 alone measures and decides. The plan is looked at after 1, 2, 4, 8, ... steps, and in the second half
-of them whenever half of the rest is done. It is corrected where it would end more than ``TOLERANCE`` of the
+Rank 0 alone measures and decides. The plan is looked at after 1, 2, 4, 8, ... steps, and towards the end
+whenever a quarter of the rest is done. It is corrected where it would end more than ``TOLERANCE`` of the
 budget too early or too late.
 """
 
@@ -136,7 +136,7 @@ class TimeBudget:
                 self.plan.make(done, wanted)
         assert self.plan.total is not None
         rest = self.plan.total - done
-        self.next_look = done + max(1, min(done - self._first, rest // 2))
+        self.next_look = done + max(1, min(done - self._first, rest // 4))
         if rest * self._costs[STEP] < NOT_WORTH * self.seconds:
             self.next_look = max(self.next_look, self.plan.total)
         return corrects

@@ -73,20 +73,21 @@ SPEEDS: dict[str, Any] = {
     "a slow start": lambda step: 20 if step == 0 else 2 if step == 1 else 0.1,
     "larger images at last": lambda step: 0.05 if step < 1500 else 0.15,
     "a host that others use": lambda step: 0.05 * (1 + step // 300 % 3),
+    "a slower end": lambda step: 0.1 if step < 2400 else 0.25,
     "slow steps": lambda step: 4.0,
     "faster and faster": lambda step: 0.3 / (1 + step / 500),
 }
 
 
 @pytest.mark.parametrize("name", SPEEDS)
-@pytest.mark.parametrize("work", [Work(), Work(300, 500, 1.0, 2.0)], ids=["steps", "validations"])
+@pytest.mark.parametrize("work", [Work(), Work(300, 500, 3.0, 2.0)], ids=["steps", "validations"])
 def test_it_ends_in_time_with_its_schedule_complete(name, work):
     """Validations, checkpoints and a test of twice a validation's length are within."""
     clock, plan = Clock(), Plan()
-    costs = {"validation": 4.0, "checkpoint": 1.5} if work.validation_period else {}
+    costs = {"validation": 12.0, "checkpoint": 1.5} if work.validation_period else {}
     fractions, _ = train(TimeBudget(5, plan, clock), clock, SPEEDS[name], work, **costs)
-    clock.seconds += 8.0 if work.test_share else 0
-    assert 285 < clock.seconds - 1000 < 315
+    clock.seconds += 24.0 if work.test_share else 0
+    assert 295 < clock.seconds - 1000 < 305
     check_schedule(fractions)
     assert len(plan.plans) < 25
 
