@@ -33,9 +33,7 @@ from harness.time_budget import TimeBudget, clock_text
 PROFILED_AFTER, PROFILED_STEPS = 10, 5  # steps that torch's profiler leaves out, and records
 
 MONITOR = "harness.monitor"  # which no callback of a trial is called
-
 BUDGET = "budget"  # of a checkpoint: the plan and the time used
-
 FP16_TOLERANCE = 64  # steps in a row that fp16 may skip while its loss scale comes down
 
 
