@@ -4,6 +4,7 @@
     of integers of 8 bits:     python3 checkpoint.py export RUN net-int8.onnx --int8 --config FILE
     for the Hugging Face Hub:  python3 checkpoint.py export RUN FOLDER --format hf
     classify images:           python3 checkpoint.py predict net.pt IMAGE_OR_FOLDER... [--json]
+    on a page of this machine: python3 checkpoint.py serve net.pt [--port N]
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
     by several views:          the last two with --tta mirror,shift=1 (test-time augmentation)
     look at runs, or a search: python3 checkpoint.py report RUN [RUN...] [--output report.html]
@@ -40,7 +41,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="export|predict|evaluate|report|caches"
+        dest="command", required=True, metavar="export|predict|serve|evaluate|report|caches"
     )
 
     one = commands.add_parser("export", help="write a network that plain PyTorch loads")
@@ -63,6 +64,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
 
     _add_tta(one)
+
+    one = commands.add_parser("serve", help="a page of this machine to drop images on")
+    one.add_argument("net", metavar="NET", type=pathlib.Path)
+    one.add_argument("--port", type=int, default=7860, metavar="N", help="of 127.0.0.1 (%(default)s)")
 
     one = commands.add_parser("evaluate", help="validate a network")
     one.add_argument("net", metavar="NET", type=pathlib.Path)
@@ -103,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     commands = {"export": export, "predict": predict, "evaluate": evaluate, "report": report}
     try:
-        {**commands, "caches": caches}[args.command](args)
+        {**commands, "serve": serve, "caches": caches}[args.command](args)
     except InvalidInput as error:
         return print_errors("checkpoint.py", error)
     except OSError as error:
@@ -184,6 +189,14 @@ def predict(args: argparse.Namespace) -> None:
         _print_predictions(files, probabilities, classes)
         if how:
             print(f"by the mean scores of several views of each image (test-time augmentation: {how})")
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Has a page of this machine classify the images that are dropped on it."""
+    from classify.publish import forms
+    from classify.publish import serve as page
+
+    page.run(forms.read(args.net), printable(args.net.resolve().name), args.port)
 
 
 def _print_predictions(files: Sequence[pathlib.Path], probabilities: Tensor, classes: Sequence[str]) -> None:
