@@ -42,8 +42,8 @@ By `python3 -m benchmarks.searches`: {trials} trials a search; the PyTorch tutor
 epochs of {trained:,} of CIFAR-10's images, a rate that rises for a tenth of the steps and then falls to 0.
 Searched: learning rate (1e-4 to 1, log), momentum (0 to 0.99), weight decay (1e-6 to 0.1, log), label
 smoothing (0 to 0.4), micro-batch (16 to 256). Trials are chosen by the accuracy on {held:,} other training
-images; the test images were looked at for each search's best alone. {seeds} seeds: the mean, with the least
-and the largest. The two searches of a seed ran side by side, each a trial at a time on one thread; a trial
+images; test accuracy is that of each search's best trial alone. {seeds} seeds: the mean, with the least and
+the largest. The two searches of a seed ran side by side, each a trial at a time on one thread; a trial
 took {seconds:.0f} s (median, with the program's start).
 """
 COLUMNS = (

@@ -146,7 +146,7 @@ def test_names_are_text_in_the_table():
         kinds: dict = {
             name: optuna.distributions.CategoricalDistribution([each]) for name, each in params.items()
         }
-        ended = {"outcome": "invalid", "reason": f"data.root: {value}: none"}
+        ended = {"bracket": 0, "outcome": "invalid", "reason": f"data.root: {value}: none"}
         trial = optuna.create_trial(value=0.5, params=params, distributions=kinds, user_attrs=ended)
         study.add_trial(trial)
     shown = display.SearchDisplay(Results(study, loaded), pathlib.Path(), "test images")
