@@ -11,9 +11,11 @@ import os
 import pathlib
 import re
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import filelock
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from typing_extensions import override
@@ -22,6 +24,8 @@ from harness.errors import printable
 from harness.trackers.tracked_run import Entry, TrackedRun, Tracker, flat, metrics_of
 
 KEY = "deepspeed_trial.run"  # the tag by which a resumed run is found
+# Two of a host at once, as a search's trials, would both set a new database up
+LOCK = pathlib.Path(tempfile.gettempdir()) / "mlflow-setup.lock"
 MOST_METRICS, MOST_PARAMETERS = 1000, 100  # of a request
 LONGEST_KEY, LONGEST_VALUE = 250, 6000  # characters
 
@@ -39,10 +43,11 @@ class MlflowRun(Tracker):
 
     @override
     def start(self, run: TrackedRun, earlier: Sequence[Entry]) -> None:
-        self.client = client = MlflowClient()
-        project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
-        experiment = client.get_experiment_by_name(project)
-        experiment_id = experiment.experiment_id if experiment else client.create_experiment(project)
+        with filelock.FileLock(LOCK, mode=0o666):
+            self.client = client = MlflowClient()
+            project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
+            experiment = client.get_experiment_by_name(project)
+            experiment_id = experiment.experiment_id if experiment else client.create_experiment(project)
         known = client.search_runs([experiment_id], f"tags.`{KEY}` = '{run.key}'", max_results=1)
         if known:
             self.run_id = known[0].info.run_id

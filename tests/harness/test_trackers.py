@@ -176,14 +176,14 @@ def test_a_tracker_that_fails_ends_no_training(tmp_path):
     client, (run,) = in_mlflow(tmp_path)
     assert histories(client, run) == reported(again.metrics)
 
-    (tmp_path / "mlflow.db").unlink()
     trials = tmp_path / "search"
+    trials.mkdir()
     small = ["--set", "data.dataset=digits", "--set", "searcher.max_trials=2", "--output", str(trials), *few]
     command = [sys.executable, "search.py", "--config", "experiments/search-random.yaml", *small]
     command += [*overrides(hyperparameters__track="[mlflow]"), "--parallel", "2"]
-    search = execute(command, trials, MLFLOW_TRACKING_URI=where)
+    search = execute(command, trials, MLFLOW_TRACKING_URI=f"sqlite:///{trials}/mlflow.db")
     assert search.code == 0, search.stderr
-    client, runs = in_mlflow(tmp_path)
+    client, runs = in_mlflow(trials)
     assert sorted(run.info.run_name[-10:] for run in runs) == ["trials/000", "trials/001"]
     for run in runs:
         lines = reported_lines(trials / run.info.run_name[-10:])
