@@ -201,7 +201,7 @@ def run(args: argparse.Namespace) -> int:
         peaks = context.distributed.allgather(round(peak_memory(), 1))
         if output is None:  # on a cluster the last checkpoint has the network, and the master the metrics
             if context.tracking.names:
-                context.tracking.add_files(tracked_files.of_trial(trial.hooks.write_network))
+                context.tracking.add_files(tracked_files.of_trial(trial.hooks.write_network, is_chief))
             return 0
         # Summarise
         seconds = time.perf_counter() - trial.hooks.started

@@ -6,8 +6,10 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import determined as det
 from determined import core
@@ -65,6 +67,19 @@ def search_has_stopped(context: core.Context, experiment: Experiment, steps: int
         return False
     stopped = context.distributed.rank == 0 and _is_marked(context, steps)
     return bool(context.distributed.broadcast(stopped))
+
+
+def was_asked(preempt: core.PreemptContext) -> Callable[[], bool]:
+    """Gives what tells later whether the cluster has asked the trial to stop, without asking it again."""
+    ask, was_asked = preempt.should_preempt, threading.Event()
+
+    def should_preempt(*args: Any, **kwargs: Any) -> bool:
+        if answer := ask(*args, **kwargs):
+            was_asked.set()
+        return answer
+
+    preempt.should_preempt = should_preempt
+    return was_asked.is_set
 
 
 def _is_marked(context: core.Context, steps: int) -> bool:

@@ -146,12 +146,14 @@ def init(
     with (
         own_folder(output, ranks, resumes, writes) as goes_on,
         _locally(experiment, ranks, output, goes_on, enable_tensorboard_logging) as context,
-        watching(ranks, context.place, experiment.hang_after),
     ):
         keeps_record = goes_on or resumes is None
         tracking = tracking_here(experiment, ranks.rank == 0, output, keeps_record)
         preempt = context._core.preempt
-        with tracked(tracking, context._core.train, lambda: preempt.requested) as context.tracking:
+        with (
+            tracked(tracking, context._core.train, lambda: preempt.requested) as context.tracking,
+            watching(ranks, context.place, experiment.hang_after),  # within, for trackers may take long
+        ):
             yield context
 
 
@@ -181,8 +183,8 @@ def _on_cluster(
             ranks, preempt = core_context.distributed, core_context.preempt
             tracking = tracking_on_cluster(experiment, ranks.rank == 0, info)
             with (
+                tracked(tracking, core_context.train, cluster.was_asked(preempt)) as context.tracking,
                 watching(ranks, context.place, experiment.hang_after),
-                tracked(tracking, core_context.train, preempt.should_preempt) as context.tracking,
             ):
                 yield context
 

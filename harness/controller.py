@@ -90,7 +90,8 @@ class Controller(Loop):
                 around.callback(self.local.close)
                 steps = self.context.plan.total if self.budget else self._total_steps()
                 self.local.begin(steps, self.epoch_length, self.start_from_batch, self.budget)
-            self.context.tracking.start(metrics_log.read(self.local.output) if self.local else [])
+            if self.context.tracking.names:
+                self.context.tracking.start(metrics_log.read(self.local.output) if self.local else None)
             if isinstance(preempt, LocalPreempt):
                 around.enter_context(preempt.gracefully())
             self._begin_plan()

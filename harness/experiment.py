@@ -21,6 +21,7 @@ LENGTH_UNITS = ("batches", "epochs")
 LENGTH = "hyperparameters.max_length"
 MINUTES = "minutes"  # a length alone: what follows from time is no period
 HANG_AFTER = 600.0  # seconds
+PRIVATE = ("environment", "checkpoint_storage", "registry_auth", "bind_mounts")
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,11 @@ class Experiment:
         if errors := tracker_errors(names):
             raise InvalidInput(errors)
         return tuple(dict.fromkeys(names or ()))
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The configuration for others to read: without the sections that hold keys and passwords."""
+        return {key: value for key, value in self.config.items() if key not in PRIVATE}
 
     @property
     def name(self) -> str:

@@ -145,9 +145,10 @@ class PlannedSchedule(GroupSchedule):
     def step(self, batch_iteration: int | None = None) -> None:
         """Goes on by a step, or to where it is after ``batch_iteration + 1`` steps from the start."""
         done = (self.last_batch_iteration if batch_iteration is None else batch_iteration - 1) + 1
-        self._place = self.plan.position(done + 1)
-        if self._place < self._done - 1:
+        place = self.plan.position(done + 1)
+        if place < self._done - 1:
             self._restart()
+        self._place = place
         while self._done < math.ceil(self._place):
             self._before = dict(self._rate.param_groups[0])
             self._advance()

@@ -96,6 +96,9 @@ def planned(config: Mapping[str, Any], total: int | None) -> dict[str, Any]:
     fitted = {**config, "scheduler": copy.deepcopy(config["scheduler"])}
     # A warm-up of at most so many steps would be another share of the training with each plan
     follow_length(fitted, total or BEFORE_A_PLAN, longest_warmup=float("inf"))
+    params = fitted["scheduler"].get("params", {})
+    if fitted["scheduler"]["type"] == "OneCycleLR" and _rises_in_one_step(params):
+        params["pct_start"] = min(1.0, 2 / params["total_steps"])
     return fitted
 
 
@@ -154,10 +157,15 @@ def _torch_errors(kind: str, params: Mapping[str, Any]) -> list[str]:
     if length not in params:
         return [f"scheduler.params.{length}: missing; give it, or hyperparameters.max_length"]
     total, rise = params[length], params.get("pct_start", 0.3)
-    if kind == "OneCycleLR" and rise * total == 1:  # torch divides by what is left of it, less a step
+    if kind == "OneCycleLR" and _rises_in_one_step(params):
         what = f"is 1 of {total} steps, and torch wants 0 or more than 1; use {min(1.0, 2 / total):g}"
         return [f"scheduler.params.pct_start: {rise}: {what}"]
     return []
+
+
+def _rises_in_one_step(params: Mapping[str, Any]) -> bool:
+    """Whether OneCycleLR's rise is of one step: torch divides by what is left of it, less a step."""
+    return params.get("pct_start", 0.3) * params["total_steps"] == 1
 
 
 def schedule_notes(config: Mapping[str, Any], total: int | None) -> list[str]:

@@ -137,8 +137,9 @@ def read_description(path: pathlib.Path) -> dict[str, Any]:
     Raises:
         InvalidInput: if it is missing or not such a file, with a line for each value that is not valid.
     """
-    file, earlier = beside(path), path.with_suffix(".json")
-    file = earlier if earlier.exists() and not file.exists() else file
+    file = beside(path)
+    if not file.exists() and path.name and path.with_suffix(".json").exists():
+        file = path.with_suffix(".json")
     try:
         description = json.loads(regular_file(file).read_text())
     except FileNotFoundError:

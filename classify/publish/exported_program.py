@@ -32,6 +32,10 @@ def read(path: pathlib.Path) -> Classifier:
     try:
         with without_warnings():
             net = torch.export.load(path).module()
+            seen = description["input"]
+            outputs = registry.logits(net(torch.zeros(1, 3, seen["height"], seen["width"])))
+            if outputs.shape != (1, len(description["classes"])):
+                raise ValueError(f"it gives {tuple(outputs.shape)} for an image")
     except Exception as error:  # zip's, JSON's, torch's
         what = f"is no program of torch.export ({one_line(error)[:300]})"
         raise InvalidInput(f"{path}: {what}; export the network anew") from error

@@ -37,6 +37,8 @@ def write(path: pathlib.Path, trained: Trained) -> None:
     name = trained.description["net"]["name"]
     if name == registry.MOE:
         raise InvalidInput("--format: hf: a mixture of experts needs DeepSpeed; use pt or safetensors")
+    if not path.name:
+        raise InvalidInput(f"{path}: must be the name of a folder to make, e.g. published")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InvalidInput(f"{path}: is not an empty folder; give another, or remove it")
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

@@ -76,6 +76,8 @@ def run(classifier: Classifier, title: str, port: int) -> None:
     Raises:
         InvalidInput: if gradio is missing, or the port is taken.
     """
+    if not 1 <= port <= 65535:
+        raise InvalidInput(f"--port: {port}: must be from 1 to 65535; give another")
     with tempfile.TemporaryDirectory() as folder:
         # It asks no other machine, and keeps nothing
         os.environ.update(GRADIO_ANALYTICS_ENABLED="False", HF_HUB_OFFLINE="1", GRADIO_TEMP_DIR=folder)

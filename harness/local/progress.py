@@ -78,8 +78,12 @@ class LocalMetrics(core.DummyTrainContext):
         self._budget = budget
         self.steps, self.steps_per_epoch = steps, steps_per_epoch
         self._forget_after(done)
-        config = self.experiment.config
-        run = {"config": config, "command": sys.argv, "machine": machine.describe(), "started": time.time()}
+        run = {
+            "config": self.experiment.shown,
+            "command": sys.argv,
+            "machine": machine.describe(),
+            "started": time.time(),
+        }
         (self.output / "run.json").write_text(json.dumps(run, indent=2, default=str) + "\n")
         hidden = not sys.stderr.isatty()
         self._bar = tqdm(

@@ -11,21 +11,18 @@ import os
 import pathlib
 import re
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import filelock
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param
 from typing_extensions import override
 
 from harness.errors import printable
+from harness.host_lock import lock_of, stand_ins
 from harness.trackers.tracked_run import Entry, TrackedRun, Tracker, flat, metrics_of
 
 KEY = "deepspeed_trial.run"  # the tag by which a resumed run is found
-# Two of a host at once, as a search's trials, would both set a new database up
-LOCK = pathlib.Path(tempfile.gettempdir()) / "mlflow-setup.lock"
 MOST_METRICS, MOST_PARAMETERS = 1000, 100  # of a request
 LONGEST_KEY, LONGEST_VALUE = 250, 6000  # characters
 
@@ -42,8 +39,9 @@ class MlflowRun(Tracker):
         self._has_differed = False
 
     @override
-    def start(self, run: TrackedRun, earlier: Sequence[Entry]) -> None:
-        with filelock.FileLock(LOCK, mode=0o666):
+    def start(self, run: TrackedRun, earlier: Sequence[Entry] | None) -> None:
+        stand_ins().mkdir(parents=True, exist_ok=True)
+        with lock_of(stand_ins(), "mlflow"):  # or trials of a search would all set a new database up
             self.client = client = MlflowClient()
             project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
             experiment = client.get_experiment_by_name(project)
@@ -59,7 +57,7 @@ class MlflowRun(Tracker):
             tags = {KEY: run.key, "mlflow.source.name": pathlib.Path(sys.argv[0]).name, **_user()}
             self.run_id = client.create_run(experiment_id, run_name=run.name, tags=tags).info.run_id
         self._log_parameters(run.config, known[0].data.params if known else {})
-        for entry in earlier:
+        for entry in earlier or ():
             self.log(entry)
 
     def _log_parameters(self, config: Mapping[str, Any], recorded: Mapping[str, str]) -> None:

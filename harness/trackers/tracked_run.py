@@ -43,12 +43,13 @@ class Tracker(abc.ABC):
     name: str
 
     @abc.abstractmethod
-    def start(self, run: TrackedRun, earlier: Sequence[Entry]) -> None:
+    def start(self, run: TrackedRun, earlier: Sequence[Entry] | None) -> None:
         """Makes the record, or goes on with the one of this run.
 
         Args:
             run: which run.
-            earlier: what it had reported before a resume, which the record is to have as well.
+            earlier: all that it had reported before a resume, which the record is to have as well; None
+                where that is not known.
         """
 
     @abc.abstractmethod

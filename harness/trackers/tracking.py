@@ -23,12 +23,14 @@ from harness.trackers.tracked_run import FAILED, FINISHED, KILLED, Entry, Tracke
 
 FILE = "tracked.json"  # in a run's folder
 RETRY = 30.0  # seconds after which what has failed is tried again
-LAST_WORDS = 30.0  # seconds that a tracker has at the end of a run
+TRIES = 20  # after which it is left out, for it may be what fails
+LAST_WORDS = 60.0  # seconds that a tracker has at the end of a run
 
 
 def make_tracker(name: str) -> Tracker:
     """The tracker of that name, whose library is imported now."""
     if name == "mlflow":
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from harness.trackers.mlflow_run import MlflowRun
 
         return MlflowRun()
@@ -47,7 +49,7 @@ class Tracking:
 
     def __init__(self, names: Iterable[str] = (), run: TrackedRun | None = None) -> None:
         self.names = tuple(dict.fromkeys(names))
-        self._run = run
+        self._run, self._is_started = run, False
         self._senders = [_Sender(name, run) for name in self.names] if run else []
 
     def follow(self, train: Any) -> None:
@@ -71,12 +73,15 @@ class Tracking:
         follow("report_metrics", None)
 
     def _report(self, group: str, steps_completed: int, metrics: dict[str, Any], *_: Any, **__: Any) -> None:
+        if not self._is_started:  # a trial's own, before the training
+            return
         numbers = scalars(metrics)
         entry = {"group": group, "steps_completed": steps_completed, "time": time.time(), **numbers}
         self._do("log", entry)
 
-    def start(self, earlier: Sequence[Entry]) -> None:
-        """Begins, or goes on with a run that had made these reports; before any other."""
+    def start(self, earlier: Sequence[Entry] | None) -> None:
+        """Begins, or goes on with a run that had made these reports; None where they are not known."""
+        self._is_started = True
         self._do("start", self._run, earlier)
 
     def add_files(self, paths: Iterable[pathlib.Path]) -> None:
@@ -103,7 +108,7 @@ class _Sender:
         self.name, self.run = name, run
         self.jobs: queue.Queue[tuple[str, tuple[Any, ...]]] = queue.Queue()
         self._is_closing = threading.Event()
-        self._has_failed = False
+        self._has_failed = self._has_gaps = self._is_done = False
         # A daemon, for no server may keep a run from its end
         self._thread = threading.Thread(target=self._send, name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -113,9 +118,10 @@ class _Sender:
         is_started = False
         while True:
             what, arguments = self.jobs.get()
-            if what == "finish" and not is_started:
-                return  # the run failed before its training
-            while True:
+            if what == "finish" and not is_started:  # the run failed before its training
+                self._is_done = True
+                return
+            for _ in range(TRIES if is_started else sys.maxsize):
                 try:
                     tracker = tracker or make_tracker(self.name)
                     getattr(tracker, what)(*arguments)
@@ -123,8 +129,11 @@ class _Sender:
                 except Exception as error:  # a tracker's own, of any kind
                     if not self._wait(error):
                         return
+            else:
+                self._has_gaps = True
             is_started = is_started or what == "start"
             if what == "finish":
+                self._is_done = not self._has_gaps
                 return
 
     def _wait(self, error: Exception) -> bool:
@@ -142,9 +151,10 @@ class _Sender:
         """Waits for what is still to be sent, and says where it could not be."""
         if self._has_failed:
             self._is_closing.set()
-        self._thread.join(max(0.0, deadline - time.monotonic()))
+        with contextlib.suppress(KeyboardInterrupt):  # a second signal: no more waiting
+            self._thread.join(max(0.0, deadline - time.monotonic()))
         self._is_closing.set()
-        if self._thread.is_alive() or not self.jobs.empty():
+        if not self._is_done:
             self._say("has not taken everything; metrics.jsonl has it, and --resume latest gives it again")
 
     def _say(self, what: str) -> None:
@@ -158,7 +168,7 @@ def tracked(tracking: Tracking, train: Any, was_interrupted: Callable[[], bool])
     Args:
         tracking: of this run.
         train: Determined's training context, which the reports are made to.
-        was_interrupted: whether a signal, or the cluster, has ended the training; all ranks ask.
+        was_interrupted: whether a signal, or the cluster, has ended the training.
     """
     tracking.follow(train)
     status = FAILED
@@ -187,7 +197,9 @@ def tracking_here(experiment: Experiment, is_chief: bool, output: pathlib.Path, 
             OSError, ValueError, KeyError, TypeError, AttributeError
         ):  # not there, or damaged
             key = uuid.UUID(json.loads(file.read_text())["run"]).hex
-    file.write_text(json.dumps({"run": key}) + "\n")
+    partial = file.with_name(f".{FILE}")
+    partial.write_text(json.dumps({"run": key}) + "\n")
+    os.replace(partial, file)
     name = os.path.relpath(output).removeprefix(f"runs{os.sep}")
     return Tracking(names, _run(experiment, key, name))
 
@@ -205,5 +217,5 @@ def tracking_on_cluster(experiment: Experiment, is_chief: bool, info: det.Cluste
 
 
 def _run(experiment: Experiment, key: str, name: str) -> TrackedRun:
-    config = {**experiment.config, "hyperparameters": dict(experiment.hyperparameters)}
+    config = {**experiment.shown, "hyperparameters": dict(experiment.hyperparameters)}
     return TrackedRun(key, name, experiment.name or "deepspeed-trials", config)

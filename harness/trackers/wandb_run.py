@@ -32,7 +32,7 @@ class WandbRun(Tracker):
         self.run: Any = None
 
     @override
-    def start(self, run: TrackedRun, earlier: Sequence[Entry]) -> None:
+    def start(self, run: TrackedRun, earlier: Sequence[Entry] | None) -> None:
         quiet = wandb.Settings(silent=True, console="off")
         mode: Any = None  # as WANDB_MODE says
         if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False):
@@ -51,9 +51,9 @@ class WandbRun(Tracker):
             settings=quiet,
         )
         self._first = self.run.step  # that the record does not have
-        for entry in earlier:
+        for entry in earlier or ():
             self.log(entry)
-        if self.run.settings.mode == "offline":
+        if earlier is not None and self.run.settings.mode == "offline":
             mine = pathlib.Path(self.run.settings.sync_dir)
             for folder in mine.parent.glob(f"offline-run-*-{run.key}"):
                 if folder != mine:

