@@ -139,7 +139,7 @@ def test_one_record_however_often_a_run_is_stopped_and_killed(tmp_path):
     assert without_speed(histories(client, runs[0])) == without_speed(expected)
     assert histories(client, runs[0]).keys() == expected.keys()
     assert runs[0].data.params["hyperparameters.max_length.batches"] == "400"
-    assert "hidden" not in f"{runs[0].data.params}{(output / 'run.json').read_text()}"
+    assert "hidden" not in f"{runs[0].data.params}{json.loads((output / 'run.json').read_text())['config']}"
     files = {"net.pt", "net.json", "summary.json", "metrics.jsonl", "run.json", "report.html"}
     assert {each.path for each in client.list_artifacts(runs[0].info.run_id)} == files
 
