@@ -1,0 +1,275 @@
+"""A step of DeepSpeed's engines on fake tensors: what each holds, in the order in which it does.
+
+The buffers are those of DeepSpeed 0.19's ``stage_1_and_2.py``, ``stage3.py``, ``bf16_optimizer.py`` and
+``unfused_optimizer.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from classify.engine.combinations import dtype_name, offloads
+from classify.engine.deepspeed_keys import ACCUMULATION
+from classify.engine.memory_tape import Event, Tape
+from classify.engine.optimizer_rules import ADAM_SWITCHES, is_muon, optimizer_class
+from classify.engine.parameter_groups import Group, freeze
+from classify.engine.trial_config import TrialConfig
+from classify.models import recompute, registry
+
+FP32 = 4  # bytes of a number
+ALLREDUCE = 500_000_000  # numbers that DeepSpeed sums over ranks at a time without ZeRO
+
+
+def record(config: TrialConfig, micro_batch: int) -> list[Event]:
+    """What a process allocates and frees for network, engine and a step, later than the first.
+
+    Args:
+        config: the trial's.
+        micro_batch: images.
+    """
+    net = outline(config)
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(), Tape() as tape:
+        _Step(config, tape).run(net, micro_batch)
+    return tape.events
+
+
+def outline(config: TrialConfig) -> nn.Module:
+    """The network on torch's meta device, as it is trained."""
+    net = registry.on_meta_device(config.net)
+    freeze(net.named_parameters(), config.groups)
+    if config.hyper.checkpoint_activations:
+        recompute.enable(net)
+    return net.train()
+
+
+def _give_fake_weights(net: nn.Module, dtype: torch.dtype) -> None:
+    """Puts a network of torch's meta device on the CPU, where ``FakeTensorMode`` is on."""
+    fakes: dict[Tensor, Tensor] = {}
+    for module in net.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    fakes[tensor] = fakes[tensor] if tensor in fakes else _fake(tensor, dtype)
+                    tensors[name] = fakes[tensor]  # type: ignore[assignment]
+
+
+def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    fake = torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+    return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+
+
+class _Step:
+    def __init__(self, config: TrialConfig, tape: Tape) -> None:
+        self.config, self.tape = config, tape
+        self.stage, self.ranks, self.width = config.zero_stage, config.replicas, config.dtype.itemsize
+        zero = config.deepspeed.get("zero_optimization") or {}
+        self.overlaps = zero.get("overlap_comm") in (True, None if self.stage == 3 else True)
+        self.bucket = int(zero.get("reduce_bucket_size", 5e8))
+        self.prefetched = int(zero.get("stage3_prefetch_bucket_size", 5e7))
+        self.offloads = offloads(config.deepspeed, "offload_optimizer")
+        self.offloads_weights = offloads(config.deepspeed, "offload_param")
+        sums = (config.deepspeed.get("data_types") or {}).get("grad_accum_dtype")
+        self.sums = FP32 if sums == "fp32" else self.width  # bytes of a number to which gradients are added
+        name = dtype_name(config.deepspeed)
+        self.is_bf16_engine = self.stage == 1 and name == "bf16" and self.sums == FP32
+        self.bucketed = 0  # bytes of the bucket that were written to
+        self.blocks: list[int] = []  # to be freed at the end of a backward pass
+        self.partition: list[int] = []  # of gradients, to be freed in the step
+        self.is_last = True  # of a step's micro-batches
+
+    def run(self, net: nn.Module, micro_batch: int) -> None:
+        """Makes everything, the optimizer's state, and then the step."""
+        with self.tape.of("weights"):
+            _give_fake_weights(net, self.config.dtype)
+            named = dict(net.named_parameters())
+            groups = [group for group in self.config.groups if not group.frozen]
+            self.weights = [[named[name] for name in group.parameters if name in named] for group in groups]
+            if self.width < FP32:  # it was made in fp32
+                made = [self.tape.allocate("weights", FP32 * each.numel()) for each in named.values()]
+                for key in made:
+                    self.tape.free(key)
+        self.size = sum(each.numel() for group in self.weights for each in group)
+        self.share = -(-self.size // self.ranks)
+        self._build()
+        self.optimizers = [
+            self._optimizer(group, stepped)
+            for group, stepped in zip(groups, self.stepped, strict=True)
+            if stepped
+        ]
+        self._optimize(is_first=True)
+        if self.config.hyper.weight_average:
+            with self.tape.of("average", self.offloads):
+                self.average = [torch.empty(each.shape) for group in self.stepped for each in group]
+        for group in self.weights:
+            for parameter in group:
+                parameter.register_post_accumulate_grad_hook(self._reduce)
+        count = min(2, self.config.deepspeed[ACCUMULATION])
+        for index in range(count):
+            self.is_last = index == count - 1
+            self._pass(net, micro_batch)
+        self._optimize(is_first=False)
+
+    # ------------------------------------------------------------------------------------------- the engine
+
+    def _build(self) -> None:
+        """The flat weights that a partitioned engine makes, and the fp32 ones that its optimizer steps."""
+        self.stepped: list[list[Tensor]] = []
+        for group in self.weights:
+            size = sum(each.numel() for each in group)
+            share = -(-size // self.ranks)
+            if self.stage == 0 and self.width == FP32:
+                self.stepped.append([each for each in group])
+                continue
+            if self.stage:
+                with self.tape.of("weights", self.offloads_weights):
+                    flat = torch.empty(share if self.stage == 3 else size, dtype=self.config.dtype)
+                if self.stage < 3 or self.ranks == 1:
+                    self._view(group, flat)
+                else:
+                    self._release(group)
+                    self.flat = [*getattr(self, "flat", []), flat]
+            with self.tape.of("optimizer", self.offloads):
+                shapes = [each.shape for each in group] if self.stage == 0 else [torch.Size([share])]
+                self.stepped.append([torch.empty(shape) for shape in shapes])
+        if self.stage == 3:
+            self.tape.allocate("gradients", self.sums * self.share, self.offloads)
+            self.tape.allocate("buckets", self.width * min(self.bucket, self.size))
+        elif self.is_bf16_engine:
+            self.tape.allocate("gradients", FP32 * self.size)
+        elif self.stage == 2 and self.ranks == 1 and not self.offloads:
+            self.tape.allocate("gradients", self.width * self.size)
+        if self.offloads:
+            self.tape.allocate("gradients", FP32 * self.share, True)
+            if self.stage == 2:
+                self.tape.allocate("buckets", self.width * self.share, True)
+
+    def _view(self, group: Sequence[Tensor], flat: Tensor) -> None:
+        start = 0
+        for each in group:
+            each.data = flat.narrow(0, start, each.numel()).view(each.shape)
+            start += each.numel()
+
+    def _release(self, group: Sequence[Tensor]) -> None:
+        for each in group:
+            shape = each.shape
+            each.data = torch.empty(0, dtype=each.dtype)
+            each.whole = shape  # type: ignore[attr-defined]
+
+    # ------------------------------------------------------------------------------- forward and backward pass
+
+    def _pass(self, net: nn.Module, micro_batch: int) -> None:
+        config, tape = self.config, self.tape
+        gathers = self.stage == 3 and self.ranks > 1
+        if gathers:
+            with tape.of("weights"):
+                for group in self.weights:
+                    for each in group:
+                        each.data = torch.empty(each.whole, dtype=each.dtype)  # type: ignore[attr-defined]
+            self._transient(self.width * min(self.size // 2, self.prefetched))
+        with tape.of("images"):
+            images = torch.empty(micro_batch, 3, *config.data.image_size, dtype=torch.uint8)
+            inputs = images.float()
+            del images
+            if config.channels_last:
+                inputs = inputs.contiguous(memory_format=torch.channels_last)
+            inputs = inputs.to(config.dtype)
+            labels = torch.zeros(micro_batch, dtype=torch.int64)
+        autocast: Any = contextlib.nullcontext()
+        if config.autocasts:
+            dtype = config.deepspeed["torch_autocast"].get("dtype", "bfloat16").removeprefix("torch.")
+            autocast = torch.autocast("cpu", {"fp16": torch.float16}.get(dtype, torch.bfloat16))
+        with autocast:
+            outputs = registry.logits(net(inputs))
+        F.cross_entropy(outputs.float(), labels).backward()
+        del outputs
+        self._end_of_backward()
+        if gathers:
+            for group in self.weights:
+                self._release(group)
+
+    def _transient(self, size: float) -> None:
+        self.tape.free(self.tape.allocate("buckets", size))
+
+    def _reduce(self, parameter: Tensor) -> None:
+        """What an engine does with a gradient as soon as it is there."""
+        assert parameter.grad is not None
+        self.tape.relabel(parameter.grad, "gradients")
+        if self.is_bf16_engine:
+            parameter.grad = None
+        elif self.stage == 3:
+            parameter.grad = None
+        elif self.stage == 2 or (self.stage == 1 and self.is_last and self.overlaps):
+            self._bucket(parameter)
+
+    def _bucket(self, parameter: Tensor) -> None:
+        parameter.grad = None
+        most = self.width * self.bucket * (2 if self.overlaps else 1)
+        size = min(self.width * parameter.numel(), most - self.bucketed)
+        self.bucketed += size
+        self.blocks.append(self.tape.allocate("buckets", size))
+
+    def _end_of_backward(self) -> None:
+        tape = self.tape
+        if self.stage == 0 and self.is_last and self.ranks > 1:
+            numbers = min(self.size, ALLREDUCE)
+            same = self.config.deepspeed.get("communication_data_type") in (
+                None,
+                dtype_name(self.config.deepspeed),
+            )
+            self._transient((self.width + (0 if same else FP32)) * numbers)
+        elif self.stage == 3:
+            self._transient(2 * self.width * min(self.size, self.bucket))
+        elif self.stage and not self.is_bf16_engine and (self.stage == 2 or self.is_last):
+            if self.stage == 1 and not self.overlaps:
+                for group in self.weights:
+                    for each in group:
+                        self._bucket(each)
+            if not self.partition and not self.offloads:
+                self.partition.append(tape.allocate("gradients", self.sums * self.share))
+            if self.ranks > 1:
+                self._transient(self.width * min(self.share, self.bucket))
+            for key in self.blocks:
+                tape.free(key)
+            self.blocks, self.bucketed = [], 0
+
+    # -------------------------------------------------------------------------------------------- the optimizer
+
+    def _optimizer(self, group: Group, tensors: list[Tensor]) -> torch.optim.Optimizer:
+        section = self.config.deepspeed["optimizer"]
+        params = {key: value for key, value in section.get("params", {}).items() if key not in ADAM_SWITCHES}
+        if is_muon(self.config.deepspeed):
+            cls: Any = functools.partial(torch.optim.SGD, momentum=0.9) if group.muon else torch.optim.AdamW
+            return cls(tensors, lr=params["lr"])
+        cls = optimizer_class(section["type"]) or torch.optim.AdamW
+        return cls(tensors, **params)
+
+    def _optimize(self, is_first: bool) -> None:
+        """The optimizer's step; in the first it makes its state."""
+        for optimizer, stepped in zip(self.optimizers, filter(None, self.stepped), strict=True):
+            with self.tape.of("gradients", self.offloads):
+                for each in stepped:
+                    if each.grad is None:
+                        each.grad = torch.empty(each.shape)
+            for key in self.partition:
+                self.tape.free(key)
+            self.partition = []
+            with self.tape.of("step", self.offloads):
+                optimizer.step()
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        self.tape.relabel(value, "optimizer")
+            for each in stepped:
+                each.grad = None
+        if not is_first:
+            for group in self.weights:
+                for each in group:
+                    each.grad = None
