@@ -8,16 +8,17 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from classify.engine.memory_step import outline, record
-from classify.engine.memory_tape import Event, between, peak
+from classify.engine.memory_step import keeps_freed_memory, outline, record
+from classify.engine.memory_tape import HOLES, LASTING, Event, Library, between, peak
 from classify.engine.trial_config import TrialConfig
 from harness.errors import one_line
 
 MIB = 2**20
 TRACED = 2, 4  # micro-batches; batch normalization does not train on one image
 BASE, GPU_BASE = 810, 500  # MiB of a process that has imported everything; of a GPU's context
-PARTS = ("weights", "gradients", "optimizer", "average", "buckets", "activations", "images")
-LARGE = {True: 32 * MIB, False: MIB}  # whether freed memory is kept: the blocks that it is not of
+PARTS = ("base", *LASTING[:-1], "gradients", "step", "buckets", "activations", "scratch", "images", HOLES)
+# By whether freed memory is kept: see ``keep_freed_memory``.
+LIBRARY = {True: Library(32 * MIB, 1.35), False: Library(MIB, 1)}  # the first measured: docs/memory.md
 
 
 @dataclass(frozen=True)
@@ -69,18 +70,15 @@ class Forecaster:
         except Exception as error:  # as many kinds as there are networks
             states = {"base": base, **model_states(self.config)}
             return Forecast(states, note=f"activations are not known ({one_line(error)})")
-        config = self.config
         if self.on_gpu:
             found = peak(events, None, on_host=False)
-            held = sum(peak(events, None, on_host=True).parts.values())
-            decoded = {"decoded images": self._decoded}
+            held = round(sum(peak(events, None, on_host=True).parts.values()))
         else:
-            keeps = config.zero_stage < 3 and not config.hyper.checkpoint_activations
-            found, held, decoded = peak(events, LARGE[keeps]), 0, {"freed, kept": 0}
-            decoded["freed, kept"] = round(found.kept)
-        parts = {name: round(size) for name, size in found.parts.items()}
-        ordered = {name: parts.pop(name) for name in PARTS if parts.get(name)}
-        return Forecast({"base": base, **ordered, **parts, **{k: v for k, v in decoded.items() if v}}, held)
+            found, held = peak(events, LIBRARY[keeps_freed_memory(self.config)]), 0
+        sizes: dict[str, float] = {**found.parts, "base": base}
+        sizes["images"] = sizes.get("images", 0) + (self._decoded if self.on_gpu else 0)
+        sizes[HOLES] = sizes.get(HOLES, 0.0) + found.kept
+        return Forecast({name: round(sizes[name]) for name in PARTS if sizes.get(name)}, held)
 
     def _events(self, micro_batch: int) -> list[Event]:
         known = between(*self._records, TRACED, micro_batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from classify.engine.combinations import dtype_name, offloads
 from classify.engine.deepspeed_keys import ACCUMULATION
-from classify.engine.memory_tape import Event, Tape
+from classify.engine.memory_tape import HOLES, Event, Tape
 from classify.engine.optimizer_rules import ADAM_SWITCHES, is_muon, optimizer_class
 from classify.engine.parameter_groups import Group, freeze
 from classify.engine.trial_config import TrialConfig
@@ -26,6 +26,11 @@ from classify.models import recompute, registry
 
 FP32 = 4  # bytes of a number
 ALLREDUCE = 500_000_000  # numbers that DeepSpeed sums over ranks at a time without ZeRO
+
+
+def keeps_freed_memory(config: TrialConfig) -> bool:
+    """Whether the C library keeps what a step frees; not where many sizes would add up."""
+    return config.zero_stage < 3 and not config.hyper.checkpoint_activations
 
 
 def record(config: TrialConfig, micro_batch: int) -> list[Event]:
@@ -92,10 +97,6 @@ class _Step:
             named = dict(net.named_parameters())
             groups = [group for group in self.config.groups if not group.frozen]
             self.weights = [[named[name] for name in group.parameters if name in named] for group in groups]
-            if self.width < FP32:  # it was made in fp32
-                made = [self.tape.allocate("weights", FP32 * each.numel()) for each in named.values()]
-                for key in made:
-                    self.tape.free(key)
         self.size = sum(each.numel() for group in self.weights for each in group)
         self.share = -(-self.size // self.ranks)
         self._build()
@@ -126,7 +127,7 @@ class _Step:
             size = sum(each.numel() for each in group)
             share = -(-size // self.ranks)
             if self.stage == 0 and self.width == FP32:
-                self.stepped.append([each for each in group])
+                self.stepped.append(list(group))
                 continue
             if self.stage:
                 with self.tape.of("weights", self.offloads_weights):
@@ -136,6 +137,7 @@ class _Step:
                 else:
                     self._release(group)
                     self.flat = [*getattr(self, "flat", []), flat]
+                self._leave_holes(group)
             with self.tape.of("optimizer", self.offloads):
                 shapes = [each.shape for each in group] if self.stage == 0 else [torch.Size([share])]
                 self.stepped.append([torch.empty(shape) for shape in shapes])
@@ -151,6 +153,12 @@ class _Step:
             if self.stage == 2:
                 self.tape.allocate("buckets", self.width * self.share, True)
 
+    def _leave_holes(self, weights: Sequence[nn.Parameter]) -> None:
+        """The places of weights that are elsewhere now, into which few blocks fit."""
+        if self.config.device == "cpu" and keeps_freed_memory(self.config):
+            for each in weights:
+                self.tape.allocate(HOLES, self.width * each.numel())
+
     def _view(self, group: Sequence[Tensor], flat: Tensor) -> None:
         start = 0
         for each in group:
@@ -163,7 +171,7 @@ class _Step:
             each.data = torch.empty(0, dtype=each.dtype)
             each.whole = shape  # type: ignore[attr-defined]
 
-    # ------------------------------------------------------------------------------- forward and backward pass
+    # ---------------------------------------------------------------------------- forward and backward pass
 
     def _pass(self, net: nn.Module, micro_batch: int) -> None:
         config, tape = self.config, self.tape
@@ -202,9 +210,7 @@ class _Step:
         """What an engine does with a gradient as soon as it is there."""
         assert parameter.grad is not None
         self.tape.relabel(parameter.grad, "gradients")
-        if self.is_bf16_engine:
-            parameter.grad = None
-        elif self.stage == 3:
+        if self.is_bf16_engine or self.stage == 3:
             parameter.grad = None
         elif self.stage == 2 or (self.stage == 1 and self.is_last and self.overlaps):
             self._bucket(parameter)
@@ -240,7 +246,7 @@ class _Step:
                 tape.free(key)
             self.blocks, self.bucketed = [], 0
 
-    # -------------------------------------------------------------------------------------------- the optimizer
+    # ----------------------------------------------------------------------------------------- the optimizer
 
     def _optimizer(self, group: Group, tensors: list[Tensor]) -> torch.optim.Optimizer:
         section = self.config.deepspeed["optimizer"]
@@ -254,14 +260,16 @@ class _Step:
     def _optimize(self, is_first: bool) -> None:
         """The optimizer's step; in the first it makes its state."""
         for optimizer, stepped in zip(self.optimizers, filter(None, self.stepped), strict=True):
-            with self.tape.of("gradients", self.offloads):
+            # Of a bf16 engine, and in the host's memory, the gradients are there already
+            is_there = self.is_bf16_engine or self.offloads
+            with self.tape.of("gradients"):
                 for each in stepped:
                     if each.grad is None:
-                        each.grad = torch.empty(each.shape)
+                        each.grad = torch.empty(1).expand(each.shape) if is_there else torch.empty(each.shape)
             for key in self.partition:
                 self.tape.free(key)
             self.partition = []
-            with self.tape.of("step", self.offloads):
+            with self.tape.of("optimizer" if is_first else "step", self.offloads):
                 optimizer.step()
             for state in optimizer.state.values():
                 for value in state.values():

@@ -7,6 +7,7 @@ size that is linear in the micro-batch.
 from __future__ import annotations
 
 import contextlib
+import enum
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+HOLES = "freed, kept"  # the part of what the C library keeps
+LASTING = ("weights", "optimizer", "average", HOLES)  # longer than a step
+IMAGES = 4  # dimensions of a batch
 
 
 class Block(NamedTuple):
@@ -78,10 +84,21 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            if isinstance(each, Tensor):
-                self._see(each.untyped_storage())
+        outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        for each in outputs:
+            self._see(each.untyped_storage())
+        if func in (aten.convolution.default, aten.convolution_backward.default):
+            images = [each for each in (*tree_leaves(args), *outputs) if isinstance(each, Tensor)]
+            self._reorder([each for each in images if each.dim() == IMAGES])
         return result
+
+    def _reorder(self, tensors: list[Tensor]) -> None:
+        """The copies that oneDNN makes for a convolution of tensors that are not in its own order."""
+        order = torch.channels_last
+        copied = [each for each in tensors if not each.is_contiguous(memory_format=order)]
+        keys = [self.allocate("scratch", each.numel() * each.element_size()) for each in copied]
+        for key in keys:
+            self.free(key)
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         address = storage._cdata
@@ -122,46 +139,69 @@ def between(one: list[Event], other: list[Event], sizes: tuple[int, int], wanted
 
 
 class Peak(NamedTuple):
-    """The most bytes that a record holds at a time.
+    """The most memory that a record needs at a time, in bytes.
 
     Attributes:
-        parts: by what for, at that moment.
-        kept: what the C library keeps beside it, of blocks that have been freed.
+        parts: by what for, at the moment at which the blocks together are the largest.
+        kept: what the C library keeps beside it, of blocks that were freed.
     """
 
     parts: Counter[str]
     kept: float
 
 
-def peak(events: list[Event], large: float | None, on_host: bool | None = None) -> Peak:
+def peak(events: list[Event], library: Library | None, on_host: bool | None = None) -> Peak:
     """Replays a record.
 
     Args:
         events: the record.
-        large: from which size on the C library returns a block to the system, which keeps the others for
-            the process once they were needed; None where all are returned, as to torch's allocator of GPUs.
+        library: how the C library keeps blocks; None where none are kept, as by torch's allocator of GPUs.
         on_host: only blocks that are in the host's memory, or only others; None for all.
     """
     blocks: dict[int, Block] = {}
     live: Counter[str] = Counter()
     most: Counter[str] = Counter()
-    small = small_most = big = big_most = total_most = 0.0
+    held: Counter[Kept] = Counter()
+    held_most: Counter[Kept] = Counter()
+    total = 0.0
     for what, key, block in events:
         old = blocks.pop(key, None)
         if old:
             live[old.part] -= old.size  # type: ignore[assignment]
-            if large is None or old.size >= large:
-                big -= old.size
-            else:
-                small -= old.size
+            held[kept(old, library)] -= old.size  # type: ignore[assignment]
         if what != "gone" and block and on_host in (None, block.on_host):
             blocks[key] = block
             live[block.part] += block.size  # type: ignore[assignment]
-            if large is None or block.size >= large:
-                big += block.size
-            else:
-                small += block.size
-        small_most, big_most = max(small_most, small), max(big_most, big)
-        if small + big > total_most:
-            total_most, most = small + big, live.copy()
-    return Peak(most, small_most + big_most - total_most if large is not None else 0.0)
+            held[kept(block, library)] += block.size  # type: ignore[assignment]
+        held_most |= held
+        if sum(held.values()) > total:
+            total, most = sum(held.values()), live.copy()
+    if library is None:
+        return Peak(most, 0)
+    held_most[Kept.WITH_HOLES] *= library.holes  # type: ignore[assignment]
+    return Peak(most, sum(held_most.values()) - total)
+
+
+class Kept(enum.Enum):
+    """What becomes of the place of a block that is freed."""
+
+    RETURNED, PACKED, WITH_HOLES = range(3)
+
+
+def kept(block: Block, library: Library | None) -> Kept:
+    """The same, by what the block is for and its size."""
+    if library is None or block.size >= library.large:
+        return Kept.RETURNED
+    return Kept.PACKED if block.part in LASTING else Kept.WITH_HOLES
+
+
+class Library(NamedTuple):
+    """How a C library keeps blocks.
+
+    Attributes:
+        large: from which size on, in bytes, it returns a block to the system, and keeps what is smaller.
+        holes: what those of a step take with the holes between them, over their own size.
+    """
+
+    large: float
+    holes: float
