@@ -116,8 +116,10 @@ def check(args: argparse.Namespace) -> int:
             print(f"train.py: {printable(line)}", file=sys.stderr)
         args.overrides.append(f"hyperparameters.deepspeed_config={json.dumps(args.migrate)}")
     experiment = load(args)
-    from classify.engine.trial_config import TrialConfig  # after the file was checked, for it takes seconds
+    from classify.engine import memory_forecast  # after the file was checked, for these take seconds
+    from classify.engine.trial_config import TrialConfig
     from classify.reports.overview import describe_images, describe_length
+    from harness.machine import memory_limit
     from harness.processes import device_type
 
     slots = args.slots or experiment.slots
@@ -128,6 +130,8 @@ def check(args: argparse.Namespace) -> int:
         print(f"train.py: length {describe_length(config)}", file=sys.stderr)
     for line in config.described_groups:
         print(f"train.py: parameters {printable(line)}", file=sys.stderr)
+    for line in memory_forecast.describe(config, memory_limit(slots, config.device)):
+        print(f"train.py: memory {printable(line)}", file=sys.stderr)
     print(json.dumps(config.deepspeed, indent=2))
     return 0
 

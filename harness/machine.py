@@ -73,6 +73,24 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
 
 
+def memory_limit(processes: int, device: str) -> int | None:
+    """The bytes that each of so many processes of this machine may have; None where none is known.
+
+    Of a GPU all its memory; else an equal share of the machine's or the control group's, and no more than
+    the process's own limit (``ulimit -v``, ``-d``).
+    """
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
+    shared = [psutil.virtual_memory().total]
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
+            shared.append(int(pathlib.Path(file).read_text()))
+    own = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+    return min(
+        min(shared) // processes, *(each for each in own if each != resource.RLIM_INFINITY), sys.maxsize
+    )
+
+
 def waited_for_cores(thread: str = "*") -> float:
     """The seconds that threads of this process were ready to run and had no core, together; 0 if unknown.
 

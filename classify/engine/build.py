@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from classify.engine import memory
 from classify.engine.learning_rate import counts_steps, planned
+from classify.engine.memory_step import keeps_freed_memory
 from classify.engine.optimizer_rules import schedule_maker
 from classify.engine.parameter_groups import are_plain, freeze, optimizer_groups
 from classify.engine.trial_config import TrialConfig
@@ -149,7 +150,7 @@ def building(config: TrialConfig, images_on_gpu: int) -> Iterator[None]:
         InvalidInput: for what DeepSpeed refuses beyond the rules here.
         TrainingStopped: if memory runs out.
     """
-    memory.keep_freed_memory(config.zero_stage < 3 and not config.hyper.checkpoint_activations)
+    memory.keep_freed_memory(keeps_freed_memory(config))
     quiet = contextlib.redirect_stdout(io.StringIO())  # DeepSpeed prints its groups and layers
     explained = explain_out_of_memory(
         lambda: "before the first step", lambda: memory.advise(config, None, images_on_gpu)

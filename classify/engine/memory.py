@@ -10,12 +10,10 @@ from typing import Any
 
 from classify.engine.combinations import dtype_name
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH
+from classify.engine.memory_forecast import MIB, model_states
 from classify.engine.trial_config import TrialConfig
 from classify.models import recompute, registry
 
-# Bytes of a parameter's weight, its gradient, and Adam's state with a master copy.
-BYTES = {"fp32": (4, 4, 8), "16 bits": (2, 2, 12)}
-MIB = 2**20
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt
 
 
@@ -46,9 +44,7 @@ def advise(config: TrialConfig, engine: Any | None, images_on_gpu: int) -> str:
     """
     training, pipeline, experts = engine is not None, config.stages > 1, config.hyper.has_experts
     net = registry.on_meta_device(config.net) if engine is None else engine.module
-    parameters = sum(getattr(each, "ds_numel", each.numel()) for each in net.parameters())
     micro, accumulation = config.deepspeed[MICRO_BATCH], config.deepspeed[ACCUMULATION]
-    precision = "fp32" if dtype_name(config.deepspeed) == "fp32" else "16 bits"
     largest_stage = 1 if pipeline else 2 if experts else 3
     advice = []
     if images_on_gpu:
@@ -60,36 +56,29 @@ def advise(config: TrialConfig, engine: Any | None, images_on_gpu: int) -> str:
             f" {accumulation}; the same steps with the activations of {part} images)"
         )
     if config.replicas > 1 and config.zero_stage < largest_stage:
-        advice.append(_next_stage(parameters, config, precision, largest_stage))
+        advice.append(_next_stage(config, largest_stage))
     can_recompute = training and not (config.hyper.checkpoint_activations or pipeline or experts)
     if can_recompute and any(True for _ in recompute.blocks(net)):
         advice.append(
             "hyperparameters.checkpoint_activations: true (a block's activations are computed twice)"
         )
-    if precision == "fp32":
+    if dtype_name(config.deepspeed) == "fp32":
         what = "activations" if training else "weights and gradients"
         advice.append(f"bf16.enabled: true ({what} of half the size)")
     zero = config.deepspeed.get("zero_optimization") or {}
     if config.device == "cuda" and not pipeline and not zero.get("offload_optimizer"):
-        size = parameters * BYTES[precision][2] / config.replicas / MIB
+        size = model_states(config, largest_stage)["optimizer"] / MIB
         offload = f"{{stage: {largest_stage}, offload_optimizer: {{device: cpu}}}}"
         advice.append(f"zero_optimization: {offload} ({size:,.0f} MiB to the host)")
     return "; then ".join([*advice, "a smaller net or data.image_size" if training else "a smaller net"])
 
 
-def _next_stage(parameters: int, config: TrialConfig, precision: str, largest: int) -> str:
+def _next_stage(config: TrialConfig, largest: int) -> str:
     """What the next ZeRO stages would save."""
     stage = config.zero_stage
-    sizes = [_model_states(parameters, config.replicas, each, precision) / MIB for each in range(4)]
+    sizes = [sum(model_states(config, each).values()) / MIB for each in range(4)]
     others = ", ".join(f"{each}: {sizes[each]:,.0f}" for each in range(stage + 1, largest + 1))
     return (
         f"zero_optimization.stage: {stage + 1} (now {stage}; weights, gradients and optimizer take"
         f" {sizes[stage]:,.0f} MiB a process, at stage {others})"
     )
-
-
-def _model_states(parameters: int, processes: int, stage: int, precision: str) -> float:
-    """Bytes a process holds of weights, gradients and Adam's state (arxiv.org/abs/1910.02054, figure 1)."""
-    weights, gradients, state = BYTES[precision]
-    parts = ((weights, 3), (gradients, 2), (state, 1))  # and from which stage on they are partitioned
-    return parameters * sum(size / processes if stage >= first else size for size, first in parts)

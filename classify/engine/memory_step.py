@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,36 @@ def outline(config: TrialConfig) -> nn.Module:
     if config.hyper.checkpoint_activations:
         recompute.enable(net)
     return net.train()
+
+
+def state_width(config: TrialConfig) -> int:
+    """Bytes of the optimizer's state for a number that it trains, the most of any group's."""
+    widths = [0]
+    with FakeTensorMode():
+        for group in config.groups:
+            if not group.frozen:
+                weight = torch.empty(1024, 1024)
+                weight.grad = torch.empty_like(weight)
+                optimizer = _optimizer(config, group, [weight])
+                optimizer.step()
+                sizes = [each.nbytes for each in optimizer.state[weight].values() if isinstance(each, Tensor)]
+                widths.append(round(sum(sizes) / weight.numel()))
+    return max(widths)
+
+
+def _optimizer(config: TrialConfig, group: Group, tensors: list[Tensor]) -> torch.optim.Optimizer:
+    """Torch's that needs what DeepSpeed's does; Muon's state is a momentum's, its Adam's that of Adam."""
+    section = config.deepspeed["optimizer"]
+    params = {key: value for key, value in section.get("params", {}).items() if key not in ADAM_SWITCHES}
+    if is_muon(config.deepspeed):
+        cls: Any = functools.partial(torch.optim.SGD, momentum=0.9) if group.muon else torch.optim.AdamW
+        return cls(tensors, lr=params["lr"])
+    cls = optimizer_class(section["type"]) or torch.optim.AdamW
+    if config.device == "cuda":  # DeepSpeed's Adam has no temporaries; torch's steps all tensors together
+        is_own = cls is torch.optim.AdamW and not section["params"].get("torch_adam")
+        if is_own or "foreach" in inspect.signature(cls).parameters:
+            params.setdefault("fused" if is_own else "foreach", True)
+    return cls(tensors, **params)
 
 
 def _give_fake_weights(net: nn.Module, dtype: torch.dtype) -> None:
@@ -101,7 +132,7 @@ class _Step:
         self.share = -(-self.size // self.ranks)
         self._build()
         self.optimizers = [
-            self._optimizer(group, stepped)
+            _optimizer(self.config, group, stepped)
             for group, stepped in zip(groups, self.stepped, strict=True)
             if stepped
         ]
@@ -247,15 +278,6 @@ class _Step:
             self.blocks, self.bucketed = [], 0
 
     # ----------------------------------------------------------------------------------------- the optimizer
-
-    def _optimizer(self, group: Group, tensors: list[Tensor]) -> torch.optim.Optimizer:
-        section = self.config.deepspeed["optimizer"]
-        params = {key: value for key, value in section.get("params", {}).items() if key not in ADAM_SWITCHES}
-        if is_muon(self.config.deepspeed):
-            cls: Any = functools.partial(torch.optim.SGD, momentum=0.9) if group.muon else torch.optim.AdamW
-            return cls(tensors, lr=params["lr"])
-        cls = optimizer_class(section["type"]) or torch.optim.AdamW
-        return cls(tensors, **params)
 
     def _optimize(self, is_first: bool) -> None:
         """The optimizer's step; in the first it makes its state."""

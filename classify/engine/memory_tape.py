@@ -174,7 +174,7 @@ def peak(events: list[Event], library: Library | None, on_host: bool | None = No
             live[block.part] += block.size  # type: ignore[assignment]
             held[kept(block, library)] += block.size  # type: ignore[assignment]
         held_most |= held
-        if sum(held.values()) > total:
+        if sum(held.values()) >= total:
             total, most = sum(held.values()), live.copy()
     if library is None:
         return Peak(most, 0)
