@@ -139,9 +139,8 @@ def measure(row: Row, images: pathlib.Path) -> dict[str, int]:
     """Bytes that the first rank had after its imports, and at most in the steps."""
     launch = [sys.executable]
     if row.processes > 1:
-        launch += "-m torch.distributed.run --master-port=29879".split() + [
-            f"--nproc-per-node={row.processes}"
-        ]
+        launch += "-m torch.distributed.run --master-port=29879 --nproc-per-node".split()
+        launch.append(str(row.processes))
     launch += "-m benchmarks.memory --worker --config experiments/photos.yaml".split()
     launch += [part for each in settings(row, images) for part in ("--set", each)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -8,14 +8,16 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from classify.engine.memory_step import FP32, keeps_freed_memory, record, state_width
+from classify.engine.fake_optimizer import state_width
+from classify.engine.memory_step import FP32, keeps_freed_memory, record
 from classify.engine.memory_tape import HOLES, LASTING, Event, Library, between, peak
 from classify.engine.trial_config import TrialConfig
 from harness.errors import one_line
 
 MIB = 2**20
 TRACED = 2, 4  # micro-batches; batch normalization does not train on one image
-BASE, GPU_BASE = 810, 500  # MiB of a process that has imported everything; of a GPU's context
+# MiB of a process that has computed a step of nothing, more where there are several; of a GPU's context
+BASE, JOINED, GPU_BASE = 820, 40, 500
 PARTS = ("base", *LASTING[:-1], "gradients", "step", "buckets", "activations", "scratch", "images", HOLES)
 # By whether freed memory is kept: see ``keep_freed_memory``.
 LIBRARY = {True: Library(32 * MIB, 1.35), False: Library(MIB, 1)}  # the first measured: docs/memory.md
@@ -65,7 +67,8 @@ class Forecaster:
     def __call__(self, micro_batch: int) -> Forecast:
         """The forecast for a micro-batch of so many images."""
         config = self.config
-        base = (GPU_BASE if self.on_gpu else BASE) * MIB
+        on_cpu = BASE + (JOINED if config.processes > 1 else 0)
+        base = MIB * (GPU_BASE if self.on_gpu else on_cpu)
         states = {"base": base, **model_states(config)}
         if config.hyper.has_experts or config.stages > 1:
             return Forecast(states, note="of experts and pipelines the activations are not known")

@@ -7,8 +7,6 @@ The buffers are those of DeepSpeed 0.19's ``stage_1_and_2.py``, ``stage3.py``, `
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,9 +17,9 @@ from torch.nn import functional as F
 
 from classify.engine.combinations import dtype_name, offloads
 from classify.engine.deepspeed_keys import ACCUMULATION
+from classify.engine.fake_optimizer import fake_optimizer
 from classify.engine.memory_tape import HOLES, Event, Tape
-from classify.engine.optimizer_rules import ADAM_SWITCHES, is_muon, optimizer_class
-from classify.engine.parameter_groups import Group, freeze
+from classify.engine.parameter_groups import freeze
 from classify.engine.trial_config import TrialConfig
 from classify.models import recompute, registry
 
@@ -42,7 +40,7 @@ def record(config: TrialConfig, micro_batch: int) -> list[Event]:
         micro_batch: images.
     """
     net = outline(config)
-    with torch.random.fork_rng(devices=[]), FakeTensorMode(), Tape() as tape:
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(), Tape(config.device == "cpu") as tape:
         _Step(config, tape).run(net, micro_batch)
     return tape.events
 
@@ -54,36 +52,6 @@ def outline(config: TrialConfig) -> nn.Module:
     if config.hyper.checkpoint_activations:
         recompute.enable(net)
     return net.train()
-
-
-def state_width(config: TrialConfig) -> int:
-    """Bytes of the optimizer's state for a number that it trains, the most of any group's."""
-    widths = [0]
-    with FakeTensorMode():
-        for group in config.groups:
-            if not group.frozen:
-                weight = torch.empty(1024, 1024)
-                weight.grad = torch.empty_like(weight)
-                optimizer = _optimizer(config, group, [weight])
-                optimizer.step()
-                sizes = [each.nbytes for each in optimizer.state[weight].values() if isinstance(each, Tensor)]
-                widths.append(round(sum(sizes) / weight.numel()))
-    return max(widths)
-
-
-def _optimizer(config: TrialConfig, group: Group, tensors: list[Tensor]) -> torch.optim.Optimizer:
-    """Torch's that needs what DeepSpeed's does; Muon's state is a momentum's, its Adam's that of Adam."""
-    section = config.deepspeed["optimizer"]
-    params = {key: value for key, value in section.get("params", {}).items() if key not in ADAM_SWITCHES}
-    if is_muon(config.deepspeed):
-        cls: Any = functools.partial(torch.optim.SGD, momentum=0.9) if group.muon else torch.optim.AdamW
-        return cls(tensors, lr=params["lr"])
-    cls = optimizer_class(section["type"]) or torch.optim.AdamW
-    if config.device == "cuda":  # DeepSpeed's Adam has no temporaries; torch's steps all tensors together
-        is_own = cls is torch.optim.AdamW and not section["params"].get("torch_adam")
-        if is_own or "foreach" in inspect.signature(cls).parameters:
-            params.setdefault("fused" if is_own else "foreach", True)
-    return cls(tensors, **params)
 
 
 def _give_fake_weights(net: nn.Module, dtype: torch.dtype) -> None:
@@ -104,7 +72,7 @@ def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _Step:
     def __init__(self, config: TrialConfig, tape: Tape) -> None:
-        self.config, self.tape = config, tape
+        self.config, self.tape, self.on_gpu = config, tape, config.device == "cuda"
         self.stage, self.ranks, self.width = config.zero_stage, config.replicas, config.dtype.itemsize
         zero = config.deepspeed.get("zero_optimization") or {}
         self.overlaps = zero.get("overlap_comm") in (True, None if self.stage == 3 else True)
@@ -132,7 +100,7 @@ class _Step:
         self.share = -(-self.size // self.ranks)
         self._build()
         self.optimizers = [
-            _optimizer(self.config, group, stepped)
+            fake_optimizer(self.config, group, stepped)
             for group, stepped in zip(groups, self.stepped, strict=True)
             if stepped
         ]
@@ -174,7 +142,9 @@ class _Step:
                 self.stepped.append([torch.empty(shape) for shape in shapes])
         if self.stage == 3:
             self.tape.allocate("gradients", self.sums * self.share, self.offloads)
-            self.tape.allocate("buckets", self.width * min(self.bucket, self.size))
+            self.tape.allocate(
+                "buckets", self.width * (self.bucket if self.on_gpu else min(self.bucket, self.size))
+            )
         elif self.is_bf16_engine:
             self.tape.allocate("gradients", FP32 * self.size)
         elif self.stage == 2 and self.ranks == 1 and not self.offloads:
@@ -186,7 +156,7 @@ class _Step:
 
     def _leave_holes(self, weights: Sequence[nn.Parameter]) -> None:
         """The places of weights that are elsewhere now, into which few blocks fit."""
-        if self.config.device == "cpu" and keeps_freed_memory(self.config):
+        if not self.on_gpu and keeps_freed_memory(self.config):
             for each in weights:
                 self.tape.allocate(HOLES, self.width * each.numel())
 
@@ -249,7 +219,9 @@ class _Step:
     def _bucket(self, parameter: Tensor) -> None:
         parameter.grad = None
         most = self.width * self.bucket * (2 if self.overlaps else 1)
-        size = min(self.width * parameter.numel(), most - self.bucketed)
+        # A GPU has all of it, the CPU what was written to
+        size = most if self.on_gpu else self.width * parameter.numel()
+        size = min(size, most - self.bucketed)
         self.bucketed += size
         self.blocks.append(self.tape.allocate("buckets", size))
 

@@ -47,10 +47,15 @@ class Event(NamedTuple):
 
 
 class Tape(TorchDispatchMode):
-    """Records every storage that operators make while it is on; ``FakeTensorMode`` is to be on around it."""
+    """Records every storage that operators make while it is on; ``FakeTensorMode`` is to be on around it.
 
-    def __init__(self) -> None:
+    Args:
+        reorders: whether convolutions copy what is not in their order, as oneDNN's on CPUs do.
+    """
+
+    def __init__(self, reorders: bool) -> None:
         super().__init__()
+        self.reorders = reorders
         self.events: list[Event] = []
         self.part, self.on_host = "activations", False
         self._blocks: dict[int, Block] = {}
@@ -87,7 +92,7 @@ class Tape(TorchDispatchMode):
         outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         for each in outputs:
             self._see(each.untyped_storage())
-        if func in (aten.convolution.default, aten.convolution_backward.default):
+        if self.reorders and func in (aten.convolution.default, aten.convolution_backward.default):
             images = [each for each in (*tree_leaves(args), *outputs) if isinstance(each, Tensor)]
             self._reorder([each for each in images if each.dim() == IMAGES])
         return result
