@@ -155,11 +155,6 @@ def describe(config: TrialConfig, limit: int | None) -> list[str]:
     if limit is not None:
         fits = "fits into" if found.total <= limit else "does not fit into"
         largest = forecaster.largest(limit)
-        can = (
-            f"so do micro-batches of up to {largest:,}"
-            if largest >= micro_batch
-            else f"at most {largest:,} do"
-        )
-        can = can if largest else "nor does a micro-batch of 1"
+        can = f"micro-batches of up to {largest:,} images do" if largest else "nor does a micro-batch of 1"
         lines.append(f"{fits} the {limit / MIB:,.0f} MiB that it may have here; {can}")
     return lines

@@ -1,0 +1,124 @@
+"""The forecast of memory: states by hand, activations by another way, and beside a run."""
+
+import json
+
+import pytest
+import torch
+from modes import DEEPSPEED, SMALL
+from support import DIGITS, execute, launcher, overrides
+
+import train
+from classify.config import experiment_file
+from classify.engine import memory_forecast
+from classify.engine.memory_forecast import MIB, Forecaster, forecast, model_states
+from classify.engine.memory_step import record
+from classify.engine.memory_tape import Library, peak
+from classify.engine.trial_config import TrialConfig
+from harness import machine
+
+NET = 62_006  # parameters of Net, an even number
+VIT = {
+    "hyperparameters__net": "vit_b_32",
+    "hyperparameters__net_args": json.dumps({**SMALL, "patch_size": 4}),
+    "data__image_size": 64,
+}
+
+
+def resolve(processes=1, device="cpu", **changes) -> TrialConfig:
+    arguments = overrides(**changes)[1::2]
+    experiment = experiment_file.load("experiments/digits.yaml", arguments)
+    return TrialConfig.resolve(experiment.hyperparameters, experiment.config, processes, device)
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "optimizer"),
+    [
+        (0, 4 * NET, 4 * NET, 8 * NET),
+        (1, 4 * NET, 4 * NET, 12 * NET // 2),  # fp32 weights of the partition beside Adam's two numbers
+        (2, 4 * NET, 4 * NET // 2, 12 * NET // 2),
+        (3, 4 * NET // 2, 4 * NET // 2, 12 * NET // 2),
+    ],
+)
+def test_states_of_two_processes_by_hand(stage, weights, gradients, optimizer):
+    config = resolve(2, **{f"{DEEPSPEED}zero_optimization__stage": stage})
+    assert model_states(config) == {"weights": weights, "gradients": gradients, "optimizer": optimizer}
+    parts = Forecaster(config)(32).parts
+    # At the peak there are fewer gradients; ZeRO 3 has the weights gathered, beside its half.
+    assert parts["weights"] == (4 * NET if stage < 3 else 6 * NET)
+    assert parts["optimizer"] == pytest.approx(optimizer, rel=0.01)  # and counts of steps
+
+
+def test_states_of_other_optimizers_precisions_and_frozen_layers():
+    sgd = {f"{DEEPSPEED}optimizer": '{"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}'}
+    assert model_states(resolve(**sgd))["optimizer"] == 4 * NET
+    bf16 = {f"{DEEPSPEED}bf16__enabled": "true"}
+    assert model_states(resolve(**bf16)) == {"weights": 2 * NET, "gradients": 2 * NET, "optimizer": 12 * NET}
+    head = model_states(resolve(hyperparameters__head_only="true"))
+    assert head["optimizer"] == 8 * (84 * 10 + 10)
+
+
+def test_activations_grow_with_the_micro_batch_as_a_record_of_it_does():
+    config = resolve(**VIT)
+    forecaster, library = Forecaster(config), Library(32 * MIB, 1)
+    found = [forecaster(size).parts["activations"] for size in (16, 32, 48)]
+    assert found[2] - found[1] == pytest.approx(found[1] - found[0], rel=0.01) and found[1] > 1.8 * found[0]
+    assert found[2] == peak(record(config, 48), library).parts["activations"]
+
+
+def test_recomputed_and_16_bit_activations_are_fewer_and_accumulation_takes_gradients():
+    plain = forecast(resolve(**VIT)).parts
+    recomputed = forecast(resolve(**VIT, hyperparameters__checkpoint_activations="true")).parts
+    bf16 = forecast(resolve(**VIT, **{f"{DEEPSPEED}bf16__enabled": "true"})).parts
+    assert recomputed["activations"] < 0.7 * plain["activations"]
+    assert bf16["activations"] < 0.6 * plain["activations"]
+    average = forecast(resolve(**VIT, hyperparameters__weight_average="{decay: 0.99}")).parts
+    assert average["average"] == plain["weights"]
+
+
+def test_offloaded_states_are_the_hosts_beside_a_gpu():
+    zero = '{"stage": 2, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 1000000}'
+    config = resolve(2, "cuda", **VIT, **{f"{DEEPSPEED}zero_optimization": zero})
+    offloaded, states = forecast(config), model_states(config)
+    assert "optimizer" not in offloaded.parts
+    assert offloaded.host >= states["optimizer"] + states["gradients"]
+
+
+def test_a_network_that_cannot_be_traced_has_its_states_alone():
+    found = forecast(resolve(2, hyperparameters__pipe_parallel_size=2))
+    assert found.note and set(found.parts) == {"base", "weights", "gradients", "optimizer"}
+
+
+def test_check_prints_whether_it_fits(capsys):
+    assert train.main(["--check", *DIGITS, *overrides(**VIT), "--slots", "2"]) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "memory " in line]
+    assert len(lines) == 2, lines
+    assert "MiB for each of 2 processes with micro-batches of 16: base " in lines[0]
+    assert "memory fits into the" in lines[1] and "micro-batches of up to 718 images do" in lines[1]
+
+
+def test_what_does_not_fit_says_what_does():
+    config = resolve(**VIT)
+    forecaster = Forecaster(config)
+    limit = forecaster(20).total
+    assert forecaster.largest(limit) == 20
+    assert "does not fit" in memory_forecast.describe(config, limit)[1]
+    assert "nor does a micro-batch of 1" in memory_forecast.describe(config, 1)[1]
+    assert machine.memory_limit(2, "cpu") * 2 <= machine.memory_limit(1, "cpu") + 1
+
+
+def test_a_run_takes_what_was_forecast(tmp_path):
+    chosen = {
+        "hyperparameters__net": "resnet50",
+        "data__image_size": 64,
+        "hyperparameters__max_length": "{batches: 3}",
+        f"{DEEPSPEED}train_batch_size": 64,
+        f"{DEEPSPEED}scheduler": "null",
+    }
+    command = [*launcher("python", 1), "train.py", *DIGITS, *overrides(**chosen)]
+    run = execute([*command, "--output", str(tmp_path)], tmp_path, OMP_NUM_THREADS="1")
+    assert run.code == 0, run.stderr
+    foreseen = forecast(resolve(**chosen))
+    (measured,) = run.summary["peak_memory_mib"]
+    base = foreseen.parts["base"] / MIB
+    assert not torch.cuda.is_available()
+    assert foreseen.total / MIB - base == pytest.approx(measured - base, rel=0.25)
