@@ -77,6 +77,11 @@ class _Step:
         zero = config.deepspeed.get("zero_optimization") or {}
         self.overlaps = zero.get("overlap_comm") in (True, None if self.stage == 3 else True)
         self.bucket = int(zero.get("reduce_bucket_size", 5e8))
+        self.sub_group = int(zero.get("sub_group_size", 1e9))
+        self.live = int(zero.get("stage3_max_live_parameters", 1e9))
+        self.gathers = self.stage == 3 and self.ranks > 1
+        self.flat: list[Tensor] = []
+        self.optimizers: list[tuple[torch.optim.Optimizer, list[Tensor]]] = []
         self.prefetched = int(zero.get("stage3_prefetch_bucket_size", 5e7))
         self.offloads = offloads(config.deepspeed, "offload_optimizer")
         self.offloads_weights = offloads(config.deepspeed, "offload_param")
@@ -91,25 +96,24 @@ class _Step:
 
     def run(self, net: nn.Module, micro_batch: int) -> None:
         """Makes everything, the optimizer's state, and then the step."""
+        config = self.config
         with self.tape.of("weights"):
             _give_fake_weights(net, self.config.dtype)
             named = dict(net.named_parameters())
             groups = [group for group in self.config.groups if not group.frozen]
-            self.weights = [[named[name] for name in group.parameters if name in named] for group in groups]
+            self.weights = [[named[name] for name in group.parameters] for group in groups]
         self.size = sum(each.numel() for group in self.weights for each in group)
         self.share = -(-self.size // self.ranks)
-        self._build()
-        self.optimizers = [
-            fake_optimizer(self.config, group, stepped)
-            for group, stepped in zip(groups, self.stepped, strict=True)
-            if stepped
-        ]
+        for group, weights in zip(groups, self.weights, strict=True):
+            for stepped in self._build(weights):
+                self.optimizers.append((fake_optimizer(config, group, stepped), stepped))
+        self._make_buffers()
         self._optimize(is_first=True)
         if self.config.hyper.weight_average:
             with self.tape.of("average", self.offloads):
-                self.average = [torch.empty(each.shape) for group in self.stepped for each in group]
-        for group in self.weights:
-            for parameter in group:
+                self.average = [torch.empty(each.shape) for _, group in self.optimizers for each in group]
+        for weights in self.weights:
+            for parameter in weights:
                 parameter.register_post_accumulate_grad_hook(self._reduce)
         count = min(2, self.config.deepspeed[ACCUMULATION])
         for index in range(count):
@@ -119,32 +123,37 @@ class _Step:
 
     # ------------------------------------------------------------------------------------------- the engine
 
-    def _build(self) -> None:
-        """The flat weights that a partitioned engine makes, and the fp32 ones that its optimizer steps."""
-        self.stepped: list[list[Tensor]] = []
-        for group in self.weights:
-            size = sum(each.numel() for each in group)
-            share = -(-size // self.ranks)
-            if self.stage == 0 and self.width == FP32:
-                self.stepped.append(list(group))
-                continue
-            if self.stage:
-                with self.tape.of("weights", self.offloads_weights):
-                    flat = torch.empty(share if self.stage == 3 else size, dtype=self.config.dtype)
-                if self.stage < 3 or self.ranks == 1:
-                    self._view(group, flat)
+    def _build(self, weights: Sequence[nn.Parameter]) -> list[list[Tensor]]:
+        """Makes of a group the flat weights of an engine that partitions; gives what its optimizers step."""
+        if self.stage == 0 and self.width == FP32:
+            return [list(weights)]
+        size = sum(each.numel() for each in weights)
+        share = -(-size // self.ranks)
+        if self.stage:
+            with self.tape.of("weights", self.offloads_weights):
+                self.flat.append(torch.empty(share if self.stage == 3 else size, dtype=self.config.dtype))
+            start = 0
+            for each in weights:
+                shape, count = each.shape, each.numel()
+                if self.gathers:  # when it is computed with, into blocks that are counted there
+                    each.data = torch.empty(1, dtype=each.dtype).expand(shape)
                 else:
-                    self._release(group)
-                    self.flat = [*getattr(self, "flat", []), flat]
-                self._leave_holes(group)
-            with self.tape.of("optimizer", self.offloads):
-                shapes = [each.shape for each in group] if self.stage == 0 else [torch.Size([share])]
-                self.stepped.append([torch.empty(shape) for shape in shapes])
+                    each.data = self.flat[-1].narrow(0, start, count).view(shape)
+                start += count
+            self._leave_holes(weights)
+        with self.tape.of("optimizer", self.offloads):
+            if self.stage == 0:
+                return [[torch.empty(each.shape) for each in weights]]
+            most = -(-self.sub_group // self.ranks)
+            sizes = [min(most, share - first) for first in range(0, share, most)]
+            return [[torch.empty(each)] for each in (sizes if self.stage == 3 else [share])]
+
+    def _make_buffers(self) -> None:
+        """What an engine holds beside them all the time."""
         if self.stage == 3:
             self.tape.allocate("gradients", self.sums * self.share, self.offloads)
-            self.tape.allocate(
-                "buckets", self.width * (self.bucket if self.on_gpu else min(self.bucket, self.size))
-            )
+            written = self.bucket if self.on_gpu else min(self.bucket, self.size)
+            self.tape.allocate("buckets", self.width * written)
         elif self.is_bf16_engine:
             self.tape.allocate("gradients", FP32 * self.size)
         elif self.stage == 2 and self.ranks == 1 and not self.offloads:
@@ -160,29 +169,13 @@ class _Step:
             for each in weights:
                 self.tape.allocate(HOLES, self.width * each.numel())
 
-    def _view(self, group: Sequence[Tensor], flat: Tensor) -> None:
-        start = 0
-        for each in group:
-            each.data = flat.narrow(0, start, each.numel()).view(each.shape)
-            start += each.numel()
-
-    def _release(self, group: Sequence[Tensor]) -> None:
-        for each in group:
-            shape = each.shape
-            each.data = torch.empty(0, dtype=each.dtype)
-            each.whole = shape  # type: ignore[attr-defined]
-
     # ---------------------------------------------------------------------------- forward and backward pass
 
     def _pass(self, net: nn.Module, micro_batch: int) -> None:
         config, tape = self.config, self.tape
-        gathers = self.stage == 3 and self.ranks > 1
-        if gathers:
-            with tape.of("weights"):
-                for group in self.weights:
-                    for each in group:
-                        each.data = torch.empty(each.whole, dtype=each.dtype)  # type: ignore[attr-defined]
-            self._transient(self.width * min(self.size // 2, self.prefetched))
+        gathered = self.width * min(self.size, self.live) if self.gathers else 0
+        whole = tape.allocate("weights", gathered)
+        self._transient(gathered and self.width * min(self.size // 2, self.prefetched, self.live))
         with tape.of("images"):
             images = torch.empty(micro_batch, 3, *config.data.image_size, dtype=torch.uint8)
             inputs = images.float()
@@ -200,9 +193,7 @@ class _Step:
         F.cross_entropy(outputs.float(), labels).backward()
         del outputs
         self._end_of_backward()
-        if gathers:
-            for group in self.weights:
-                self._release(group)
+        tape.free(whole)
 
     def _transient(self, size: float) -> None:
         self.tape.free(self.tape.allocate("buckets", size))
@@ -253,7 +244,7 @@ class _Step:
 
     def _optimize(self, is_first: bool) -> None:
         """The optimizer's step; in the first it makes its state."""
-        for optimizer, stepped in zip(self.optimizers, filter(None, self.stepped), strict=True):
+        for optimizer, stepped in self.optimizers:
             # Of a bf16 engine, and in the host's memory, the gradients are there already
             is_there = self.is_bf16_engine or self.offloads
             with self.tape.of("gradients"):

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
-HOLES = "freed, kept"  # the part of what the C library keeps
+HOLES = "kept free"  # the part of what the C library keeps
 LASTING = ("weights", "optimizer", "average", HOLES)  # longer than a step
 IMAGES = 4  # dimensions of a batch
 
