@@ -14,6 +14,8 @@ from classify.engine.optimizer_rules import ADAM_SWITCHES, is_muon, optimizer_cl
 from classify.engine.parameter_groups import Group
 from classify.engine.trial_config import TrialConfig
 
+ADAM = 8  # bytes of Adam's state for a number
+
 
 def fake_optimizer(config: TrialConfig, group: Group, tensors: list[Tensor]) -> torch.optim.Optimizer:
     """The optimizer of some tensors of a group; of Muon's a momentum, which is the state that it has.
@@ -28,7 +30,9 @@ def fake_optimizer(config: TrialConfig, group: Group, tensors: list[Tensor]) -> 
     if is_muon(config.deepspeed):
         cls: Any = functools.partial(torch.optim.SGD, momentum=0.9) if group.muon else torch.optim.AdamW
         return cls(tensors, lr=params["lr"])
-    cls = optimizer_class(section["type"]) or torch.optim.AdamW
+    cls = optimizer_class(section["type"])
+    if cls is None:  # one of DeepSpeed's for GPUs, all of which have Adam's state or less
+        return torch.optim.AdamW(tensors, lr=params["lr"])
     if config.device == "cuda":  # DeepSpeed's Adam has no temporaries; torch's steps all tensors together
         is_own = cls is torch.optim.AdamW and not section["params"].get("torch_adam")
         if is_own or "foreach" in inspect.signature(cls).parameters:
@@ -39,13 +43,15 @@ def fake_optimizer(config: TrialConfig, group: Group, tensors: list[Tensor]) -> 
 def state_width(config: TrialConfig) -> int:
     """Bytes of the optimizer's state for a number that it trains, the most of any group's."""
     widths = [0]
-    with FakeTensorMode():
-        for group in config.groups:
-            if not group.frozen:
-                weight = torch.empty(1024, 1024)
-                weight.grad = torch.empty_like(weight)
+    for group in config.groups:
+        with FakeTensorMode():
+            weight = torch.empty(1024, 1024)
+            weight.grad = torch.empty_like(weight)
+            try:
                 optimizer = fake_optimizer(config, group, [weight])
                 optimizer.step()
-                sizes = [each.nbytes for each in optimizer.state[weight].values() if isinstance(each, Tensor)]
-                widths.append(round(sum(sizes) / weight.numel()))
+            except Exception:  # of one that needs the values
+                return ADAM
+            sizes = [each.nbytes for each in optimizer.state[weight].values() if isinstance(each, Tensor)]
+        widths.append(round(sum(sizes) / weight.numel()))
     return max(widths)
