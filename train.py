@@ -8,6 +8,7 @@
     another value:     --set data.dataset=digits
                        --set hyperparameters.overwrite_deepspeed_args.optimizer.params.lr=0.01
     one batch:         --test
+    what is fastest:   --tune [--slots N]      (ZeRO stages, micro-batches: OUTPUT/tuned.yaml)
     look at steps:     --profile            (OUTPUT/profile.txt, and a trace for TensorBoard)
     in short:          --epochs 20 --lr 0.001 --batch-size 64 --net resnet18
     only check:        --check [--slots N]     (prints the DeepSpeed configuration that would be used)
@@ -48,7 +49,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--migrate", metavar="FILE", help="with --check: write a DeepSpeed configuration of another year anew"
     )
-    add("--slots", type=int, metavar="N", help="with --check: for N processes")
+    add("--tune", action="store_true", help="try ZeRO stages and micro-batches, and write the fastest")
+    add("--slots", type=int, metavar="N", help="with --check or --tune: for N processes")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher
     return parser.parse_args(argv)
 
@@ -70,7 +72,7 @@ def do(args: argparse.Namespace) -> int:
     from harness.errors import InvalidInput, TrainingStopped, print_errors
 
     try:
-        return check(args) if args.check else run(args)
+        return check(args) if args.check else tune(args) if args.tune else run(args)
     except InvalidInput as error:
         return print_errors("train.py", error)
     except TrainingStopped as error:
@@ -105,10 +107,8 @@ def load(args: argparse.Namespace) -> Experiment:
 
 def check(args: argparse.Namespace) -> int:
     """Checks the experiment file for a number of processes and prints the DeepSpeed configuration."""
-    from harness.errors import InvalidInput, printable
+    from harness.errors import printable
 
-    if args.slots is not None and args.slots < 1:
-        raise InvalidInput(f"--slots: {args.slots}: must be at least 1")
     if args.migrate:
         from classify.engine.migration import migrate_file
 
@@ -117,14 +117,18 @@ def check(args: argparse.Namespace) -> int:
         args.overrides.append(f"hyperparameters.deepspeed_config={json.dumps(args.migrate)}")
     experiment = load(args)
     from classify.engine import memory_forecast  # after the file was checked, for these take seconds
+    from classify.engine.deepspeed_keys import MICRO_BATCH
     from classify.engine.trial_config import TrialConfig
     from classify.reports.overview import describe_images, describe_length
+    from classify.tuning import micro_batch
     from harness.machine import memory_limit
     from harness.processes import device_type
 
-    slots = args.slots or experiment.slots
+    slots = slots_of(args, experiment)
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, slots, device_type())
     print_notes(notes(experiment, config))
+    if micro_batch.is_asked_for(experiment.hyperparameters):
+        print_notes([f"{MICRO_BATCH}: 'auto': found by trying before the first step; the largest is shown"])
     print(f"train.py: images {printable(describe_images(config))}", file=sys.stderr)
     if config.hyper.minutes:
         print(f"train.py: length {describe_length(config)}", file=sys.stderr)
@@ -133,6 +137,27 @@ def check(args: argparse.Namespace) -> int:
     for line in memory_forecast.describe(config, memory_limit(slots, config.device)):
         print(f"train.py: memory {printable(line)}", file=sys.stderr)
     print(json.dumps(config.deepspeed, indent=2))
+    return 0
+
+
+def slots_of(args: argparse.Namespace, experiment: Experiment) -> int:
+    """The processes that ``--slots`` or the experiment file names."""
+    from harness.errors import InvalidInput
+
+    if args.slots is not None and args.slots < 1:
+        raise InvalidInput(f"--slots: {args.slots}: must be at least 1")
+    return args.slots or experiment.slots
+
+
+def tune(args: argparse.Namespace) -> int:
+    """Tries configurations in processes of their own, and writes the fastest."""
+    experiment = load(args)
+    slots = slots_of(args, experiment)
+    from classify.tuning import tune
+    from harness.local.folder import default_output
+    from model_def import CIFARTrial
+
+    tune.tune(CIFARTrial, experiment, slots, args.output or default_output(f"tune-{args.config}"))
     return 0
 
 
@@ -167,20 +192,24 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--resume: {args.resume}: of which run? give its folder as --output")
     from classify.models import state_dicts  # after the file was checked, for these take seconds
     from classify.reports import overview, summary, tracked_files, utilisation
+    from classify.tuning import micro_batch
     from harness.machine import peak_memory
     from harness.schedules import learning_rate
     from harness.trainer import Trainer, find_checkpoint, init
     from model_def import CIFARTrial
 
+    choice = micro_batch.choose(CIFARTrial, experiment, args.output if args.resume else None)
     with init(
         experiment.hyperparameters,
         experiment.config,
         output=args.output or default_output(args.config),
         resumes=None if args.resume == "auto" else bool(args.resume),
-        writes=summary.RUN_FILES,
+        writes=(*summary.RUN_FILES, micro_batch.FILE),
         enable_tensorboard_logging=False,  # the trial has reports of its own
     ) as context:
         checkpoint = find_checkpoint(context, args.resume)
+        if choice:
+            choice.give(context)
         trial = CIFARTrial(context)
         is_chief, output = context.distributed.rank == 0, context.output
         lines = overview.describe(trial.config, trial.model_engine.module, context, checkpoint, args.test)

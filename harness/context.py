@@ -57,6 +57,10 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
         else:
             self.device = torch.device("cpu")
 
+    def take_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
+        """Has the trial get others than were known before the ranks had joined."""
+        self._hparams = dict(hparams)
+
     @override
     def wrap_model_engine(self, model: deepspeed.DeepSpeedEngine) -> deepspeed.DeepSpeedEngine:
         """Registers an engine of the trial, and applies what every engine needs of ``deepspeed_patches``."""
@@ -145,7 +149,7 @@ def init(
     output = ranks.broadcast(pathlib.Path(os.path.realpath(output or default_output("trial"))))
     with (
         own_folder(output, ranks, resumes, writes) as goes_on,
-        _locally(experiment, ranks, output, goes_on, enable_tensorboard_logging) as context,
+        locally(experiment, ranks, output, goes_on, enable_tensorboard_logging) as context,
     ):
         keeps_record = goes_on or resumes is None
         tracking = tracking_here(experiment, ranks.rank == 0, output, keeps_record)
@@ -190,13 +194,14 @@ def _on_cluster(
 
 
 @contextlib.contextmanager
-def _locally(
+def locally(
     experiment: Experiment,
     distributed: core.DistributedContext,
     output: pathlib.Path,
     resumes: bool,
     logs_tensorboard: bool,
 ) -> Iterator[TrialContext]:
+    """The context of a run whose checkpoints, metrics and progress go into a folder."""
     seed_everything(experiment.seed)
     storage, tensorboard = output / "checkpoints", core.TensorboardMode.MANUAL
     with (

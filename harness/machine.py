@@ -9,6 +9,7 @@ import pathlib
 import platform
 import resource
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import joblib
@@ -76,19 +77,72 @@ def peak_memory() -> float:
 def memory_limit(processes: int, device: str) -> int | None:
     """The bytes that each of so many processes of this machine may have; None where none is known.
 
-    Of a GPU all its memory; else an equal share of the machine's or the control group's, and no more than
+    Of a GPU all its memory; else an equal share of the machine's or of a control group's, and no more than
     the process's own limit (``ulimit -v``, ``-d``).
     """
     if device == "cuda":
         return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
-    shared = [psutil.virtual_memory().total]
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            shared.append(int(pathlib.Path(file).read_text()))
-    own = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
-    return min(
-        min(shared) // processes, *(each for each in own if each != resource.RLIM_INFINITY), sys.maxsize
-    )
+    shared = min([psutil.virtual_memory().total, *(limit for limit, _ in _control_groups())])
+    return min(shared // processes, *_own_limits(resource.RLIMIT_AS, resource.RLIMIT_DATA), sys.maxsize)
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: of its GPU, or of the host within all limits."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    own = [limit - _data() for limit in _own_limits(resource.RLIMIT_DATA)]
+    return min([psutil.virtual_memory().available, *(free for _, free in _control_groups()), *own])
+
+
+@contextlib.contextmanager
+def limited_memory(more: int) -> Iterator[None]:
+    """Has allocations on the host fail, rather than Linux end the process, beyond so many more bytes."""
+    if torch.cuda.is_available() or not _data():
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = min(_data() + more, *_own_limits(resource.RLIMIT_DATA), sys.maxsize)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _data() -> int:
+    """The bytes that ``RLIMIT_DATA`` counts; 0 where the system does not say."""
+    status = pathlib.Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return 1024 * next((int(line.split()[1]) for line in lines if line.startswith("VmData")), 0)
+
+
+def _own_limits(*kinds: int) -> list[int]:
+    limits = [resource.getrlimit(kind)[0] for kind in kinds]
+    return [limit for limit in limits if limit != resource.RLIM_INFINITY]
+
+
+def _control_groups(
+    groups: pathlib.Path = pathlib.Path("/proc/self/cgroup"),
+    root: pathlib.Path = pathlib.Path("/sys/fs/cgroup"),
+) -> Iterator[tuple[int, int]]:
+    """Each limit around this process, and what it leaves; what files are cached in can be had again.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory, and cgroup-v1/memory.html beside it
+    """
+    for line in groups.read_text().splitlines() if groups.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top, names = root, ("memory.max", "memory.current", "file")
+        if controllers:
+            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
+        group = top / path.lstrip("/")
+        for each in [group, *group.parents]:  # a container sees its own as the top
+            if each.is_relative_to(top):
+                with contextlib.suppress(OSError, ValueError, KeyError):  # not there, or "max"
+                    limit, used = (int((each / name).read_text()) for name in names[:2])
+                    cached = dict(text.split() for text in (each / "memory.stat").read_text().splitlines())
+                    yield limit, limit - used + int(cached[names[2]])
 
 
 def waited_for_cores(thread: str = "*") -> float:

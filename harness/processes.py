@@ -51,6 +51,14 @@ def threads_per_process(processes: int) -> int:
     return max(1, min(cores, shared // processes))
 
 
+def threads_of_each(here: int) -> int:
+    """How many threads a rank has, as ``share_cores`` gives them, of those that this process is to start."""
+    if here == 1 or _user_chose_threads():
+        share_cores()
+        return torch.get_num_threads()
+    return threads_per_process(here)
+
+
 def _local_size() -> int:
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 

@@ -17,6 +17,7 @@ from determined.pytorch.deepspeed import overwrite_deepspeed_config
 
 from classify.config.hyperparameters import Hyperparameters
 from classify.config.project import PROJECT
+from classify.engine import batch_sizes
 from classify.engine.combinations import (
     capacity_errors,
     combination_errors,
@@ -27,8 +28,8 @@ from classify.engine.combinations import (
 )
 from classify.engine.deepspeed_keys import (
     ACCUMULATION,
-    BATCH_KEYS,
     HYPER,
+    MICRO_BATCH,
     TOTAL_BATCH,
     key_errors,
     known_keys,
@@ -47,10 +48,17 @@ Steps = Callable[[int, int], int]  # from train_batch_size and the micro-batches
 
 
 class Merged(NamedTuple):
-    """A DeepSpeed configuration whose keys and values are right by themselves, and what overrode its file."""
+    """A DeepSpeed configuration whose keys and values are right by themselves.
+
+    Attributes:
+        config: the configuration.
+        overrides: what of it overrode its file.
+        tries: whether the micro-batch is to be found by trying.
+    """
 
     config: dict[str, Any]
     overrides: dict[str, Any]
+    tries: bool
 
 
 def merge(hyper: Hyperparameters) -> Merged:
@@ -65,9 +73,10 @@ def merge(hyper: Hyperparameters) -> Merged:
     errors += _merge_errors(base, overrides)
     config = overwrite_deepspeed_config(base, overrides)
     _modernise(config)
+    tries = batch_sizes.is_to_be_tried(config)
     resolve_auto(config)
     _raise(errors + key_errors(config, HYPER if hyper.deepspeed_config is None else ""))
-    return Merged(config, overrides)
+    return Merged(config, overrides, tries)
 
 
 def resolve(
@@ -89,11 +98,13 @@ def resolve(
     Raises:
         InvalidInput: with one line for each thing that does not go together.
     """
-    config, overrides = merged
+    config, overrides, tries = merged
     # What goes together, and the batch sizes
     replicas = processes // hyper.pipe_parallel_size
     errors = combination_errors(config, hyper, device)
-    errors += _resolve_batch_size(config, replicas) or capacity_errors(config, hyper)
+    errors += batch_sizes.resolve(config, replicas) or capacity_errors(config, hyper)
+    if tries and (hyper.pipe_parallel_size > 1 or hyper.has_experts):
+        errors.append(f"{MICRO_BATCH}: 'auto': pipelines and experts are built for one size; give a number")
     _raise(errors)
     # The learning rate and its schedule
     follow_learning_rate(config, overrides)
@@ -193,48 +204,6 @@ def _modernise(config: dict[str, Any]) -> None:
     for key, value in list(config.items()):
         if value is None or (key in REPLACED and not says(value)):
             del config[key]
-
-
-# ----------------------------------------------------------------------------------------------- batch sizes
-
-
-def _resolve_batch_size(config: dict[str, Any], replicas: int) -> list[str]:
-    """Fills in the batch fields that are missing, for the model replicas at hand.
-
-    train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel size.
-    """
-    given = {key: config[key] for key in BATCH_KEYS if config.get(key) is not None}
-    total, micro, accumulation = (given.get(key) for key in BATCH_KEYS)
-    if total is None:
-        assert micro is not None
-        accumulation = accumulation or 1
-        total = micro * accumulation * replicas
-    elif micro is None:
-        accumulation = accumulation or 1
-        micro = total // (accumulation * replicas)
-    else:
-        accumulation = accumulation or total // (micro * replicas)
-    if micro * accumulation * replicas != total:
-        return [_why_indivisible(given, replicas)]
-    config.update(zip(BATCH_KEYS, (total, micro, accumulation), strict=True))
-    return []
-
-
-def _why_indivisible(given: dict[str, int], replicas: int) -> str:
-    """Says by what ``train_batch_size`` must be divisible, and its nearest values that are."""
-    total = given[TOTAL_BATCH]
-    others = {key: value for key, value in given.items() if key != TOTAL_BATCH}
-    factors = [f"{replicas} {'process' if replicas == 1 else 'processes'}"]
-    factors += [f"{key} {value}" for key, value in others.items()]
-    unit = replicas
-    for value in others.values():
-        unit *= value
-    if len(given) == len(BATCH_KEYS):
-        mend = f"use {unit}, or leave one of the three out"
-        return f"{TOTAL_BATCH}: {total}: is not {' x '.join(factors)}; {mend}"
-    below = total // unit * unit
-    values = f"{below} or {below + unit}" if below else str(unit)
-    return f"{TOTAL_BATCH}: {total}: does not divide among {' x '.join(factors)}; use {values}"
 
 
 # --------------------------------------------------------------------------- defaults other than DeepSpeed's

@@ -1,0 +1,255 @@
+"""The fastest configuration, by trying: the micro-batch for ``auto``, and for ``--tune`` more than that.
+
+A try is a few steps in the real engine and processes (``harness/attempts.py``), with at most two
+micro-batches in an optimizer step; the time of a whole step is made of theirs. What is tried changes how a
+step is computed and not, but for rounding, what: the global batch stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from classify.engine.combinations import offloads
+from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
+from classify.engine.memory_forecast import Forecaster
+from classify.engine.trial_config import TrialConfig
+from harness.attempts import NO_MEMORY, Attempt
+from harness.errors import InvalidInput, TrainingStopped
+from harness.experiment import Experiment
+
+SURE = 0.85  # of a forecast: what measures at least that much
+STEADY = 0.97  # of a rate: what is between this and its inverse is as fast
+# Of the trial's own hyperparameters, what would have the first steps need less than later ones, or end them.
+PLAIN = {"max_length": {"batches": 1000}, "progressive_resizing": None, "early_stopping": None, "track": None}
+RECOMPUTE, STAGE, OFFLOAD = "checkpoint_activations", "zero_optimization.stage", "offload"
+
+
+@dataclass(frozen=True)
+class Try:
+    """A configuration that was tried, and how it went.
+
+    Attributes:
+        changes: its ZeRO stage, recomputation and offload, where they are other than the file's.
+        micro_batch: images of a process at a time.
+        accumulation: micro-batches of an optimizer step.
+        images_per_second: of all ranks; 0 where it did not train.
+        peak_memory: MiB of the rank that had most.
+        reason: why it did not train.
+    """
+
+    changes: Mapping[str, Any]
+    micro_batch: int
+    accumulation: int
+    images_per_second: float = 0.0
+    peak_memory: float = 0.0
+    reason: str = ""
+
+    @property
+    def outcome(self) -> str:
+        """In words."""
+        if self.reason:
+            return self.reason
+        return f"{self.images_per_second:,.4g} images/s, {self.peak_memory:,.0f} MiB"
+
+
+class Tries:
+    """Tries configurations of one experiment, each once.
+
+    Args:
+        config: resolved; its micro-batch is not looked at.
+        experiment: the same, as it was given.
+        attempt: tries a configuration, given its number and the bytes that a rank will need.
+        tell: called with each try.
+
+    Attributes:
+        done: the tries, in their order.
+    """
+
+    def __init__(
+        self,
+        config: TrialConfig,
+        experiment: Experiment,
+        attempt: Callable[[Experiment, int, int], Attempt],
+        tell: Callable[[Try], None],
+    ) -> None:
+        self.config, self.experiment = config, experiment
+        self._attempt, self._tell = attempt, tell
+        self.done: list[Try] = []
+        self._errors: tuple[str, ...] = ()
+        self._forecasters: dict[str, Forecaster | None] = {}
+
+    @property
+    def share(self) -> int:
+        """Images of a process in an optimizer step."""
+        return self.config.batch // self.config.replicas
+
+    def best_micro_batch(self, changes: Mapping[str, Any], largest: int | None = None) -> Try | None:
+        """The fastest micro-batch with some changes, from the largest down; None if none trains.
+
+        Half is tried after each that has no memory, and until half is slower, or has twice been no faster.
+        """
+        best: Try | None = None
+        flat = 0
+        for micro_batch in halves(self.share, largest):
+            tried = self.one(changes, micro_batch)
+            if tried.reason:
+                if best:
+                    break
+                continue
+            rate = tried.images_per_second
+            if best is None or rate * STEADY > best.images_per_second:
+                best, flat = tried, 0
+                continue
+            flat += 1
+            if flat == 2 or rate < STEADY * best.images_per_second:
+                break
+        return best
+
+    def first_micro_batch(self, changes: Mapping[str, Any], largest: int) -> Try | None:
+        """The largest micro-batch of at most so many images that trains; None if none does."""
+        all_tried = (self.one(changes, each) for each in halves(self.share, largest))
+        return next((tried for tried in all_tried if not tried.reason), None)
+
+    def is_limited(self, best: Try | None) -> bool:
+        """Whether memory keeps the micro-batch of the best configuration small."""
+        changes, micro_batch = (best.changes, best.micro_batch) if best else ({}, 0)
+        return any(
+            tried.reason.startswith(NO_MEMORY)
+            and tried.micro_batch > micro_batch
+            and tried.changes == changes
+            for tried in self.done
+        )
+
+    def one(self, changes: Mapping[str, Any], micro_batch: int) -> Try:
+        """One configuration, tried now or before."""
+        accumulation = self.share // micro_batch
+        for before in self.done:
+            if (before.changes, before.micro_batch) == (changes, micro_batch):
+                return before
+        kept = min(accumulation, 2)
+        batch = {
+            TOTAL_BATCH: micro_batch * kept * self.config.replicas,
+            MICRO_BATCH: micro_batch,
+            ACCUMULATION: kept,
+        }
+        hyperparameters = changed(self.experiment.hyperparameters, changes, batch)
+        plain = {
+            **hyperparameters,
+            **{key: value for key, value in PLAIN.items() if hyperparameters.get(key)},
+        }
+        if isinstance(plain.get("head_only"), Mapping):
+            plain["head_only"] = None
+        tried = dataclasses.replace(self.experiment, hyperparameters=plain)
+        how = self._attempt(tried, len(self.done), self._needs(changes, tried, micro_batch))
+        self._errors = how.errors or self._errors
+        rate = 0.0 if how.reason else self.config.batch / how.step_seconds(accumulation)
+        made = Try(changes, micro_batch, accumulation, rate, how.peak_memory, how.reason)
+        self.done.append(made)
+        self._tell(made)
+        return made
+
+    def _needs(self, changes: Mapping[str, Any], tried: Experiment, micro_batch: int) -> int:
+        """Bytes that a rank surely needs beside what it has now, by the forecast; 0 if there is none."""
+        key = str(changes)
+        if key not in self._forecasters:
+            self._forecasters[key] = None
+            with contextlib.suppress(InvalidInput):  # which the try will say
+                processes, device = self.config.processes, self.config.device
+                config = TrialConfig.resolve(tried.hyperparameters, tried.config, processes, device)
+                self._forecasters[key] = Forecaster(config)
+        if (forecaster := self._forecasters[key]) is None:
+            return 0
+        found = forecaster(micro_batch)
+        return int((found.total - found.parts["base"]) * SURE)
+
+    def fail(self, advice: str) -> NoReturn:
+        """Says why nothing trains.
+
+        Raises:
+            InvalidInput: if a configuration was refused.
+            TrainingStopped: if the memory is not enough, or a process ended.
+        """
+        if self._errors:
+            raise InvalidInput(list(self._errors))
+        last = self.done[-1]
+        mend = advice if last.reason.startswith(NO_MEMORY) else "train with a number to see more"
+        raise TrainingStopped(f"{MICRO_BATCH}: auto: {last.reason} with {last.micro_batch}; {mend}")
+
+
+def halves(share: int, largest: int | None = None) -> Iterator[int]:
+    """The micro-batches to try of a process's share of a batch: divisors, each half of the last, or less."""
+    micro_batch = min(share, largest or share)
+    while micro_batch:
+        if share % micro_batch == 0:
+            yield micro_batch
+            micro_batch //= 2
+        else:
+            micro_batch -= 1
+
+
+def changed(
+    hyperparameters: Mapping[str, Any], changes: Mapping[str, Any], deepspeed: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Hyperparameters with what was found: in whichever of the three forms DeepSpeed's keys stand.
+
+    Args:
+        hyperparameters: as they are.
+        changes: as of ``Try``.
+        deepspeed: further keys of DeepSpeed's.
+    """
+    overrides: dict[str, Any] = dict(deepspeed)
+    zero: dict[str, Any] = {}
+    if STAGE in changes:
+        zero["stage"] = changes[STAGE]
+    if changes.get(OFFLOAD):
+        zero["offload_optimizer"] = {"device": "cpu"}
+    found = dict(hyperparameters)
+    if RECOMPUTE in changes:
+        found[RECOMPUTE] = changes[RECOMPUTE]
+    form = "overwrite_deepspeed_args" if found.get("deepspeed_config") is not None else None
+    section = dict(found.get(form) or {}) if form else found
+    if zero:
+        overrides["zero_optimization"] = {**(section.get("zero_optimization") or {}), **zero}
+    section.update(overrides)
+    return {**found, form: section} if form else section
+
+
+def find(tries: Tries) -> Try | None:
+    """The fastest configuration; None if none trains.
+
+    First the micro-batch of the file as it is; with that the other ZeRO stages. Where memory keeps
+    micro-batches small, then recomputation, and on a GPU offload, with larger ones.
+    """
+    config = tries.config
+    best = tries.best_micro_batch({})
+
+    def consider(changes: Mapping[str, Any], is_limited: bool) -> None:
+        nonlocal best
+        if best and not is_limited:
+            found: Try | None = tries.first_micro_batch(changes, best.micro_batch)
+        else:
+            found = tries.best_micro_batch(changes)
+        if found and (best is None or found.images_per_second > best.images_per_second):
+            best = found
+
+    is_limited = tries.is_limited(best)
+    for stage in _stages(config):
+        consider({STAGE: stage}, is_limited)
+    if not tries.is_limited(best):
+        return best
+    if not config.hyper.checkpoint_activations and config.stages == 1 and not config.hyper.has_experts:
+        consider({**(best.changes if best else {}), RECOMPUTE: True}, True)
+    if config.device == "cuda" and config.stages == 1 and not offloads(config.deepspeed, "offload_optimizer"):
+        changes = best.changes if best else {}
+        consider({**changes, STAGE: max(1, changes.get(STAGE, config.zero_stage)), OFFLOAD: True}, True)
+    return best
+
+
+def _stages(config: TrialConfig) -> list[int]:
+    """The other ZeRO stages that the mode allows; with one process those save nothing, and cost."""
+    most = 0 if config.replicas == 1 else 1 if config.stages > 1 else 2 if config.hyper.has_experts else 3
+    return [stage for stage in range(most + 1) if stage != config.zero_stage]

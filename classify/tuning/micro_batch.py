@@ -1,0 +1,133 @@
+"""``train_micro_batch_size_per_gpu: auto``: the fastest micro-batch of those that fit, by trying."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from classify.config.hyperparameters import Hyperparameters
+from classify.engine import deepspeed_config
+from classify.engine.deepspeed_keys import MICRO_BATCH, TOTAL_BATCH
+from classify.engine.memory import advise
+from classify.engine.trial_config import TrialConfig
+from classify.tuning.fastest import Tries, Try, changed
+from harness import attempts, processes
+from harness.context import TrialContext
+from harness.errors import InvalidInput, TrainingStopped, printable
+from harness.experiment import Experiment
+
+FILE = "tried.json"  # in a run's folder: what was tried, and chosen; a resumed run takes the same
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen before the ranks have joined.
+
+    Attributes:
+        config: the trial's, with another micro-batch.
+        micro_batch: the one chosen; 0 if none trains.
+        tries: those made; None if the choice is that of the run that goes on.
+        error: why none trains.
+    """
+
+    config: TrialConfig
+    micro_batch: int
+    tries: Tries | None = None
+    error: InvalidInput | TrainingStopped | None = None
+
+    def give(self, context: TrialContext) -> None:
+        """Has the trial get it, the same on all ranks, and writes it into the run's folder.
+
+        Raises:
+            InvalidInput: if every micro-batch was refused.
+            TrainingStopped: if none trains.
+        """
+        if self.error:
+            raise self.error
+        micro_batch = min(context.distributed.allgather(self.micro_batch))
+        context.take_hyperparameters(changed(context.get_hparams(), {}, {MICRO_BATCH: micro_batch}))
+        if self.tries and context.output and context.distributed.rank == 0:
+            found = {
+                **_of(self.config),
+                MICRO_BATCH: micro_batch,
+                "tries": [asdict(t) for t in self.tries.done],
+            }
+            (context.output / FILE).write_text(json.dumps(found, indent=2) + "\n")
+
+
+def is_asked_for(hyperparameters: Mapping[str, Any]) -> bool:
+    """Whether the micro-batch is to be found by trying; raises ``InvalidInput`` as ``merge`` does."""
+    form = Hyperparameters.parse_form(hyperparameters)
+    return form is not None and deepspeed_config.merge(form).tries
+
+
+def choose(
+    trial_class: Callable[..., Any], experiment: Experiment, resumed: pathlib.Path | None
+) -> Choice | None:
+    """Tries micro-batches, if the configuration says ``auto``; else gives None.
+
+    Every rank calls it before it joins the others. What is wrong with the configuration the trial will say.
+
+    Args:
+        trial_class: the trial's.
+        experiment: what it is given.
+        resumed: the folder of the run that may go on.
+    """
+    threads = processes.threads_of_each(1)
+    with attempts.forking():
+        return _choose(trial_class, experiment, resumed, threads)
+
+
+def _choose(
+    trial_class: Callable[..., Any], experiment: Experiment, resumed: pathlib.Path | None, threads: int
+) -> Choice | None:
+    try:
+        if not is_asked_for(experiment.hyperparameters):
+            return None
+        count = int(os.environ.get("WORLD_SIZE") or 1)
+        device = processes.device_type()
+        config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, count, device)
+    except InvalidInput:
+        return None
+    if resumed and (kept := _kept(resumed / FILE, config)):
+        return Choice(config, kept)
+
+    def attempt(changed: Experiment, number: int, needs: int) -> attempts.Attempt:
+        return attempts.attempt(trial_class, changed, attempts.beside(number), threads, needs)
+
+    tries = Tries(config, experiment, attempt, _tell if not int(os.environ.get("RANK") or 0) else _be_quiet)
+    best = tries.best_micro_batch({})
+    if best:
+        return Choice(config, best.micro_batch, tries)
+    try:
+        tries.fail(advise(config, None, 0))
+    except (InvalidInput, TrainingStopped) as error:
+        return Choice(config, 0, tries, error)
+
+
+def _of(config: TrialConfig) -> dict[str, Any]:
+    """For what a micro-batch was chosen."""
+    return {"processes": config.processes, TOTAL_BATCH: config.batch}
+
+
+def _kept(file: pathlib.Path, config: TrialConfig) -> int:
+    """The choice of an earlier run; 0 if there is none for as many processes and this batch."""
+    try:
+        found = json.loads(file.read_text())
+        chosen = found[MICRO_BATCH] if isinstance(found, Mapping) else 0
+        is_of = type(chosen) is int and all(found.get(key) == value for key, value in _of(config).items())
+        return chosen if is_of and config.batch // config.replicas % chosen == 0 else 0
+    except (OSError, ValueError, KeyError, ZeroDivisionError):
+        return 0
+
+
+def _tell(tried: Try) -> None:
+    print(printable(f"micro-batch {tried.micro_batch}: {tried.outcome}"), flush=True)
+
+
+def _be_quiet(tried: Try) -> None:
+    """Another rank tells."""

@@ -1,0 +1,92 @@
+"""``train.py --tune``: tries configurations of an experiment file, and writes the file of the fastest."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shlex
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from ruamel.yaml import YAML
+
+from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH
+from classify.engine.memory import advise
+from classify.engine.trial_config import TrialConfig
+from classify.tuning.fastest import OFFLOAD, RECOMPUTE, STAGE, Tries, Try, changed, find
+from harness import attempts, processes
+from harness.errors import InvalidInput, printable
+from harness.experiment import Experiment
+from harness.local.folder import locked_folder, shown
+
+TUNED, TRIED = "tuned.yaml", "tried.json"
+
+
+def tune(trial_class: Callable[..., Any], experiment: Experiment, slots: int, output: pathlib.Path) -> None:
+    """Tries, shows a table of the tries, and writes into a folder what they were and the file of the fastest.
+
+    Args:
+        trial_class: the trial's.
+        experiment: what it is given.
+        slots: processes, all on this host.
+        output: a folder.
+
+    Raises:
+        InvalidInput: if the configuration is wrong, or the folder holds such files already.
+        TrainingStopped: if nothing trains.
+    """
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise InvalidInput("--tune: starts its processes itself; run python3 train.py --tune --slots N")
+    threads = processes.threads_of_each(slots)
+    with attempts.forking(), locked_folder(output, "run"):
+        for file in (output / TUNED, output / TRIED):
+            if file.exists():
+                raise InvalidInput(f"--output: {file}: is there already; give another folder")
+        hyperparameters, device = experiment.hyperparameters, processes.device_type()
+        config = TrialConfig.resolve(hyperparameters, experiment.config, slots, device)
+
+        def attempt(changed: Experiment, number: int, needs: int) -> attempts.Attempt:
+            return attempts.attempt(trial_class, changed, attempts.local_ranks(slots), threads, needs)
+
+        tries = Tries(config, experiment, attempt, lambda tried: _tell(tried, config))
+        best = find(tries) or tries.fail(advise(config, None, 0))
+        Console(markup=False, emoji=False).print(_table(tries, best))
+        batch = {MICRO_BATCH: best.micro_batch, ACCUMULATION: best.accumulation}
+        found = changed(hyperparameters, best.changes, batch)
+        (output / TRIED).write_text(json.dumps([asdict(each) for each in tries.done], indent=2) + "\n")
+        with open(output / TUNED, "w") as written:
+            YAML().dump({**experiment.config, "hyperparameters": found}, written)
+    fastest = ", ".join(f"{key} {value}" for key, value in {**best.changes, **batch}.items())
+    print(f"fastest: {fastest}")
+    launch = "python3" if slots == 1 else f"torchrun --nproc-per-node {slots}"
+    print(f"train:   {launch} train.py --config {shlex.quote(printable(shown(output / TUNED)))}")
+
+
+def _tell(tried: Try, config: TrialConfig) -> None:
+    stage, micro_batch, accumulation, more = _cells(tried, config)[:4]
+    which = f"ZeRO {stage}, micro-batch {micro_batch} x {accumulation}{', ' if more else ''}{more}"
+    print(printable(f"{which}: {tried.outcome}"), flush=True)
+
+
+def _cells(tried: Try, config: TrialConfig) -> list[str]:
+    stage = tried.changes.get(STAGE, config.zero_stage)
+    recomputes = tried.changes.get(RECOMPUTE, config.hyper.checkpoint_activations)
+    more = ["recomputed activations"] * bool(recomputes) + ["offload"] * bool(tried.changes.get(OFFLOAD))
+    rate, memory = f"{tried.images_per_second:,.4g}", f"{tried.peak_memory:,.0f}"
+    figures = [tried.reason, ""] if tried.reason else [rate, memory]
+    return [str(stage), str(tried.micro_batch), str(tried.accumulation), ", ".join(more), *figures]
+
+
+def _table(tries: Tries, best: Try) -> Table:
+    """The tries, the fastest first."""
+    table = Table(box=box.SIMPLE)
+    for name in ("ZeRO", "micro-batch", "accumulation", "with", "images/s", "MiB a rank"):
+        table.add_column(name, justify="left" if name == "with" else "right")
+    for tried in sorted(tries.done, key=lambda each: -each.images_per_second):
+        table.add_row(*_cells(tried, tries.config), style="bold" if tried is best else "")
+    return table
