@@ -165,7 +165,7 @@ def export(args: argparse.Namespace) -> None:
 
 def predict(args: argparse.Namespace) -> None:
     """Prints the class of every image, and how sure the network is of it."""
-    from classify.images.image_folder import find_images
+    from classify.images.sources.image_folder import find_images
     from classify.publish import forms, scoring
 
     classifier = forms.read(args.net)

@@ -1,6 +1,6 @@
 """Images to train, validate and test: the ``data`` section -> image sets -> normalised inputs -> loaders.
 
-Where images come from is in ``classify/images/sources.py``, how training images are changed in
+Where images come from is in ``classify/images/sources/``, how training images are changed in
 ``augment.py`` and ``mixup.py`` there.
 """
 

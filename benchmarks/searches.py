@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks import report, runs
 from benchmarks.transfer import link
-from classify.images.cifar10 import Cifar10
+from classify.images.sources.cifar10 import Cifar10
 from harness import machine
 
 SECTION = "Searches"

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report, runs
-from classify.images.cifar10 import Cifar10
+from classify.images.sources.cifar10 import Cifar10
 from harness import machine
 
 SECTION = "Fine-tuning"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +12,12 @@ import torch
 from classify.config import rules
 from classify.config.rules import is_count, is_number
 from classify.images.augment import Augmentation
-from classify.images.sources import SOURCES
+from classify.images.sources import SOURCES, Kind
+from classify.images.sources.encoded import Location
 from classify.images.splits import AUTO, Splits
 from harness.errors import ErrorList, InvalidInput, nearest
 
 IMAGE_SIZE = 32  # what Net takes, in pixels
-MOST_PIXELS = {"digits": 512, "": rules.MOST_PIXELS}  # of a side; digits are enlarged in memory
-OF_ANY_SIZE = ("imagefolder",)  # the datasets whose images have no size of their own
 MOST_WORKERS = 64  # of a rank
 DEVICES = ("auto", "cpu", "cuda")
 NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
@@ -85,9 +83,14 @@ class DataSettings:
         scale = self.resize / min(height, width)
         return round(height * scale), round(width * scale)
 
+    @property
+    def kind(self) -> Kind:
+        """What is known of the dataset before it is opened; of an unknown one what goes for most."""
+        return SOURCES.get(str(self.dataset), SOURCES["imagefolder"])
+
     def open_source(self) -> Splits:
         """The dataset that the section names, of which nothing is decoded yet; raises as ``Splits`` does."""
-        source = SOURCES[self.dataset](pathlib.Path(self.root), self.download)
+        source = self.kind.make(Location(self.root, self.download))
         return Splits(source, self.validation, self.test, self.split_seed)
 
     @classmethod
@@ -111,10 +114,9 @@ class DataSettings:
         errors = ErrorList()
         unknown = {key: value for key, value in section.items() if key not in keys}
         errors.lines += [f"data.{k}: {v!r}: unknown key; {nearest(k, keys)}" for k, v in unknown.items()]
-        own: dict[str, Any] = {}
-        if net_size and section.get("dataset") in OF_ANY_SIZE:
-            own["image_size"] = net_size
-        parsed = cls(**{**own, **{key: value for key, value in section.items() if key in keys}})
+        parsed = cls(**{key: value for key, value in section.items() if key in keys})
+        if net_size and "image_size" not in section and parsed.kind.of_any_size:
+            parsed = dataclasses.replace(parsed, image_size=net_size)
         errors.lines += parsed._errors()
         errors.lines += parsed._size_errors(section)
         sides = parsed.image_size
@@ -166,7 +168,7 @@ class DataSettings:
 
     def _size_errors(self, section: Mapping[str, Any]) -> list[str]:
         errors, sides = [], self.image_size
-        most = MOST_PIXELS.get(str(self.dataset), MOST_PIXELS[""])
+        most = self.kind.most_pixels
         if not _are_sides(sides) or max(sides) > most:
             must = f"must be a whole number of pixels of at most {most:,}, or [height, width]"
             errors.append(f"data.image_size: {section['image_size']!r}: {must}")

@@ -14,7 +14,7 @@ import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
 from classify.config.metric_names import METRICS
-from classify.images.settings import OF_ANY_SIZE, DataSettings
+from classify.images.settings import DataSettings
 from classify.reports.finished_run import FinishedRun
 from harness.errors import InvalidInput, printable
 
@@ -51,7 +51,7 @@ def write(
     data = provenance.get("data")
     data = data if isinstance(data, dict) else {}
     dataset = str(data.get("dataset", DataSettings.dataset))
-    shown = str(data.get("root", dataset)) if dataset in OF_ANY_SIZE else dataset
+    shown = str(data.get("root", dataset)) if DataSettings(dataset).kind.of_any_size else dataset
     results = _results(run, provenance)
     title = str(provenance.get("experiment") or description["net"]["name"])
     head = ModelCardData(

@@ -19,9 +19,9 @@ import torchvision
 from support import all_at_once, error_line, fork, free_port
 
 import data
-from classify.images.cifar10 import Cifar10
 from classify.images.image_set import ImageSet
 from classify.images.settings import DataSettings
+from classify.images.sources.cifar10 import Cifar10
 from harness import host_lock
 
 

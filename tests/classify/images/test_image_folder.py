@@ -14,8 +14,9 @@ from support import all_at_once, error_line, fork
 
 import checkpoint
 import data
-from classify.images import cache, decode
+from classify.images import cache
 from classify.images.settings import DataSettings
+from classify.images.sources import decode_once
 from harness import host_lock
 from harness.errors import InvalidInput
 
@@ -182,7 +183,7 @@ def cut(path: pathlib.Path) -> None:
 
 
 def test_every_file_that_cannot_be_read_is_named_at_once(folder):
-    for index in range(decode.SHOWN + 3):
+    for index in range(decode_once.SHOWN + 3):
         (folder / f"train/b/bad{index:02}.png").write_text("no image")
     with pytest.raises(InvalidInput) as caught:
         read(folder)
@@ -190,7 +191,7 @@ def test_every_file_that_cannot_be_read_is_named_at_once(folder):
     assert [line.split(": ")[0][-9:] for line in named] == [
         f"bad{index:02}.png" for index in range(len(named))
     ]
-    assert len(named) == decode.SHOWN and "3 more files are not readable" in more
+    assert len(named) == decode_once.SHOWN and "3 more files are not readable" in more
     assert caches(folder) == {}
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from classify.images.sources.encoded import Location
+
 TESTED = 360  # of 1,797
 
 
@@ -20,6 +22,9 @@ class Digits:
     classes = tuple("0123456789")
     parts = ("train", "test")
 
+    def __init__(self, location: Location) -> None:
+        pass
+
     def count(self, part: str) -> int:
         """How many digits a part has."""
         return {"train": 1797 - TESTED, "test": TESTED}[part]
@@ -27,6 +32,9 @@ class Digits:
     def class_counts(self, part: str) -> list[int]:
         """How many of each digit a part has."""
         return np.bincount(_chosen(part)[1]).tolist()
+
+    def encoded(self, part: str) -> None:
+        """None: the images are decoded already."""
 
     def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Enlarges a part: images (N, 3, H, W) uint8 and labels (N,) int64."""

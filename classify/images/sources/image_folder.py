@@ -4,38 +4,36 @@ from __future__ import annotations
 
 import errno
 import functools
-import hashlib
 import os
 import pathlib
 import stat
 from collections.abc import Iterable, Iterator
 
-import torch
-from torch import Tensor
-
-from classify.images import cache, decode
-from harness.errors import ErrorList, InvalidInput, one_line
+from classify.images.sources.encoded import Location
+from classify.images.sources.encoded_source import EncodedSource
+from classify.images.sources.files import FileImages
+from harness.errors import ErrorList, InvalidInput
 from harness.input_files import refused
 
 PARTS = ("train", "val", "test")
 WHOLE = "all"  # the part of a folder that has only classes
 _LIKE_PARTS = ("train", "training", "test", "testing", "val", "valid", "validation")
 _NEEDS = "it needs train/<class>/* with test/<class>/* or val/<class>/*, or <class>/* alone, to be split"
-_CACHE_FORMAT = 3
 _EXTENSIONS = ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .tga .jp2 .avif".split()
 Files = list[tuple[str, int]]  # path and label
 
 
-class ImageFolder:
+class ImageFolder(EncodedSource):
     """An image folder, listed once.
 
     Args:
-        root: the folder with ``train``, and ``val``, ``test`` or both in it, or with a folder a class.
+        location: the folder with ``train``, and ``val``, ``test`` or both in it, or with a folder a class.
     """
 
-    def __init__(self, root: pathlib.Path) -> None:
-        self.root = root
-        self._files: dict[str, Files] = {}
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
+        self.root = pathlib.Path(location.root)
+        self._parts: dict[str, FileImages] = {}
 
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
@@ -49,44 +47,22 @@ class ImageFolder:
         with refused(f"data.root: {self.root}"):
             return _find_parts(self.root)
 
-    def count(self, part: str) -> int:
-        """How many image files a part has."""
-        return len(self.files(part))
+    def encoded(self, part: str) -> FileImages:
+        """The files of a part, sorted by their paths.
 
-    def class_counts(self, part: str) -> list[int]:
-        """How many image files of each class a part has."""
-        return torch.tensor([label for _, label in self.files(part)]).bincount().tolist()
-
-    def files(self, part: str) -> Files:
-        """The (path, label) of every image file, in a fixed order."""
-        if part not in self._files:
+        Raises:
+            InvalidInput: if a folder is missing or empty, or the parts' classes differ.
+        """
+        if part not in self._parts:
+            folder = self._folder(part)
             with refused(f"data.root: {self.root}"):
-                self._files[part] = _find_files(self._folder(part), self.classes)
-        return self._files[part]
+                files = _find_files(folder, self.classes)
+            paths, labels = [path for path, _ in files], [label for _, label in files]
+            self._parts[part] = FileImages(paths, labels, self.classes, str(folder))
+        return self._parts[part]
 
     def _folder(self, part: str) -> pathlib.Path:
         return self.root if part == WHOLE else self.root / part
-
-    def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Decodes a part, or takes it from the cache where that is still true to the folder.
-
-        Args:
-            part: one of ``parts``.
-            size: height and width to scale to, in pixels; other shapes are cropped in the middle.
-
-        Returns:
-            Images (N, 3, H, W) uint8, labels (N,) int64.
-
-        Raises:
-            InvalidInput: if a folder is missing or empty, the parts' classes differ, or a file is not
-                readable.
-        """
-        files = self.files(part)
-        kept = cache.Cache(self.root, f"images-{part}", size)
-        fingerprint = _fingerprint(self._folder(part), files, self.classes, size)
-        labels = torch.tensor([label for _, label in files])
-        fill = functools.partial(decode.decode_files, [path for path, _ in files], size, part)
-        return kept.read(fingerprint, labels) or kept.write(fingerprint, labels, fill)
 
 
 def find_images(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
@@ -191,20 +167,3 @@ def _find_files(folder: pathlib.Path, classes: Iterable[str]) -> Files:
         mend = f"holds no image ({' '.join(_EXTENSIONS)}); add some or remove the folder"
         raise InvalidInput(f"data.root: {folder / empty[0]}: {mend}")
     return files
-
-
-def _fingerprint(folder: pathlib.Path, files: Files, classes: Iterable[str], size: tuple[int, int]) -> str:
-    """Changes if a file is added, removed, renamed or written, or the cache would be made in another way."""
-    digest = hashlib.sha256(repr((_CACHE_FORMAT, size, list(classes))).encode())
-    start = len(str(folder))
-    for path, label in files:
-        try:
-            status = os.stat(path)
-        except OSError as error:  # such as a link to nowhere
-            raise InvalidInput(f"data.root: {path}: {one_line(error)}; mend or remove it") from error
-        if not stat.S_ISREG(status.st_mode):
-            raise InvalidInput(f"data.root: {path}: is no file; remove it")
-        digest.update(
-            repr((path[start:], label, status.st_size, status.st_mtime_ns, status.st_ctime_ns)).encode()
-        )
-    return digest.hexdigest()

@@ -16,6 +16,7 @@ import torchvision
 from torch import Tensor
 
 from classify.images import cache
+from classify.images.sources.encoded import Location
 from harness.errors import InvalidInput, one_line
 from harness.host_lock import host_lock
 from harness.input_files import refused
@@ -29,15 +30,14 @@ class Cifar10:
     However many ranks or trials of a host start at once, one downloads and the others wait for it.
 
     Args:
-        root: the folder that holds the dataset.
-        may_download: whether it may be downloaded where it is missing.
+        location: the folder that holds the dataset, and whether it may be downloaded where it is missing.
     """
 
     classes = tuple("airplane automobile bird cat deer dog frog horse ship truck".split())
     parts = ("train", "test")
 
-    def __init__(self, root: pathlib.Path, may_download: bool) -> None:
-        self.root, self.may_download = root, may_download
+    def __init__(self, location: Location) -> None:
+        self.root, self.may_download = pathlib.Path(location.root), location.download
 
     def count(self, part: str) -> int:
         """How many images a part has."""
@@ -46,6 +46,9 @@ class Cifar10:
     def class_counts(self, part: str) -> list[int]:
         """How many images of each class a part has: as many of all."""
         return [self.count(part) // len(self.classes)] * len(self.classes)
+
+    def encoded(self, part: str) -> None:
+        """None: the images are decoded already."""
 
     def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Reads a part: images (N, 3, H, W) uint8 and labels (N,) int64.

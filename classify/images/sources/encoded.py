@@ -1,0 +1,98 @@
+"""What a source of encoded images gives: files that are read by index, alone or many in a shard."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from harness.host_lock import stand_ins
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file that holds many images.
+
+    Attributes:
+        url: what fsspec opens, or a local path.
+        size: in bytes.
+        start: the place of its first image among those of all shards.
+        stop: the place after its last one.
+        sha256: of its bytes; empty if it is not known.
+    """
+
+    url: str
+    size: int
+    start: int
+    stop: int
+    sha256: str = ""
+
+
+ShardFile = Callable[[Shard], pathlib.Path]  # gives the local file that holds a shard's bytes
+
+
+class EncodedImages(Protocol):
+    """One part of a dataset, as encoded image files (JPEG, PNG ...) that can be read by index.
+
+    Attributes:
+        labels: int64 (N,), in the order of the dataset, which is that of all indices.
+        shards: in the order of their images; () where every image is a file of its own.
+        places: int64 (N,), where each image lies among those of all shards, as ``Shard.start`` counts them;
+            None where it lies at its index.
+    """
+
+    labels: Tensor
+    shards: Sequence[Shard]
+    places: Tensor | None
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when an image, a label or their order does."""
+        ...
+
+    def read(self, indices: Sequence[int], shard_file: ShardFile) -> list[bytes]:
+        """Reads images; raises ``InvalidInput`` that names what cannot be read."""
+        ...
+
+    def name(self, index: int) -> str:
+        """What an error line calls an image: its path, or its shard and its name in it."""
+        ...
+
+    def fetch(self, shard: Shard, target: pathlib.Path) -> None:
+        """Writes a remote shard to a local file; raises ``InvalidInput`` after several attempts."""
+        ...
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a dataset lies, and how it is reached.
+
+    Attributes:
+        root: ``data.root``: a folder, a URL or a pattern of file names.
+        download: whether a missing dataset may be downloaded.
+        storage: fsspec's storage options.
+        cache: the folder for what is kept of remote data; None for the user's cache.
+    """
+
+    root: str
+    download: bool = True
+    storage: Mapping[str, Any] = field(default_factory=dict)
+    cache: str | None = None
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is a URL."""
+        return "://" in self.root
+
+    @functools.cached_property
+    def folder(self) -> pathlib.Path:
+        """Where decoded images and indices are kept: the dataset's own folder, if it is of this machine."""
+        if self.is_remote:
+            name = hashlib.sha256(self.root.encode()).hexdigest()[:16]
+            return pathlib.Path(self.cache or stand_ins()) / name
+        return pathlib.Path(self.root)
