@@ -30,8 +30,8 @@ class DataSettings:
     """The ``data`` section of an experiment file.
 
     Attributes:
-        dataset: ``cifar10``, ``imagefolder`` or ``digits``.
-        root: the folder that holds the dataset (``digits`` needs none).
+        dataset: ``cifar10``, ``imagefolder`` or another name in ``SOURCES``.
+        root: the folder that holds the dataset (``digits`` needs none), or a URL or pattern of shards.
         download: whether ``cifar10`` may be downloaded when ``root`` lacks it.
         image_size: height and width of the images that the network sees, in pixels; ``Net`` takes 32. If
             not given, 32, or for a folder of images what timm's network was made for.
@@ -52,6 +52,8 @@ class DataSettings:
         split_seed: of which images are held out, the same for all runs that are to be compared.
         workers: how many processes each rank has to transform images ahead of the step, where ``augment`` has
             ``transforms``; 0 for none, ``auto`` for as many as the rank has threads.
+        storage: fsspec's storage options, where ``root`` is a URL.
+        cache: the ``folder`` for what is kept of remote data, on a disk of this machine.
     """
 
     dataset: str = "cifar10"
@@ -67,6 +69,8 @@ class DataSettings:
     validation: float | str | None = None
     test: float | None = None
     split_seed: int = 0
+    storage: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    cache: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if is_count(self.image_size, 1):
@@ -90,7 +94,7 @@ class DataSettings:
 
     def open_source(self) -> Splits:
         """The dataset that the section names, of which nothing is decoded yet; raises as ``Splits`` does."""
-        source = self.kind.make(Location(self.root, self.download))
+        source = self.kind.make(Location(self.root, self.download, self.storage, self.cache.get("folder")))
         return Splits(source, self.validation, self.test, self.split_seed)
 
     @classmethod
@@ -143,6 +147,15 @@ class DataSettings:
             errors.append(f"data.root: {self.root!r}: must be a folder's path")
         if not isinstance(self.download, bool):
             errors.append(f"data.download: {self.download!r}: must be true or false")
+        for key in ("storage", "cache"):
+            if not isinstance(getattr(self, key), Mapping):
+                errors.append(f"data.{key}: {getattr(self, key)!r}: must be a mapping")
+        if isinstance(self.cache, Mapping):
+            for key, value in self.cache.items():
+                if key != "folder":
+                    errors.append(f"data.cache.{key}: {value!r}: unknown key; use folder")
+                elif not isinstance(value, str) or not value or "\0" in value:
+                    errors.append(f"data.cache.folder: {value!r}: must be a folder's path")
         if not _is_normalization(self.normalize):
             own = "{mean: [R, G, B], std: [R, G, B]} of 0 to 1"
             must = f"must be one of {', '.join(NORMALIZATIONS)}, or {own}"

@@ -18,6 +18,7 @@ from classify.images.sources.cifar10 import Cifar10
 from classify.images.sources.digits import Digits
 from classify.images.sources.encoded import EncodedImages, Location
 from classify.images.sources.image_folder import ImageFolder
+from classify.images.sources.tar_shards import TarShards
 
 
 class Source(Protocol):
@@ -73,4 +74,5 @@ SOURCES = {
     "cifar10": Kind(Cifar10, of_any_size=False),
     "digits": Kind(Digits, of_any_size=False, most_pixels=512),  # which are enlarged in memory
     "imagefolder": Kind(ImageFolder),
+    "webdataset": Kind(TarShards),
 }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import os
 import pathlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,6 +35,7 @@ class Shard:
 
 
 ShardFile = Callable[[Shard], pathlib.Path]  # gives the local file that holds a shard's bytes
+Fetch = Callable[[Shard, pathlib.Path], None]  # writes a remote shard to a local file
 
 
 class EncodedImages(Protocol):
@@ -89,10 +91,24 @@ class Location:
         """Whether it is a URL."""
         return "://" in self.root
 
-    @functools.cached_property
+    @property
+    def is_pattern(self) -> bool:
+        """Whether it names files, with or without ``{0..9}`` and ``*``, and no folder."""
+        names = re.search(r"[{*]", self.root) or self.root.endswith((".tar", ".parquet"))
+        return bool(names) and not os.path.isdir(self.root)
+
+    @property
     def folder(self) -> pathlib.Path:
         """Where decoded images and indices are kept: the dataset's own folder, if it is of this machine."""
         if self.is_remote:
-            name = hashlib.sha256(self.root.encode()).hexdigest()[:16]
-            return pathlib.Path(self.cache or stand_ins()) / name
-        return pathlib.Path(self.root)
+            return self.cache_folder / hashlib.sha256(self.root.encode()).hexdigest()[:16]
+        return (
+            pathlib.Path(re.split(r"[{*]", self.root)[0]).parent
+            if self.is_pattern
+            else pathlib.Path(self.root)
+        )
+
+    @property
+    def cache_folder(self) -> pathlib.Path:
+        """What is kept of all remote data."""
+        return pathlib.Path(self.cache) if self.cache else stand_ins()

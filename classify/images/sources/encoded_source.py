@@ -10,7 +10,9 @@ from torch import Tensor
 
 from classify.images import cache
 from classify.images.sources.decode_once import decode_all
-from classify.images.sources.encoded import EncodedImages, Location, ShardFile
+from classify.images.sources.encoded import EncodedImages, Fetch, Location, ShardFile
+from classify.images.sources.remote import is_remote
+from classify.images.sources.shard_cache import ShardCache
 
 _CACHE_FORMAT = 4  # of what is kept decoded; another one is decoded anew
 
@@ -47,9 +49,14 @@ class EncodedSource(abc.ABC):
         """How many images of each class a part has."""
         return self.encoded(part).labels.bincount(minlength=len(self.classes)).tolist()
 
-    def shard_file(self, images: EncodedImages) -> ShardFile:
-        """What gives the local file of a shard."""
-        return lambda shard: pathlib.Path(shard.url)
+    def shard_file(self, fetch: Fetch) -> ShardFile:
+        """What gives the local file of a shard: itself, or what was fetched, once a host.
+
+        Args:
+            fetch: of the images that the shards hold.
+        """
+        kept = ShardCache(self.location.cache_folder / "shards")
+        return lambda shard: kept.file(shard, fetch) if is_remote(shard.url) else pathlib.Path(shard.url)
 
     def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Decodes a part, or takes it from the cache where that is still true to the dataset.
@@ -67,5 +74,5 @@ class EncodedSource(abc.ABC):
         images = self.encoded(part)
         kept = cache.Cache(self.location.folder, f"images-{part}", size)
         fingerprint = f"{_CACHE_FORMAT} {size} {images.fingerprint}"
-        fill = functools.partial(decode_all, images, self.shard_file(images), size, part)
+        fill = functools.partial(decode_all, images, self.shard_file(images.fetch), size, part)
         return kept.read(fingerprint, images.labels) or kept.write(fingerprint, images.labels, fill)

@@ -16,6 +16,8 @@ from classify.images.decode import content_of
 from classify.images.sources.encoded import Shard, ShardFile
 from harness.errors import InvalidInput, one_line
 
+EXTENSIONS = ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .tga .jp2 .avif".split()
+
 
 class FileImages:
     """Images that are local files of their own.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from classify.images.sources.encoded import Location
 from classify.images.sources.encoded_source import EncodedSource
-from classify.images.sources.files import FileImages
+from classify.images.sources.files import EXTENSIONS, FileImages
 from harness.errors import ErrorList, InvalidInput
 from harness.input_files import refused
 
@@ -19,7 +19,6 @@ PARTS = ("train", "val", "test")
 WHOLE = "all"  # the part of a folder that has only classes
 _LIKE_PARTS = ("train", "training", "test", "testing", "val", "valid", "validation")
 _NEEDS = "it needs train/<class>/* with test/<class>/* or val/<class>/*, or <class>/* alone, to be split"
-_EXTENSIONS = ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .tga .jp2 .avif".split()
 Files = list[tuple[str, int]]  # path and label
 
 
@@ -39,7 +38,7 @@ class ImageFolder(EncodedSource):
     def classes(self) -> tuple[str, ...]:
         """The class names, which must be the same in all parts."""
         with refused(f"data.root: {self.root}"):
-            return tuple(_find_classes({part: self._folder(part) for part in self.parts}, self.root))
+            return tuple(_find_classes({part: self.folder_of(part) for part in self.parts}, self.root))
 
     @functools.cached_property
     def parts(self) -> tuple[str, ...]:
@@ -54,14 +53,15 @@ class ImageFolder(EncodedSource):
             InvalidInput: if a folder is missing or empty, or the parts' classes differ.
         """
         if part not in self._parts:
-            folder = self._folder(part)
+            folder = self.folder_of(part)
             with refused(f"data.root: {self.root}"):
                 files = _find_files(folder, self.classes)
             paths, labels = [path for path, _ in files], [label for _, label in files]
             self._parts[part] = FileImages(paths, labels, self.classes, str(folder))
         return self._parts[part]
 
-    def _folder(self, part: str) -> pathlib.Path:
+    def folder_of(self, part: str) -> pathlib.Path:
+        """The folder that holds the classes of a part."""
         return self.root if part == WHOLE else self.root / part
 
 
@@ -82,7 +82,7 @@ def find_images(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
                 raise InvalidInput(f"{path}: no such file or folder; {mend}") from None
             held = sorted(map(pathlib.Path, _images_in(path))) if is_folder else [path]
             if not held:
-                raise InvalidInput(f"{path}: holds no image ({' '.join(_EXTENSIONS)}); give another folder")
+                raise InvalidInput(f"{path}: holds no image ({' '.join(EXTENSIONS)}); give another folder")
             files += held
     errors.raise_any()
     return files
@@ -104,7 +104,7 @@ def _images_in(folder: str | os.PathLike[str]) -> Iterator[str]:
             if os.path.islink(link := os.path.join(place, name)) and _lies_in(link, place, folder):
                 raise OSError(errno.ELOOP, "a link to a folder that it lies in", link)
         for name in names:
-            if name.lower().endswith(tuple(_EXTENSIONS)) and not name.startswith("."):
+            if name.lower().endswith(tuple(EXTENSIONS)) and not name.startswith("."):
                 yield os.path.join(place, name)
 
 
@@ -164,6 +164,6 @@ def _find_files(folder: pathlib.Path, classes: Iterable[str]) -> Files:
     held = {label for _, label in files}
     empty = [name for name, label in index.items() if label not in held]
     if empty:
-        mend = f"holds no image ({' '.join(_EXTENSIONS)}); add some or remove the folder"
+        mend = f"holds no image ({' '.join(EXTENSIONS)}); add some or remove the folder"
         raise InvalidInput(f"data.root: {folder / empty[0]}: {mend}")
     return files
