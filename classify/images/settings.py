@@ -12,7 +12,7 @@ import torch
 from classify.config import rules
 from classify.config.rules import is_count, is_number
 from classify.images.augment import Augmentation
-from classify.images.sources import SOURCES, Kind
+from classify.images.sources import SOURCES, Kind, kind_of
 from classify.images.sources.encoded import Location
 from classify.images.splits import AUTO, Splits
 from harness.errors import ErrorList, InvalidInput, nearest
@@ -90,7 +90,7 @@ class DataSettings:
     @property
     def kind(self) -> Kind:
         """What is known of the dataset before it is opened; of an unknown one what goes for most."""
-        return SOURCES.get(str(self.dataset), SOURCES["imagefolder"])
+        return kind_of(str(self.dataset)) or SOURCES["imagefolder"]
 
     def open_source(self) -> Splits:
         """The dataset that the section names, of which nothing is decoded yet; raises as ``Splits`` does."""
@@ -141,8 +141,9 @@ class DataSettings:
 
     def _errors(self) -> list[str]:
         errors = []
-        if not isinstance(self.dataset, str) or self.dataset not in SOURCES:
-            errors.append(f"data.dataset: {self.dataset!r}: unknown dataset; use one of {', '.join(SOURCES)}")
+        if not isinstance(self.dataset, str) or not kind_of(self.dataset):
+            known = f"use one of {', '.join(SOURCES)}, or a file FILE.py of your own"
+            errors.append(f"data.dataset: {self.dataset!r}: unknown dataset; {known}")
         if not isinstance(self.root, str) or not self.root or "\0" in self.root:
             errors.append(f"data.root: {self.root!r}: must be a folder's path")
         if not isinstance(self.download, bool):

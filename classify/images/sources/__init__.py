@@ -7,6 +7,7 @@ takes long is done once a host by ``harness.host_lock`` and kept by ``cache``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,7 @@ from classify.images.sources.cifar10 import Cifar10
 from classify.images.sources.digits import Digits
 from classify.images.sources.encoded import EncodedImages, Location
 from classify.images.sources.image_folder import ImageFolder
+from classify.images.sources.listed import own, table
 from classify.images.sources.tar_shards import TarShards
 
 
@@ -70,9 +72,24 @@ class Kind:
     most_pixels: int = rules.MOST_PIXELS
 
 
+def _parquet(location: Location) -> Source:
+    from classify.images.sources.parquet_shards import ParquetShards  # whose library takes a while
+
+    return ParquetShards(location)
+
+
 SOURCES = {
     "cifar10": Kind(Cifar10, of_any_size=False),
     "digits": Kind(Digits, of_any_size=False, most_pixels=512),  # which are enlarged in memory
     "imagefolder": Kind(ImageFolder),
     "webdataset": Kind(TarShards),
+    "parquet": Kind(_parquet),
+    "table": Kind(table),
 }
+
+
+def kind_of(dataset: str) -> Kind | None:
+    """The kind that ``data.dataset`` names: one of ``SOURCES``, or a file of one's own; None of any other."""
+    if dataset.endswith(".py"):
+        return Kind(functools.partial(own, dataset))
+    return SOURCES.get(dataset)

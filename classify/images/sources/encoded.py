@@ -98,15 +98,17 @@ class Location:
         return bool(names) and not os.path.isdir(self.root)
 
     @property
+    def base(self) -> str:
+        """The folder or prefix: of file names the one that holds them."""
+        head = re.split(r"[{*]", self.root)[0]
+        return (head.rpartition("/")[0] or ".") if self.is_pattern else self.root
+
+    @property
     def folder(self) -> pathlib.Path:
         """Where decoded images and indices are kept: the dataset's own folder, if it is of this machine."""
         if self.is_remote:
             return self.cache_folder / hashlib.sha256(self.root.encode()).hexdigest()[:16]
-        return (
-            pathlib.Path(re.split(r"[{*]", self.root)[0]).parent
-            if self.is_pattern
-            else pathlib.Path(self.root)
-        )
+        return pathlib.Path(self.base)
 
     @property
     def cache_folder(self) -> pathlib.Path:

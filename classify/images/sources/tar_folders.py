@@ -22,11 +22,11 @@ import joblib
 import numpy as np
 from tqdm import tqdm
 
-from classify.images.sources import tar_index
+from classify.images.sources import shard_index
 from classify.images.sources.encoded import Location, Shard
 from classify.images.sources.image_folder import ImageFolder
 from classify.images.sources.remote import digest
-from classify.images.sources.tar_shards import TarShards
+from classify.images.sources.tar_shards import TarShards, scan
 from harness.errors import InvalidInput, one_line, printable
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -93,10 +93,10 @@ def write(folder: pathlib.Path, target: pathlib.Path, limit: int, seed: int) -> 
             entries, size, sha256, _ = written[job.target.name]
             start = shards[-1].stop if shards else 0
             shards.append(Shard(job.target.name, size, start, start + len(entries), sha256))
-        parts[part] = tar_index.Part(shards, np.concatenate([written[job.target.name][0] for job in each]))
+        parts[part] = shard_index.Part(shards, np.concatenate([written[job.target.name][0] for job in each]))
     _save(target / "classes.txt", "".join(f"{name}\n" for name in source.classes).encode(errors="replace"))
-    index = tar_index.Index(source.classes, parts)
-    index.save(target / tar_index.FILE)
+    index = shard_index.Index(source.classes, parts)
+    index.save(target / shard_index.FILE)
     for job in every:
         _stamp(job.target).unlink(missing_ok=True)
     kept, size = sum(each[3] for each in written.values()), sum(each[1] for each in written.values())
@@ -172,7 +172,7 @@ def _write_shard(job: _Job) -> tuple[np.ndarray, int, str, bool]:
     with contextlib.suppress(OSError, InvalidInput):
         sha256 = digest(job.target)
         if stamp.read_text() == f"{wanted} {sha256}":
-            entries = tar_index.Scanned(job.target, str(job.target)).entries
+            entries = scan(job.target, str(job.target)).entries
             entries["label"], entries["position"] = job.labels, job.positions
             return entries, job.target.stat().st_size, sha256, True
     partial = job.target.with_name(f"{job.target.name}.partial")
@@ -198,7 +198,7 @@ def _write_shard(job: _Job) -> tuple[np.ndarray, int, str, bool]:
         partial.unlink(missing_ok=True)
         raise InvalidInput(f"{job.target}: could not be written ({one_line(error)}); mend that") from error
     _save(stamp, f"{wanted} {sha256}".encode())
-    return np.array(rows, tar_index.ENTRY), job.target.stat().st_size, sha256, False
+    return np.array(rows, shard_index.ENTRY), job.target.stat().st_size, sha256, False
 
 
 def _stamp(shard: pathlib.Path) -> pathlib.Path:

@@ -1,4 +1,4 @@
-"""What is in a dataset's tar shards: one entry an image, kept in a file beside them or read out of them.
+"""What is in a dataset's shards: one entry an image, kept in a file beside them or read out of them.
 
 The file ``index.npz`` is numpy's: ``about``, JSON in UTF-8 with the classes and the shards of each part, and
 for each part an array of ``ENTRY`` in the order of the shards.
@@ -10,22 +10,19 @@ import io
 import json
 import os
 import pathlib
-import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
 from classify.images.sources.encoded import Shard
-from classify.images.sources.files import EXTENSIONS
 from harness.errors import InvalidInput, one_line
 
 FILE = "index.npz"
 FORMAT = 1
 ENTRY = np.dtype([("offset", "<u8"), ("size", "<u4"), ("label", "<u4"), ("position", "<u4")])
 _MEND = "write the shards anew by shards.py, or remove the index, so that it is read out of them"
-_KEYS = ("class", "class_name", "cls", "label")  # of a member KEY.json
+MOST_CLASSES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -35,8 +32,8 @@ class Part:
     Attributes:
         shards: in the order of their images; the URLs are names in the dataset's folder, if the index was
             written beside them.
-        entries: ``ENTRY`` (N,) in the order of the shards: where an image begins in its shard, its bytes, its
-            label, and its index in the dataset.
+        entries: ``ENTRY`` (N,) in the order of the shards: the byte or row at which an image begins in its
+            shard, its bytes if they are known, its label, and its index in the dataset.
     """
 
     shards: Sequence[Shard]
@@ -113,100 +110,48 @@ def _check(part: Part, classes: int) -> None:
         raise ValueError(f"its shards have {stop:,} images, its entries {count:,}")
 
 
+@dataclass(frozen=True)
 class Scanned:
-    """The images of one tar, as its headers tell.
-
-    Args:
-        file: the local tar.
-        name: what to call it in an error line.
+    """What one shard holds, read out of itself.
 
     Attributes:
-        texts: the labels that occur, as they are written: numbers or names.
-        entries: ``ENTRY``, the label being the index in ``texts``.
-
-    Raises:
-        InvalidInput: if it is no whole tar, or a member has no label or no image.
+        name: what to call it in an error line.
+        texts: the labels that occur, as they are written, numbers or names, with a number for each.
+        entries: ``ENTRY``, in which a label is its number in ``texts``.
     """
 
-    def __init__(self, file: pathlib.Path, name: str) -> None:
-        self.name, self.texts = name, dict[str, int]()
-        rows: list[np.ndarray] = []
-        key, image, text = None, None, None
-        try:
-            with tarfile.open(file, "r:") as tar:
-                for member in tar:
-                    tar.members = []  # type: ignore[attr-defined]  # or it keeps them all
-                    folder, _, base = member.name.rpartition("/")
-                    stem, _, ending = base.partition(".")
-                    if not member.isfile() or not stem:
-                        continue
-                    if (folder, stem) != key:
-                        self._add(rows, key, image, text)
-                        key, image, text = (folder, stem), None, None
-                    ending = ending.rpartition(".")[2].lower()
-                    if f".{ending}" in EXTENSIONS:
-                        image = (member.offset_data, member.size)
-                    elif ending in ("cls", "json"):
-                        opened = tar.extractfile(member)
-                        text = _label(opened.read() if opened else b"", ending) or text
-                self._add(rows, key, image, text)
-                end = tar.offset
-            if end > file.stat().st_size:
-                raise tarfile.ReadError("unexpected end of data")
-        except (tarfile.TarError, OSError, EOFError) as error:
-            mend = "is it whole? write or fetch it again"
-            raise InvalidInput(f"{name}: not a readable tar ({one_line(error)}); {mend}") from error
-        self.entries = np.concatenate(rows) if rows else np.zeros(0, ENTRY)
-
-    def _add(
-        self,
-        rows: list[np.ndarray],
-        key: tuple[str, str] | None,
-        image: tuple[int, int] | None,
-        text: str | None,
-    ) -> None:
-        if key is None:
-            return
-        shown = f"{self.name}: the member {'/'.join(filter(None, key))}"
-        if image is None:
-            raise InvalidInput(f"{shown} has no image ({' '.join(EXTENSIONS)}); add it, or remove the rest")
-        if text is None:
-            mend = "add KEY.cls with its class, or KEY.json with the key label"
-            raise InvalidInput(f"{shown} has no label; {mend}")
-        code = self.texts.setdefault(text, len(self.texts))
-        rows.append(np.array([(*image, code, 0)], ENTRY))
+    name: str
+    texts: Mapping[str, int]
+    entries: np.ndarray
 
 
-def _label(content: bytes, ending: str) -> str | None:
-    """A label as it is written, or None."""
-    text = content.decode(errors="replace").strip()
-    if ending == "cls":
-        return text or None
-    try:
-        about: Any = json.loads(text)
-    except ValueError:
-        return None
-    found = [about[key] for key in _KEYS if key in about] if isinstance(about, dict) else []
-    return str(found[0]) if found else None
-
-
-def classes_of(scanned: Sequence[Scanned], given: Sequence[str] | None) -> tuple[str, ...]:
+def classes_of(texts: Mapping[str, str], given: Sequence[str] | None = None) -> tuple[str, ...]:
     """The class names: those that are given; names that occur, sorted; or numbers from 0.
+
+    Args:
+        texts: the labels that occur, as they are written, and where each does.
+        given: the names that the dataset gives its numbers.
 
     Raises:
         InvalidInput: for a label that is not among them, or if names and numbers are mixed.
     """
-    texts = {text: each.name for each in scanned for text in each.texts}
-    numbers = [int(text) for text in texts if text.isdecimal()]
-    if given is None and len(numbers) == len(texts):
-        most = max(numbers, default=0)
-        return tuple(map(str, range(most + 1)))
     names = tuple(given or sorted(text for text in texts if not text.isdecimal()))
-    for text, name in texts.items():
+    if not names:
+        most = max((int(text), where) for text, where in texts.items())
+        if most[0] >= MOST_CLASSES:
+            mend = f"must be less than {MOST_CLASSES:,}; mend it"
+            raise InvalidInput(f"{most[1]}: the label {most[0]}: {mend}")
+        names = tuple(map(str, range(most[0] + 1)))
+    for text, where in texts.items():
         if text not in names and not (given and text.isdecimal() and int(text) < len(names)):
-            what = f"classes.txt has {len(names)} classes" if given else "other labels are names"
-            raise InvalidInput(f"{name}: the label {text!r} is no class: {what}; mend one of them")
+            what = f"the dataset names {len(names)} classes" if given else "other labels are names"
+            raise InvalidInput(f"{where}: the label {text!r} is no class: {what}; mend one of them")
     return names
+
+
+def label_of(text: str, index: Mapping[str, int]) -> int:
+    """The label of a class, by its name or its number."""
+    return index[text] if text in index else int(text)
 
 
 def join(pairs: Sequence[tuple[Scanned, Shard]], classes: Sequence[str]) -> Part:
@@ -216,7 +161,7 @@ def join(pairs: Sequence[tuple[Scanned, Shard]], classes: Sequence[str]) -> Part
     for each, shard in pairs:
         if not len(each.entries):
             raise InvalidInput(f"{each.name}: holds no image; remove it")
-        labels = np.array([index[t] if t in index else int(t) for t in each.texts], np.uint32)
+        labels = np.array([label_of(text, index) for text in each.texts], np.uint32)
         found = each.entries.copy()
         found["label"] = labels[found["label"]]
         entries.append(found)

@@ -1,0 +1,176 @@
+"""Images that are named one by one: in a table, CSV or JSON lines, or by a function of one's own."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import importlib.util
+import inspect
+import io
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from classify.images.sources import shard_files
+from classify.images.sources.encoded import Location
+from classify.images.sources.encoded_source import EncodedSource
+from classify.images.sources.files import FileImages
+from classify.images.sources.remote import Storage, is_remote
+from classify.images.sources.shard_index import classes_of, label_of
+from harness.errors import InvalidInput, one_line, printable
+from harness.input_files import refused
+
+_PATHS, _LABELS = ("path", "file_name", "image", "url"), ("label", "class")  # columns
+_TABLES = ("{}.csv", "{}.jsonl", "{}/metadata.csv", "{}/metadata.jsonl")
+Row = tuple[str, str, str]  # path or URL, class as it is written, and where that stands
+
+
+class Listed(EncodedSource):
+    """Images that are named one by one.
+
+    Args:
+        location: of the dataset.
+        rows: of each part.
+    """
+
+    def __init__(self, location: Location, rows: Mapping[str, list[Row]]) -> None:
+        super().__init__(location)
+        if set(rows) == {"train"}:
+            rows = {shard_files.WHOLE: rows["train"]}
+        self._rows = rows
+        self._encoded: dict[str, FileImages] = {}
+
+    @functools.cached_property
+    def classes(self) -> tuple[str, ...]:
+        """The class names: sorted, or numbers from 0."""
+        return classes_of({text: where for rows in self._rows.values() for _, text, where in rows})
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
+        return tuple(self._rows)
+
+    def encoded(self, part: str) -> FileImages:
+        """The files of a part, in the order in which they are named."""
+        if part not in self._encoded:
+            index = {name: label for label, name in enumerate(self.classes)}
+            rows = self._rows[part]
+            labels = [label_of(text, index) for _, text, _ in rows]
+            storage = Storage(self.location.storage)
+            paths = [path for path, _, _ in rows]
+            self._encoded[part] = FileImages(paths, labels, self.classes, self.location.root, storage)
+        return self._encoded[part]
+
+
+def table(location: Location) -> Listed:
+    """The dataset of tables ``train.csv`` or ``train.jsonl``, and of ``val`` and ``test``.
+
+    Paths count from the folder of their table.
+
+    Raises:
+        InvalidInput: if there is none, or a row has no path or no label.
+    """
+    root, storage = location.root, Storage(location.storage)
+    rows: dict[str, list[Row]] = {}
+    for part in (*shard_files.PARTS, shard_files.WHOLE):
+        for form in _TABLES:
+            url = shard_files.join(root, form.format(part))
+            if part in rows:
+                break
+            if is_remote(url):
+                content = storage.read_if_there(url)
+            else:
+                with refused(f"data.root: {url}"):
+                    content = pathlib.Path(url).read_bytes() if os.path.isfile(url) else None
+            if content is not None:
+                rows[part] = list(_rows(content, url))
+    if "train" not in rows and set(rows) != {shard_files.WHOLE}:
+        needs = "it needs train.csv or train.jsonl, and may have the same of val and test"
+        raise InvalidInput(f"data.root: {root}: holds no table of training images; {needs}")
+    return Listed(location, rows)
+
+
+def _rows(content: bytes, url: str) -> Iterable[Row]:
+    folder, text = (
+        url.rpartition("/")[0],
+        io.StringIO(content.decode("utf-8-sig", errors="replace"), newline=""),
+    )
+    number = 0
+    lines = csv.DictReader(text) if url.endswith(".csv") else map(_parsed, text)
+    for number, row in enumerate(lines, 2 if url.endswith(".csv") else 1):
+        where = f"{url}, line {number}"
+        found = []
+        for kind, names in (("path", _PATHS), ("label", _LABELS)):
+            value = next((row[name] for name in names if isinstance(row, dict) and name in row), None)
+            if value is None or value == "" or not isinstance(value, (str, int)):
+                raise InvalidInput(f"{where}: has no {kind} ({', '.join(names)}); add it")
+            found.append(str(value))
+        path, label = found
+        yield path if is_remote(path) else shard_files.join(folder, path), label, where
+    if not number:
+        raise InvalidInput(f"{url}: has no rows; add some, or remove it")
+
+
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None  # which has no path
+
+
+def own(file: str, location: Location) -> Any:
+    """The source that a file of one's own gives: its ``source(root)``.
+
+    That gives for each part the (path or URL, class) of every image, or an object with what
+    ``sources.Source`` asks for.
+
+    Raises:
+        InvalidInput: if the file cannot be run, or gives anything else.
+    """
+    key = f"data.dataset: {file}"
+    path = pathlib.Path(file)
+    if not path.is_file():
+        raise InvalidInput(f"{key}: no such file; it counts from the folder in which the training starts")
+    specification = importlib.util.spec_from_file_location(f"own_source_{path.stem}", path)
+    assert specification and specification.loader  # as it ends in .py
+    module = importlib.util.module_from_spec(specification)
+    try:
+        specification.loader.exec_module(module)
+        if not callable(make := getattr(module, "source", None)):
+            raise InvalidInput(f"{key}: has no source; define source(root)")
+        made = make(location.root)
+        if not isinstance(made, Mapping):
+            return _checked(made, key)
+        rows = {
+            part: [(os.fspath(path), str(label), f"{file}, {part}") for path, label in pairs]
+            for part, pairs in made.items()
+        }
+    except InvalidInput:
+        raise
+    except Exception as error:  # of somebody else's code
+        frames = (
+            [each for each in inspect.getinnerframes(error.__traceback__) if each.filename == str(path)]
+            if error.__traceback__
+            else []
+        )
+        place = f" in line {frames[-1].lineno}" if frames else ""
+        what = f"fails{place} ({type(error).__name__}: {one_line(error)}); mend it"
+        raise InvalidInput(f"{key}: {what}") from error
+    known = (*shard_files.PARTS, shard_files.WHOLE)
+    if not rows or not set(rows) <= set(known) or not all(rows.values()) or not {"train", "all"} & set(rows):
+        shown = ", ".join(f"{part} ({len(each)})" for part, each in rows.items())
+        needs = "must give images of train, and of val or test, or of all"
+        raise InvalidInput(f"{key}: source(root) gives {shown or 'nothing'}; {needs}")
+    return Listed(location, rows)
+
+
+def _checked(made: Any, key: str) -> Any:
+    members = ("classes", "parts", "count", "class_counts", "load", "encoded")
+    missing = [name for name in members if not hasattr(made, name)]
+    if missing:
+        what = f"source(root) gives {printable(type(made).__name__)} without {', '.join(missing)}"
+        needs = "give {part: [(path, class), ...]}, or what sources.Source asks for"
+        raise InvalidInput(f"{key}: {what}; {needs}")
+    return made
