@@ -10,6 +10,7 @@ from support import PROJECT
 import baseline
 import checkpoint
 import search
+import shards
 import train
 
 PAGES = [PROJECT / "README.md", *sorted(PROJECT.glob("docs/*.md"))]
@@ -19,6 +20,7 @@ PARSERS = {
     "search.py": search.parse,
     "checkpoint.py": checkpoint.parse,
     "baseline.py": baseline.parse,
+    "shards.py": shards.parse,
 }
 
 

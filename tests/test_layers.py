@@ -38,7 +38,7 @@ MAY_IMPORT = {
     },
     "data": {"harness", "classify.config", "classify.images"},
 }
-PROGRAMS = {"train", "search", "checkpoint", "baseline", "model_def"}
+PROGRAMS = {"train", "search", "shards", "checkpoint", "baseline", "model_def"}
 FOLDERS = ("harness", "classify")
 FILES = [*PROJECT.glob("*.py"), *(file for name in FOLDERS for file in (PROJECT / name).rglob("*.py"))]
 

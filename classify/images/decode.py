@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+from collections.abc import Callable
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
@@ -26,13 +27,13 @@ def decode_image(path: str | os.PathLike[str], size: tuple[int, int]) -> np.ndar
     return decode(content_of(path), size, os.fspath(path))
 
 
-def decode(content: bytes, size: tuple[int, int], name: str) -> np.ndarray:
+def decode(content: bytes, size: tuple[int, int], name: str | Callable[[], str]) -> np.ndarray:
     """Decodes an image file upright and in RGB, scaled and cropped in the middle: uint8 (3, H, W).
 
     Args:
         content: the file's bytes.
         size: height and width, in pixels.
-        name: what to call it in an error line.
+        name: what to call it in an error line, or what gives that.
 
     Raises:
         InvalidInput: if it cannot be read as an image.
@@ -59,5 +60,6 @@ def decode(content: bytes, size: tuple[int, int], name: str) -> np.ndarray:
         raise _unreadable(name, error) from error
 
 
-def _unreadable(name: str, error: Exception) -> InvalidInput:
+def _unreadable(name: str | Callable[[], str], error: Exception) -> InvalidInput:
+    name = name if isinstance(name, str) else name()
     return InvalidInput(f"{name}: not a readable image ({one_line(error)}); mend or remove the file")

@@ -10,6 +10,8 @@ from torch import nn
 
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
 from classify.engine.trial_config import TrialConfig
+from classify.images.cache import in_bytes
+from classify.images.splits import Splits
 from harness.context import TrialContext
 from harness.errors import printable
 from harness.local.folder import shown
@@ -23,8 +25,15 @@ def describe_images(config: TrialConfig) -> str:
     return (
         f"{data.dataset}: {source.count('train'):,} to train,"
         f" {source.count(source.validation):,} to validate,{tested}"
-        f" {_count(len(source.classes), 'class')}, {height}x{width} pixels"
+        f" {_count(len(source.classes), 'class')}, {height}x{width} pixels{_shards(source)}"
     )
+
+
+def _shards(source: Splits) -> str:
+    """How many shards of which size hold the images, where there are some."""
+    parts = [source.source.encoded(part) for part in source.source.parts]
+    shards = [shard for images in parts if images for shard in images.shards]
+    return f", in {_count(len(shards), 'shard')} of {in_bytes(sum(e.size for e in shards))}" if shards else ""
 
 
 def describe(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import functools
 import multiprocessing
 import pathlib
 import sys
@@ -104,7 +105,7 @@ def _decode_chunk(indices: np.ndarray, file: pathlib.Path) -> list[str]:
             pixels = np.zeros((3, *size), dtype=np.uint8)
             try:
                 (content,) = images.read([index], lambda _: file)
-                pixels = decode(content, size, images.name(index))
+                pixels = decode(content, size, functools.partial(images.name, index))
             except InvalidInput as error:
                 errors += error.errors
             written.seek(index * pixels.nbytes)

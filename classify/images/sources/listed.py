@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import functools
 import importlib.util
-import inspect
 import io
 import json
 import os
 import pathlib
+import traceback
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -150,12 +150,9 @@ def own(file: str, location: Location) -> Any:
     except InvalidInput:
         raise
     except Exception as error:  # of somebody else's code
-        frames = (
-            [each for each in inspect.getinnerframes(error.__traceback__) if each.filename == str(path)]
-            if error.__traceback__
-            else []
-        )
-        place = f" in line {frames[-1].lineno}" if frames else ""
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [each.lineno for each in frames if each.filename == specification.origin]
+        place = f" in line {lines[-1]}" if lines else ""
         what = f"fails{place} ({type(error).__name__}: {one_line(error)}); mend it"
         raise InvalidInput(f"{key}: {what}") from error
     known = (*shard_files.PARTS, shard_files.WHOLE)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import fsspec
 import tenacity
+from fsspec.registry import known_implementations
 
 from classify.images.sources.encoded import Shard
 from harness.errors import InvalidInput, one_line
@@ -48,7 +49,7 @@ class Storage:
         try:
             return fsspec.filesystem(protocol, **{**_time_outs(protocol), **self.options})
         except ImportError as error:
-            library = fsspec.registry.known_implementations[protocol]["class"].split(".")[0]
+            library = known_implementations[protocol]["class"].split(".")[0]
             library = "fsspec[http]" if library == "fsspec" else library
             what = f"{protocol}:// needs {library}; pip install {library}"
             raise InvalidInput(f"data.root: {url}: {what}") from error
@@ -133,7 +134,7 @@ def _attempt(url: str, work: Callable[[], _Result]) -> _Result:
 
 def _may_pass(error: BaseException) -> bool:
     """Whether another attempt may succeed: not where the server has understood and refused."""
-    refused = (InvalidInput, FileNotFoundError, PermissionError, ImportError)
+    refused = (InvalidInput, FileNotFoundError, PermissionError, ImportError, TypeError, AttributeError)
     status = getattr(error, "status", None)
     is_refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
     is_error = isinstance(error, Exception) and not isinstance(error, refused)

@@ -146,6 +146,10 @@ def classes_of(texts: Mapping[str, str], given: Sequence[str] | None = None) -> 
         if text not in names and not (given and text.isdecimal() and int(text) < len(names)):
             what = f"the dataset names {len(names)} classes" if given else "other labels are names"
             raise InvalidInput(f"{where}: the label {text!r} is no class: {what}; mend one of them")
+    if len(names) < 2:
+        raise InvalidInput(
+            f"{next(iter(texts.values()))}: there is only the class {names[0]!r}; give two or more"
+        )
     return names
 
 

@@ -34,7 +34,7 @@ class TarImages(ShardImages):
         offset = int(self.entries["offset"][place])
         if file := self.local.get(shard.url):
             with open(file, "rb") as opened:
-                opened.seek(offset - _BLOCK)
+                opened.seek(max(0, offset - _BLOCK))
                 header = tarfile.TarInfo.frombuf(opened.read(_BLOCK), "utf-8", "surrogateescape")
             return f"{shard.url}, member {header.name}"
         return f"{shard.url}, byte {offset:,}"

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import functools
 import http.server
+import io
 import json
 import os
 import pathlib
@@ -59,7 +60,7 @@ def load(dataset: str, root: object, split: str = "train", **section: object) ->
     return data.load(DataSettings.parse({"dataset": dataset, "root": str(root), **section}), split)
 
 
-def refused(dataset: str, root: object, **section: object) -> str:
+def refused(dataset: str, root: object, **section: Any) -> str:
     return error_line(lambda: load(dataset, root, **section))
 
 
@@ -205,10 +206,19 @@ def test_every_source_has_the_folders_images(photos, written, tmp_path, kind):
             assert_same(found, wanted)
 
 
-class Server(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder, with the faults of its server, by name: how often, and what is done instead."""
+class Faulty(http.server.ThreadingHTTPServer):
+    """A server that fails by name: what it does instead of sending a file, and how often."""
 
+    daemon_threads = True
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.asked, self.faults = [], {}
+
+
+class Handler(http.server.SimpleHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    server: Faulty
 
     def log_message(self, *_):
         pass
@@ -238,9 +248,7 @@ class Server(http.server.SimpleHTTPRequestHandler):
 @contextlib.contextmanager
 def served(folder: pathlib.Path):
     """A web server of a folder."""
-    handler = functools.partial(Server, directory=str(folder))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.asked, server.faults, server.daemon_threads = [], {}, True
+    server = Faulty(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server, f"http://127.0.0.1:{server.server_address[1]}"
@@ -304,3 +312,156 @@ def test_a_server_that_fails_for_good_is_one_line(written, tmp_path, hurried, fa
         line = refused("webdataset", url, cache={"folder": str(tmp_path / "cache")})
     assert line.startswith(url) and all(each in line for each in said), line
     assert not list((tmp_path / "cache").rglob("*.raw"))
+
+
+def rewrite_index(root: pathlib.Path, change) -> None:
+    with np.load(root / "index.npz") as file:
+        about, arrays = json.loads(file["about"].tobytes()), {k: file[k] for k in file.files if k != "about"}
+    change(about, arrays)
+    np.savez(root / "index.npz", about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
+
+
+def add(file: pathlib.Path, **members: bytes) -> None:
+    """Appends cat/new.ENDING."""
+    with tarfile.open(file, "a") as tar:
+        for ending, content in members.items():
+            member = tarfile.TarInfo(f"cat/new.{ending}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+def spoil_image(root: pathlib.Path) -> None:
+    with np.load(root / "index.npz") as file:
+        entry = file["part-train"][0]
+    with open(root / "train-000000.tar", "rb+") as tar:
+        tar.seek(int(entry["offset"]))
+        tar.write(b"no image")
+
+
+def without_index(change, names=True):
+    def both(root: pathlib.Path) -> None:
+        (root / "index.npz").unlink()
+        if not names:
+            (root / "classes.txt").unlink()
+        change(root / "train-000000.tar", root)
+
+    return both
+
+
+@table(
+    "change, said",
+    truncated=(lambda root: os.truncate(root / "train-000001.tar", 5000), ["train-000001.tar: has 5,000 bytes, but its index", "write or fetch both anew"]),
+    lost=(lambda root: (root / "train-000001.tar").unlink(), ["data.root: ", "train-000001.tar: cannot be used (", "put it there"]),
+    bad_image=(spoil_image, ["train-000000.tar, member ", ": not a readable image (cannot identify image file); mend or remove"]),
+    other_index=(lambda root: (root / "index.npz").write_bytes(b"x"), ["index.npz: is no index of these shards (", "; write the shards anew"]),
+    offsets=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["offset"][1:2].__isub__(512)), ["train-000000.tar: no image of ", "the shard and its index differ"]),
+    beyond=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["size"].__iadd__(10**6)), ["index.npz: ", "beyond the end of train-000000.tar"]),
+    labels=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["label"].__iadd__(7)), ["index.npz: ", "it has the label 9, but 3 classes"]),
+    counts=(lambda root: rewrite_index(root, lambda about, _: about["parts"]["train"][0].update(stop=1)), ["index.npz: ", "the counts of images are wrong at train-000001.tar"]),
+    positions=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["position"].__ixor__(1)[:1].fill(0)), ["index.npz: ", "its positions are not those of all images"]),
+    cut_tar=(without_index(lambda tar, _: os.truncate(tar, 5000)), ["train-000000.tar: not a readable tar (unexpected end of data); is it whole?"]),
+    no_tar=(without_index(lambda tar, _: tar.write_bytes(b"x" * 2000)), ["train-000000.tar: not a readable tar ("]),
+    no_label=(without_index(lambda tar, _: add(tar, png=b"x")), ["train-000000.tar: the member cat/new has no label; add KEY.cls"]),
+    no_image=(without_index(lambda tar, _: add(tar, json=b'{"label": 1}')), ["train-000000.tar: the member cat/new has no image (.jpg"]),
+    number=(without_index(lambda tar, _: add(tar, png=b"x", cls=b"3")), ["train-000000.tar: the label '3' is no class: the dataset names 3 classes"]),
+    unnamed=(without_index(lambda tar, _: add(tar, png=b"x", json=b'{"class": "cow"}'), names=False), ["the label ", " is no class: other labels are names"]),
+    empty=(lambda root: [each.unlink() for each in root.glob("*")], ["data.root: ", "holds no *.tar; give their folder"]),
+)  # fmt: skip
+def test_a_fault_of_shards_is_one_line(written, tmp_path, change, said):
+    root = copied(written, tmp_path / "shards")
+    change(root)
+    line = refused("webdataset", root)
+    assert all(each in line for each in said), line
+    assert not list(root.glob(".images*.raw"))
+
+
+GREY = io.BytesIO()
+Image.new("L", (8, 8)).save(GREY, "png")
+GOOD = [GREY.getvalue()] * 3
+
+
+def parquet(folder: pathlib.Path, label=(0, 0, 1, 1), **columns) -> None:
+    folder.mkdir()
+    columns["label"] = list(label)
+    pyarrow.parquet.write_table(pyarrow.table(columns), folder / "train.parquet")
+
+
+@table(
+    "dataset, change, said",
+    parquet=("parquet", lambda root: parquet(root, image=[*GOOD, b"x"]), ["train.parquet, row 3: not a readable image (cannot identify"]),
+    no_column=("parquet", lambda root: parquet(root, picture=[*GOOD, b"x"]), ["train.parquet: has no column of images (image or img); it has picture, label"]),
+    no_value=("parquet", lambda root: parquet(root, image=[b"x", b"y"], label=[0, None]), ["train.parquet: row 1 has no label"]),
+    no_bytes=("parquet", lambda root: parquet(root, image=[*({"bytes": each, "path": "a"} for each in (*GOOD, None))]), ["train.parquet: row 3 holds no image, or only its path"]),
+    one_class=("parquet", lambda root: parquet(root, [0] * 3, image=GOOD), ["train.parquet: there is only the class '0'"]),
+    no_parquet=("parquet", lambda root: save(root / "x.png", 1).rename(root / "train.parquet"), ["train.parquet: not a readable Parquet file ("]),
+    no_table=("table", lambda root: root.mkdir(), ["data.root: ", "holds no table of training images; it needs train.csv"]),
+    no_path=("table", lambda root: save(root / "a.png", 1).with_name("train.csv").write_text("label\n1\n"), ["train.csv, line 2: has no path (path, file_name"]),
+    no_json=("table", lambda root: save(root / "a.png", 1).with_name("train.jsonl").write_text("{\n"), ["train.jsonl, line 1: has no path"]),
+    mixed=("table", lambda root: save(root / "a.png", 1).with_name("train.csv").write_text("path,label\na.png,1\na.png,cat\n"), ["train.csv, line 2: the label '1' is no class: other labels are names"]),
+    no_file=("table", lambda root: save(root / "a.png", 1).with_name("train.csv").write_text("path,label\na.png,1\na.png,1\na.png,0\nb.png,0\n"), ["b.png: ", "No such file"]),
+    own_missing=("own.py", None, ["data.dataset: own.py: no such file"]),
+    own_fails=("own.py", "def source(root):\n    return 1 / 0\n", ["data.dataset: own.py: fails in line 2 (ZeroDivisionError: division by zero); mend it"]),
+    own_empty=("own.py", "def source(root):\n    return {'train': []}\n", ["data.dataset: own.py: source(root) gives train (0); must give images"]),
+    own_other=("own.py", "def source(root):\n    return 5\n", ["data.dataset: own.py: source(root) gives int without classes, parts"]),
+    own_none=("own.py", "def sauce(root):\n    return 5\n", ["data.dataset: own.py: has no source; define source(root)"]),
+    unknown=("tfrecord", None, ["data.dataset: 'tfrecord': unknown dataset; use one of cifar10, digits, imagefolder, webdataset, parquet, table, or a file FILE.py of your own"]),
+    library=("webdataset", "az://box/set", ["az://box/set/index.npz: az:// needs adlfs; pip install adlfs"]),
+    protocol=("webdataset", "nfs9://box/set", ["nfs9://box/set/index.npz: cannot be opened (Protocol not known: nfs9"]),
+)  # fmt: skip
+def test_a_fault_of_another_source_is_one_line(tmp_path, monkeypatch, dataset, change, said):
+    monkeypatch.chdir(tmp_path)
+    root: Any = tmp_path / "root"
+    if callable(change):
+        change(root)
+    elif dataset == "own.py" and change:
+        pathlib.Path(dataset).write_text(change)
+    elif change:
+        root = change
+    line = refused(dataset, root, test=0.5)
+    assert all(each in line for each in said), line
+
+
+@pytest.fixture(scope="module")
+def store(written, tmp_path_factory):
+    """An object store that holds the shards, and asks for credentials."""
+    boto3 = pytest.importorskip("boto3")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    url = f"http://{host}:{port}"
+    client = boto3.client(
+        "s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b"
+    )
+    client.create_bucket(Bucket="box")
+    for name, content in plain(written).items():
+        client.put_object(Bucket="box", Key=f"photos/{name}", Body=content)
+        if name != "index.npz":
+            client.put_object(Bucket="box", Key=f"bare/{name}", Body=content)
+    yield url
+    server.stop()
+
+
+@pytest.mark.parametrize("folder", ["photos", "bare"])
+def test_shards_in_an_object_store(photos, store, tmp_path, monkeypatch, hurried, folder):
+    section: Any = {"storage": {"endpoint_url": store}, "cache": {"folder": str(tmp_path / "cache")}}
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "a")
+    found, wanted = load("webdataset", f"s3://box/{folder}", **section), load("imagefolder", photos)
+    if folder == "photos":
+        assert_same(found, wanted)
+    assert found.labels.bincount().tolist() == wanted.labels.bincount().tolist()
+    assert "s3://box/none: holds no *.tar" in refused("webdataset", "s3://box/none", **section)
+
+
+def test_missing_credentials_are_one_line(store, tmp_path, monkeypatch, hurried):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    section: Any = {"storage": {"endpoint_url": f"{store}/"}, "cache": {"folder": str(tmp_path / "cache")}}
+    line = refused("webdataset", "s3://box/photos", **section)
+    assert (
+        line.startswith("s3://box/photos/index.npz: is refused (")
+        and "credentials in the environment" in line
+    )
