@@ -21,6 +21,7 @@ from classify.images.sources.encoded import EncodedImages, Location
 from classify.images.sources.image_folder import ImageFolder
 from classify.images.sources.listed import own, table
 from classify.images.sources.tar_shards import TarShards
+from harness.errors import InvalidInput, one_line
 
 
 class Source(Protocol):
@@ -73,8 +74,11 @@ class Kind:
 
 
 def _parquet(location: Location) -> Source:
-    from classify.images.sources.parquet_shards import ParquetShards  # whose library takes a while
-
+    try:
+        from classify.images.sources.parquet_shards import ParquetShards  # whose library takes a while
+    except ImportError as error:
+        what = f"needs pyarrow ({one_line(error)}); pip install pyarrow"
+        raise InvalidInput(f"data.dataset: 'parquet': {what}") from error
     return ParquetShards(location)
 
 

@@ -33,13 +33,16 @@ def test_config():
             {"colour": 1},
             [
                 "data.colour",
-                "augment, dataset, device, download, image_size, normalize, resize, root, sampling, split_seed,"
-                " test, validation, workers",
+                "augment, cache, dataset, device, download, image_size, normalize, resize, root, sampling,"
+                " split_seed, storage, test, validation, workers",
             ],
         ),
         ({7: 1}, ["data.7", "unknown key"]),
         ({"root": None}, ["data.root", "None"]),
         ({"root": ""}, ["data.root", "''"]),
+        ({"storage": "s3"}, ["data.storage", "'s3'", "mapping"]),
+        ({"cache": {"folder": 1}}, ["data.cache.folder", "1", "path"]),
+        ({"cache": {"place": "x"}}, ["data.cache.place", "'x'", "unknown key"]),
         ({"download": "yes"}, ["data.download", "'yes'", "true or false"]),
         ({"download": 1}, ["data.download", "1"]),
         ({"image_size": 0}, ["data.image_size", "0", "whole number of pixels"]),

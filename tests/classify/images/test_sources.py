@@ -233,12 +233,15 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         if fault == "slow":
             time.sleep(1)
             self.close_connection = True
-        elif fault == "dies":
+        elif fault in ("dies", "alters"):
             content = pathlib.Path(self.translate_path(self.path)).read_bytes()
             self.send_response(200)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content[: len(content) // 2])
+            half = len(content) // 2
+            self.wfile.write(
+                content[:half] if fault == "dies" else content[:half] + bytes(len(content) - half)
+            )
             self.close_connection = True
         else:
             self.send_error(int(fault))
@@ -303,6 +306,10 @@ def test_files_of_a_web_server_by_their_names(photos, written, tmp_path, hurried
     errors=(("500", 99), ["train-000000.tar: cannot be read in 5 attempts (500", "start again"]),
     slow=(("slow", 99), ["train-000000.tar: cannot be read in 5 attempts (", "start again"]),
     dies=(("dies", 99), ["train-000000.tar: cannot be read in 5 attempts (", "start again"]),
+    alters=(
+        ("alters", 99),
+        ["train-000000.tar: cannot be read in 5 attempts (its bytes differ", "start again"],
+    ),
     missing=(("404", 99), ["train-000000.tar: no such file; mend data.root"]),
     forbidden=(("403", 1), ["train-000000.tar: cannot be read (403", "start again"]),
 )
