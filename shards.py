@@ -41,9 +41,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Does what the command line says and gives the exit code."""
     args = parse(argv)
-    from classify.images.sources import tar_folders  # which takes seconds
-
     try:
+        from classify.images.sources import tar_folders  # which takes seconds
+
         if args.command == "write":
             limit = tar_folders.size_in_bytes("--size-limit", args.size_limit)
             tar_folders.write(args.folder, args.target, limit, args.seed)

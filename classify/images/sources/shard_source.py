@@ -53,7 +53,8 @@ class ShardImages(abc.ABC):
     @functools.cached_property
     def fingerprint(self) -> str:
         """Changes when a shard, a label or the order does."""
-        counted = hashlib.sha256(repr(tuple(self._classes)).encode() + self.entries.tobytes())
+        counted = hashlib.sha256(repr(tuple(self._classes)).encode())
+        counted.update(self.entries.data)
         for shard in self.shards:
             counted.update(repr((os.path.basename(shard.url), shard.size, shard.sha256)).encode())
             if not is_remote(shard.url):

@@ -22,7 +22,7 @@ import pytest
 import torch
 from folders import save, table
 from PIL import Image
-from support import error_line
+from support import error_line, overrides, train_many
 
 import data
 import shards
@@ -472,3 +472,40 @@ def test_missing_credentials_are_one_line(store, tmp_path, monkeypatch, hurried)
         line.startswith("s3://box/photos/index.npz: is refused (")
         and "credentials in the environment" in line
     )
+
+
+def test_two_processes_train_alike_from_every_source(photos, written, tmp_path):
+    """From remote shards, which one of them fetches, Parquet files and a source of one's own as from the folder."""
+    (tmp_path / "mine.py").write_text(OWN)
+    with served(copied(written, tmp_path / "shards")) as (server, url):
+        row = ["--config", "experiments/digits.yaml"]
+        common = {"image_size": 32, "cache": {"folder": str(tmp_path / "cache")}}
+        places = {
+            "imagefolder": photos,
+            "webdataset": url,
+            "parquet": write_parquet(photos, tmp_path / "p"),
+            str(tmp_path / "mine.py"): photos,
+        }
+        rows = {
+            f"run{number}": [
+                *row,
+                *overrides(
+                    data=json.dumps({**common, "dataset": dataset, "root": str(root)}),
+                    hyperparameters__max_length="{epochs: 2}",
+                    hyperparameters__overwrite_deepspeed_args__train_batch_size=6,
+                ),
+            ]
+            for number, (dataset, root) in enumerate(places.items())
+        }
+        rows["refused"] = [*row, *overrides(data=json.dumps({**common, "dataset": "table", "root": url}))]
+        runs = train_many(tmp_path, rows, 2)
+        asked = [name for name in server.asked if name.endswith(".tar")]
+    refusal = runs.pop("refused")
+    assert refusal.code == 2
+    assert [line for line in refusal.stderr.splitlines() if "holds no table" in line] == [
+        f"train.py: data.root: {url}: holds no table of training images; it needs train.csv or train.jsonl, and may"
+        " have the same of val and test"
+    ]
+    assert all(run.code == 0 for run in runs.values()), [run.stderr for run in runs.values()]
+    assert len({run.summary["weights_sha256"] for run in runs.values()}) == 1
+    assert sorted(asked) == sorted(each.name for each in written.glob("*.tar"))
