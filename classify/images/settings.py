@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from classify.config.rules import is_count, is_number
 from classify.images.augment import Augmentation
 from classify.images.sources import SOURCES, Kind, kind_of
 from classify.images.sources.encoded import Location
+from classify.images.sources.remote import secrets_in
 from classify.images.splits import AUTO, Splits
 from harness.errors import ErrorList, InvalidInput, nearest
 
@@ -23,6 +25,7 @@ DEVICES = ("auto", "cpu", "cuda")
 NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
 BALANCED = "balanced"
 SAMPLINGS = ("shuffle", BALANCED)
+_SECRET = "holds a password, which every checkpoint would keep; give it in the environment (docs/sources.md)"
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,10 @@ class DataSettings:
         for key in ("storage", "cache"):
             if not isinstance(getattr(self, key), Mapping):
                 errors.append(f"data.{key}: {getattr(self, key)!r}: must be a mapping")
+        if isinstance(self.storage, Mapping):
+            errors += [f"data.storage.{each}: {_SECRET}" for each in secrets_in(self.storage)]
+        if isinstance(self.root, str) and re.match(r"\w+://[^/]*:[^/]*@", self.root):
+            errors.append(f"data.root: {_SECRET}")
         if isinstance(self.cache, Mapping):
             for key, value in self.cache.items():
                 if key != "folder":

@@ -60,12 +60,13 @@ def write(path: pathlib.Path, trained: Trained) -> None:
 
 
 def _without_places(description: Any) -> dict[str, Any]:
-    """A description in which the folder of the images is a name alone: its path is of this machine."""
+    """A description in which the folder of the images is a name alone: places are of this machine."""
     provenance = description["provenance"]
     given = provenance.get("data")
     if not isinstance(given, dict) or not isinstance(given.get("root"), str):
         return dict(description)
-    data = {**given, "root": pathlib.PurePath(given["root"]).name}
+    data = {key: value for key, value in given.items() if key not in ("cache", "storage")}
+    data["root"] = pathlib.PurePath(given["root"]).name
     return {**description, "provenance": {**provenance, "data": data}}
 
 

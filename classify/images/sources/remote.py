@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import pathlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ FIRST_WAIT = 0.5  # seconds, which double with each further attempt
 TIMEOUT = 30  # seconds without a byte, after which an attempt has failed
 _CREDENTIALS = "give credentials in the environment, as docs/sources.md says"
 _REFUSALS = ("NoCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "DefaultCredentialsError")
+_SECRETS = re.compile(r"key|secret|passw|token|connection_string", re.I)  # in fsspec's options
+_WAYS = ("anon", "cache", "cloud", "google_default")  # of gcsfs, which names them in "token"
 _Result = TypeVar("_Result")
 
 
@@ -93,6 +96,17 @@ class Storage:
         files = self.filesystem(root)
         found = _attempt(root, lambda: files.find(root, maxdepth=2, detail=True))
         return {files.unstrip_protocol(name): int(about["size"]) for name, about in found.items()}
+
+
+def secrets_in(options: Mapping[str, Any], path: str = "") -> list[str]:
+    """The keys of storage options, within others as ``a.b``, that hold credentials."""
+    found = []
+    for key, value in options.items():
+        if isinstance(value, Mapping):
+            found += secrets_in(value, f"{path}{key}.")
+        elif value and _SECRETS.search(str(key)) and value not in _WAYS:
+            found.append(f"{path}{key}")
+    return found
 
 
 def digest(file: pathlib.Path) -> str:

@@ -41,6 +41,12 @@ def test_config():
         ({"root": None}, ["data.root", "None"]),
         ({"root": ""}, ["data.root", "''"]),
         ({"storage": "s3"}, ["data.storage", "'s3'", "mapping"]),
+        ({"storage": {"secret": "x"}}, ["data.storage.secret: holds a password", "environment"]),
+        (
+            {"storage": {"client_kwargs": {"aws_session_token": "x"}}},
+            ["data.storage.client_kwargs.aws_session_token: "],
+        ),
+        ({"root": "ftp://me:x@host/photos"}, ["data.root: holds a password"]),
         ({"cache": {"folder": 1}}, ["data.cache.folder", "1", "path"]),
         ({"cache": {"place": "x"}}, ["data.cache.place", "'x'", "unknown key"]),
         ({"download": "yes"}, ["data.download", "'yes'", "true or false"]),
