@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib
 import pathlib
@@ -141,7 +142,8 @@ def _attempt(url: str, work: Callable[[], _Result]) -> _Result:
             what = f"is refused ({one_line(error)}); {_CREDENTIALS}"
         else:
             times = f" in {ATTEMPTS} attempts" if _may_pass(error) else ""
-            reason = one_line(error)
+            is_late = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # one class from Python 3.11 on
+            reason = f"not a byte in {TIMEOUT} s" if is_late else one_line(error)
             what = f"cannot be read{times} ({reason}); see whether the server has it, and start again"
         raise InvalidInput(f"{url}: {what}") from error
 

@@ -136,8 +136,6 @@ def scan(file: pathlib.Path, name: str) -> Scanned:
                     opened = tar.extractfile(member)
                     text = _label(opened.read() if opened else b"", ending) or text
             finish()
-            if tar.offset > file.stat().st_size:
-                raise tarfile.ReadError("unexpected end of data")
     except (tarfile.TarError, OSError, EOFError) as error:
         mend = "is it whole? write or fetch it again"
         raise InvalidInput(f"{name}: not a readable tar ({one_line(error)}); {mend}") from error

@@ -304,7 +304,10 @@ def test_files_of_a_web_server_by_their_names(photos, written, tmp_path, hurried
 @table(
     "fault, said",
     errors=(("500", 99), ["train-000000.tar: cannot be read in 5 attempts (500", "start again"]),
-    slow=(("slow", 99), ["train-000000.tar: cannot be read in 5 attempts (", "start again"]),
+    slow=(
+        ("slow", 99),
+        ["train-000000.tar: cannot be read in 5 attempts (not a byte in 0.3 s", "start again"],
+    ),
     dies=(("dies", 99), ["train-000000.tar: cannot be read in 5 attempts (", "start again"]),
     alters=(
         ("alters", 99),
@@ -362,6 +365,7 @@ def without_index(change, names=True):
     bad_image=(spoil_image, ["train-000000.tar, member ", ": not a readable image (cannot identify image file); mend or remove"]),
     other_index=(lambda root: (root / "index.npz").write_bytes(b"x"), ["index.npz: is no index of these shards (", "; write the shards anew"]),
     offsets=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["offset"][1:2].__isub__(512)), ["train-000000.tar: no image of ", "the shard and its index differ"]),
+    sizes=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["size"][:1].__isub__(1)), ["train-000000.tar: no image of ", "the shard and its index differ"]),
     beyond=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["size"].__iadd__(10**6)), ["index.npz: ", "beyond the end of train-000000.tar"]),
     labels=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["label"].__iadd__(7)), ["index.npz: ", "it has the label 9, but 3 classes"]),
     counts=(lambda root: rewrite_index(root, lambda about, _: about["parts"]["train"][0].update(stop=1)), ["index.npz: ", "the counts of images are wrong at train-000001.tar"]),
