@@ -237,7 +237,7 @@ def refusals(tmp_path_factory):
 def test_what_is_unusual_is_taken(refusals, case):
     run = refusals[case]
     assert run.code == 0
-    said = ("train.py: images ", "train.py: parameters ")
+    said = ("train.py: images ", "train.py: memory ", "train.py: parameters ")
     assert all(line.startswith(said) for line in run.stderr.splitlines()), run.stderr
 
 
