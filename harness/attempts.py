@@ -118,7 +118,7 @@ def attempt(
         needs: bytes that each will need; if fewer are free, nothing is tried.
     """
     is_new = not torch.cuda.is_available() and not torch.distributed.is_initialized()
-    forks = sys.platform == "linux" and is_new
+    forks = sys.platform == "linux" and is_new and _fork_has_gradients()
     start: Any = multiprocessing.get_context("fork" if forks else "spawn")
     with tempfile.TemporaryDirectory() as folder:
         started = []
@@ -138,6 +138,21 @@ def attempt(
                 child.kill()
                 child.join()
                 mine.close()
+
+
+def _fork_has_gradients() -> bool:
+    """Whether torch computes gradients in a fork of this process: not where it has threads for a GPU.
+
+    It begins these without a GPU, too, if the process's first backward pass is one on fake tensors.
+    """
+    child = os.fork()
+    if child == 0:
+        failed = True
+        with contextlib.suppress(BaseException):
+            torch.ones((), requires_grad=True).backward()
+            failed = False
+        os._exit(failed)
+    return os.waitpid(child, 0)[1] == 0
 
 
 def _answer(started: Sequence[tuple[Any, Connection]]) -> Attempt:

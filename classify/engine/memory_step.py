@@ -39,6 +39,8 @@ def record(config: TrialConfig, micro_batch: int) -> list[Event]:
         config: the trial's.
         micro_batch: images.
     """
+    # If a process's first backward pass is one on fake tensors, torch begins threads that no fork can have
+    torch.ones((), requires_grad=True).backward()
     net = outline(config)
     with torch.random.fork_rng(devices=[]), FakeTensorMode(), Tape(config.device == "cpu") as tape:
         _Step(config, tape).run(net, micro_batch)

@@ -1,5 +1,6 @@
 """Steps that are tried in processes of their own: how long they take, and how they fail."""
 
+import multiprocessing
 import os
 import signal
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 from line_trial import LineTrial
 from support import fork
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness import machine
+from harness import attempts, machine
 from harness.attempts import NO_MEMORY, attempt, local_ranks
 from harness.errors import InvalidInput
 from harness.experiment import Experiment
@@ -49,6 +51,21 @@ def test_micro_batches_and_whole_steps_are_timed_over_two_ranks():
     assert 0 < tried.micro_batch_seconds < tried.last_seconds  # which steps the optimizer as well
     assert tried.step_seconds(1) == tried.last_seconds
     assert tried.step_seconds(5) == 4 * tried.micro_batch_seconds + tried.last_seconds
+
+
+def without_gradients_in_forks():
+    with FakeTensorMode():
+        torch.ones((), requires_grad=True).backward()
+    assert not attempts._fork_has_gradients()
+    tried = attempt(LineTrial, Experiment({}, {}), local_ranks(2), 1)
+    assert not tried.reason and tried.last_seconds
+
+
+def test_processes_are_started_anew_where_a_fork_would_have_no_gradients():
+    process = multiprocessing.get_context("spawn").Process(target=without_gradients_in_forks)
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
 
 
 FAILURES: dict[type, tuple[str, tuple[str, ...]]] = {
