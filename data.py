@@ -20,6 +20,8 @@ from classify.images.loader import MicroBatchLoader
 from classify.images.sampler import MicroBatchSampler
 from classify.images.settings import BALANCED, MOST_WORKERS, DataSettings
 from classify.images.splits import Splits
+from classify.images.streaming import Streaming
+from classify.images.windows import Windows
 
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that take 0 to 255 to [-1, 1]
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as torchvision's pretrained weights take them
@@ -53,7 +55,10 @@ class Images:
         pixels = math.prod(settings.stored_size)
         splits = ("train", source.validation)
         sizes = [3 * pixels * source.count(split) for split in splits]
-        self._places = dict(zip(splits, places(sizes, settings, device), strict=True))
+        self.streaming = Streaming.resolve(settings, source)
+        host = torch.device("cpu")
+        kept_in = places(sizes, settings, host if self.streaming.streams else device)
+        self._places = dict(zip(splits, kept_in, strict=True))
         pairs = zip(sizes, self._places.values(), strict=True)
         self.gpu_bytes = sum(size for size, place in pairs if place.type == "cuda")
         self.augmenter: Augmenter | None = None
@@ -74,16 +79,23 @@ class Images:
     @functools.cached_property
     def test(self) -> ImageSet:
         """Those by which the trained network is judged at the end, on the host."""
-        return load(self.settings, "test", self.source)
+        return load(self.settings, "test", self.source, self.streaming)
 
     def _load(self, split: str) -> ImageSet:
-        decoded, place = load(self.settings, split, self.source), self._places[split]
-        return decoded if place.type == "cpu" else decoded.to(place)
+        images, place = load(self.settings, split, self.source, self.streaming), self._places[split]
+        return images if place.type == "cpu" else images.to(place)
+
+    def _windows(self, split: str) -> tuple[Windows | None, Callable[[list[int]], None] | None]:
+        """The windows of a split's shards, and what fetches the shards ahead, if they are remote."""
+        window = self.streaming.window
+        windows = self.source.windows(split, window) if window else None
+        streams = self.streaming.streams and windows
+        return windows, self.source.fetching_ahead(split) if streams else None
 
     @functools.cached_property
     def normalization(self) -> Normalization:
         """Mean and standard deviation of each channel; the dataset's own need its images."""
-        return normalization(self.settings, lambda: self.train)
+        return normalization(self.settings, lambda: self.train, self._spread)
 
     def inputs(self, images: Tensor, channels_last: bool, size: tuple[int, int] | None = None) -> Tensor:
         """Inputs (B, 3, h, w) float32 on the device of images (B, 3, H, W) uint8, scaled to a size."""
@@ -94,22 +106,32 @@ class Images:
 
     def sample(self) -> Tensor:
         """Inputs (N, 3, H, W) float32 on the CPU of at most 5,000 training images, evenly spaced."""
-        images = self.train
-        chosen = torch.arange(0, len(images), -(-len(images) // FOR_WEIGHTS), device=images.images.device)
+        images, chosen = self.train, self._spread(FOR_WEIGHTS)
         return as_inputs(images.center_crop(images.select(chosen)).cpu(), *self.normalization)
+
+    def _spread(self, most: int) -> Tensor:
+        """Indices (N,) int64 of so many training images, evenly spaced; of shards in windows in the first."""
+        windows, _ = self._windows("train")
+        every = torch.from_numpy(windows.first()) if windows else torch.arange(len(self.train))
+        return every[:: -(-len(every) // most)].to(self.train.device)
 
     def training_sampler(self, batch_size: int, micro_batches_per_step: int) -> MicroBatchSampler:
         """Which training images make a micro-batch, drawn by (seed, epoch)."""
         labels = self.train.labels.cpu() if self.settings.sampling == BALANCED else None
-        count = self.source.count("train")
-        return MicroBatchSampler(count, batch_size, micro_batches_per_step, self.seed, labels)
+        count, parts = self.source.count("train"), micro_batches_per_step
+        return MicroBatchSampler(count, batch_size, parts, self.seed, labels, *self._windows("train"))
 
     def training_loader(self, sampler: MicroBatchSampler) -> MicroBatchLoader:
         """Micro-batches of training images (B, 3, H, W) uint8 and labels (B,) int64."""
-        workers = self.settings.workers if self.settings.augment.transforms else 0
-        if workers == "auto":
-            workers = min(torch.get_num_threads(), MOST_WORKERS)
-        return MicroBatchLoader(self.train, sampler, self.augmenter, int(workers))
+        workers = self._workers(self.train, bool(self.settings.augment.transforms))
+        return MicroBatchLoader(self.train, sampler, self.augmenter, workers)
+
+    def _workers(self, images: ImageSet, transforms: bool = False) -> int:
+        """How many processes of this rank prepare images."""
+        if not (images.is_streamed or transforms):
+            return 0
+        workers = self.settings.workers
+        return min(torch.get_num_threads(), MOST_WORKERS) if workers == "auto" else int(workers)
 
     def validation_loader(self, micro_batch: int, micro_batches_per_step: int) -> MicroBatchLoader:
         """Micro-batches of the validation's images, in order, every image once.
@@ -118,41 +140,52 @@ class Images:
             micro_batch: images each.
             micro_batches_per_step: ranks, which take turns, times the micro-batches that each takes together.
         """
-        return _in_order(self.validation, micro_batch, micro_batches_per_step)
+        return self._in_order(self.source.validation, self.validation, micro_batch, micro_batches_per_step)
 
     def test_loader(self, micro_batch: int, micro_batches_per_step: int) -> MicroBatchLoader | None:
         """The same of the test images; None where validations are of these, or there are none."""
         if not self.source.has_test:
             return None
-        return _in_order(self.test, micro_batch, micro_batches_per_step)
+        return self._in_order("test", self.test, micro_batch, micro_batches_per_step)
+
+    def _in_order(self, split: str, images: ImageSet, micro_batch: int, parts: int) -> MicroBatchLoader:
+        windows, ahead = self._windows(split)
+        batch = micro_batch * parts
+        sampler = MicroBatchSampler(len(images), batch, parts, windows=windows, ahead=ahead)
+        return MicroBatchLoader(images, sampler, workers=self._workers(images))
 
 
-def _in_order(images: ImageSet, micro_batch: int, parts: int) -> MicroBatchLoader:
-    return MicroBatchLoader(images, MicroBatchSampler(len(images), micro_batch * parts, parts))
-
-
-def load(settings: DataSettings, split: str, source: Splits | None = None) -> ImageSet:
+def load(
+    settings: DataSettings, split: str, source: Splits | None = None, how: Streaming | None = None
+) -> ImageSet:
     """Reads one split of a dataset.
 
     Args:
         settings: the checked ``data`` section.
         split: ``train``, ``val`` or ``test``.
         source: the dataset, if it is open already.
+        how: its images are decoded, if that is resolved already.
 
     Raises:
         InvalidInput: if the data is missing, damaged or not usable; the line names the folder or file.
     """
     source = source or settings.open_source()
-    images, labels, rows = source.load(split, settings.stored_size)
+    how = how or Streaming.resolve(settings, source)
+    images, labels, rows = source.load(split, settings.stored_size, how.decode)
     return ImageSet(images, labels, tuple(source.classes), settings.image_size, rows)
 
 
-def normalization(settings: DataSettings, train_set: Callable[[], ImageSet]) -> Normalization:
+def normalization(
+    settings: DataSettings,
+    train_set: Callable[[], ImageSet],
+    spread: Callable[[int], Tensor] | None = None,
+) -> Normalization:
     """Mean and standard deviation of each channel, of pixels from 0 to 1, by which inputs are normalised.
 
     Args:
         settings: which say whose; for ``weights`` their numbers stand there already.
-        train_set: gives the images of which statistics are taken, evenly spaced ones if there are many.
+        train_set: gives the images of which statistics are taken.
+        spread: gives the indices of at most so many of them; evenly spaced ones by default.
     """
     if isinstance(settings.normalize, Mapping):
         return tuple(settings.normalize["mean"]), tuple(settings.normalize["std"])
@@ -161,7 +194,8 @@ def normalization(settings: DataSettings, train_set: Callable[[], ImageSet]) -> 
     if settings.normalize == "half":
         return HALF, HALF
     images = train_set()
-    chosen = torch.arange(0, len(images), -(-len(images) // SAMPLE), device=images.images.device)
+    step = -(-len(images) // SAMPLE)
+    chosen = spread(SAMPLE) if spread else torch.arange(0, len(images), step, device=images.device)
     sums, squares, count = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), 0
     for part in chosen.split(256):
         pixels = images.select(part).cpu().double() / 255

@@ -42,10 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Does what the command line says and gives the exit code."""
     args = parse(argv)
     try:
+        from classify.config.rules import size_in_bytes
         from classify.images.sources import tar_folders  # which takes seconds
 
         if args.command == "write":
-            limit = tar_folders.size_in_bytes("--size-limit", args.size_limit)
+            limit = size_in_bytes("--size-limit", args.size_limit)
             tar_folders.write(args.folder, args.target, limit, args.seed)
         else:
             tar_folders.read(args.target, args.folder)

@@ -14,6 +14,7 @@ NEEDED = {
     "matplotlib": "matplotlib>=3.7",
     "filelock": "filelock>=3.12",
     "tqdm": "tqdm>=4.65",
+    "simplejpeg": "simplejpeg>=1.7",
     "fsspec": "fsspec>=2023.5",
     "aiohttp": "aiohttp",
     "tenacity": "tenacity>=8.2",

@@ -14,7 +14,7 @@ from typing import Any
 import determined as det
 from determined import core
 
-from harness.errors import InvalidInput, LostRank, TrainingStopped
+from harness.errors import InvalidInput, LostRank, TrainingStopped, UnreadableData
 from harness.experiment import Experiment
 
 SINGLE = "single"  # the searcher of an experiment with one trial
@@ -109,7 +109,7 @@ def errors_end_the_trial() -> Iterator[None]:
     try:
         yield
     except (InvalidInput, TrainingStopped) as error:
-        if on_cluster() and not isinstance(error, LostRank):
+        if on_cluster() and not isinstance(error, (LostRank, UnreadableData)):
             print(error, file=sys.stderr)
             raise det.InvalidHP(str(error)) from error
         raise

@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -27,6 +28,16 @@ class InvalidInput(ValueError):
     def __init__(self, errors: str | Iterable[str]) -> None:
         self.errors = [printable(each) for each in ([errors] if isinstance(errors, str) else errors)]
         super().__init__("\n".join(self.errors))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.errors,)
+
+
+class UnreadableData(InvalidInput):
+    """Data that cannot be read in the middle of a training, as one rank alone may find.
+
+    On a cluster the trial is started again: a server may be back by then.
+    """
 
 
 class UnusableCheckpoint(InvalidInput, AssertionError):
@@ -93,7 +104,8 @@ def _overlap(one: list[str], other: list[str]) -> bool:
 
 def print_errors(program: str, error: InvalidInput) -> int:
     """Prints every error as a line on stderr, on rank 0 alone, and gives the exit code 2."""
-    if int(os.environ.get("RANK", 0)) == 0:  # every rank finds the same errors
+    is_own = isinstance(error, UnreadableData)
+    if is_own or int(os.environ.get("RANK", 0)) == 0:  # every rank finds the same errors, but for these
         for line in error.errors:
             print(f"{program}: {line}", file=sys.stderr)
     return 2
@@ -136,4 +148,4 @@ def nearest(key: object, known: Iterable[object], prefixes: Mapping[str, str] | 
     close = difflib.get_close_matches(str(key), names, n=1)
     if close:
         return f"did you mean {(prefixes or {}).get(close[0], '') + close[0]!r}?"
-    return f"use one of {', '.join(names)}" if len(names) <= 16 else "remove it"
+    return f"use one of {', '.join(names)}" if len(names) <= 20 else "remove it"

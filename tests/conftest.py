@@ -8,7 +8,10 @@ import pytest
 from folders import save
 from PIL import Image
 from sklearn.datasets import load_digits
+from sources import CLASSES, NAMES
 from support import TWO, Run, checkpoints, execute, launcher, overrides, train_many
+
+import shards
 
 LONG = ("test_killed_runs", "test_search", "test_benchmarks", "test_package")  # of minutes
 
@@ -63,6 +66,28 @@ def image_folder(tmp_path_factory) -> pathlib.Path:
             folder.mkdir(parents=True, exist_ok=True)
             Image.fromarray((image * 15).astype(np.uint8)).resize((48, 40)).save(folder / f"{index:03}.png")
     return root
+
+
+@pytest.fixture(scope="session")
+def photos(tmp_path_factory) -> pathlib.Path:
+    """Images of noise, with names of all kinds, in three classes, to train and to test."""
+    root = tmp_path_factory.mktemp("photos")
+    random = np.random.default_rng(0)
+    for part, each in (("train", NAMES), ("test", NAMES[:2])):
+        for label in CLASSES:
+            for name in each:
+                image = Image.fromarray(random.integers(0, 256, (40, 50, 3), dtype=np.uint8))
+                save(root / part / label / name, image)
+    return root
+
+
+@pytest.fixture(scope="session")
+def written(photos, tmp_path_factory) -> pathlib.Path:
+    """The same images in shards of a few each."""
+    target = tmp_path_factory.mktemp("shards")
+    assert shards.main(["write", str(photos), str(target), "--size-limit", "40KB"]) == 0
+    assert len(list(target.glob("train-*.tar"))) > 2
+    return target
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from harness.errors import InvalidInput
+
 MOST = 2**53  # up to which every whole number is a float, too
 MOST_PIXELS = 8192  # of an image's side
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Rule(NamedTuple):
@@ -30,6 +34,14 @@ def is_number(value: Any, least: float = 0.0, below: float = float("inf")) -> bo
 def is_finite(value: Any) -> bool:
     """Whether the value is a number, and not a boolean, far enough from infinity to be computed with."""
     return is_number(value, -1e300, 1e300)
+
+
+def size_in_bytes(key: str, text: object) -> int:
+    """The bytes of a size such as ``100MB``; raises ``InvalidInput`` that names the key."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", str(text).strip(), re.I)
+    if not found or found[2].upper() not in _UNITS or not float(found[1]):
+        raise InvalidInput(f"{key}: {text!r}: must be a size, e.g. 100MB or 50GB")
+    return round(float(found[1]) * _UNITS[found[2].upper()])
 
 
 def is_bool(value: Any) -> bool:

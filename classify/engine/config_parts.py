@@ -11,6 +11,7 @@ from classify.config.hyperparameters import Hyperparameters
 from classify.engine import deepspeed_config
 from classify.images.settings import DataSettings
 from classify.images.splits import Splits
+from classify.images.streaming import Streaming
 from classify.models import pretrained, registry
 from harness import deepspeed_patches
 from harness.errors import ErrorList
@@ -41,6 +42,7 @@ class Parts:
             self.source = source or self.data.open_source()
             for split in self.source.names:
                 self.source.count(split)  # which looks for the files
+            Streaming.resolve(self.data, self.source)
         with self.errors.collecting():
             self.hyper = Hyperparameters.parse(hparams, registry.check_name)
         if form := self.hyper or Hyperparameters.parse_form(hparams):

@@ -15,6 +15,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import filelock
 import numpy as np
@@ -28,7 +29,8 @@ from harness.input_files import regular_file
 
 LARGE = 2**28  # bytes, from which on the place and the size are said before anything is written, too
 CHUNK = 500  # images in memory written at a time
-_FILE = re.compile(r"\.((?:cifar10|images)-(?:train|val|test|all)-\d+x\d+)\.(?:pt|raw|partial|sidecar)")
+_ENDINGS = ("pt", "raw", "partial", "sidecar", "growing", "filled", "begun")
+_FILE = re.compile(rf"\.((?:cifar10|images)-(?:train|val|test|all)-\d+x\d+)\.(?:{'|'.join(_ENDINGS)})")
 Kept = tuple[Tensor, Tensor]  # images (N, 3, H, W) uint8, mapped into memory, and labels (N,) int64
 
 
@@ -43,6 +45,18 @@ class Cache:
 
     def __init__(self, root: pathlib.Path, name: str, size: tuple[int, int]) -> None:
         self.root, self.size, self.name = root, size, f"{name}-{size[0]}x{size[1]}"
+
+    def lock(self) -> AbstractContextManager[pathlib.Path]:
+        """Held by who writes the files; gives their folder."""
+        return host_lock(self.root, self.name, "data.root")
+
+    def adopt(self, file: pathlib.Path, fingerprint: str, labels: Tensor) -> None:
+        """Makes a file of decoded images, which is whole on the disk, the cache; its lock is to be held.
+
+        Raises:
+            OSError: if that cannot be written.
+        """
+        _adopt(file, file.with_suffix(".pt"), fingerprint, (len(labels), 3, *self.size), labels)
 
     def read(self, fingerprint: str, labels: Tensor | None = None) -> Kept | None:
         """What is kept, or None if that is nothing, or of other files, or damaged; waits for nobody.
@@ -70,7 +84,7 @@ class Cache:
         Raises:
             InvalidInput: if the disk is too small, or does not take it, or an image cannot be decoded.
         """
-        with host_lock(self.root, self.name, "data.root") as folder:
+        with self.lock() as folder:
             if (kept := self.read(fingerprint, labels)) is not None:
                 return kept
             shape = (len(labels), 3, *self.size)
@@ -98,7 +112,7 @@ def clear(path: pathlib.Path) -> bool:
     """
     try:
         with lock_of(path.parent, path.name.removeprefix(".")).acquire(timeout=0):
-            for ending in ("pt", "raw", "partial", "sidecar"):
+            for ending in _ENDINGS:
                 path.with_name(f"{path.name}.{ending}").unlink(missing_ok=True)
     except filelock.Timeout:
         return False
@@ -152,9 +166,7 @@ def _write(
         fill(partial)
         with open(partial, "rb+") as written:
             os.fsync(written.fileno())
-        torch.save({"fingerprint": fingerprint, "shape": list(shape), "labels": labels}, sidecar)
-        os.replace(partial, raw)
-        os.replace(sidecar, cache)
+        _adopt(partial, cache, fingerprint, shape, labels)
     except (OSError, RuntimeError) as error:
         reason = f"the decoded images could not be written ({one_line(error)}); free some disk space"
         raise InvalidInput(f"{cache}: {reason}") from error
@@ -165,6 +177,16 @@ def _write(
     if mapped is None:
         raise InvalidInput(f"{cache}: cannot be read back after writing; check the disk")
     return mapped
+
+
+def _adopt(
+    file: pathlib.Path, cache: pathlib.Path, fingerprint: str, shape: Sequence[int], labels: Tensor
+) -> None:
+    sidecar = cache.with_suffix(".sidecar")
+    torch.save({"fingerprint": fingerprint, "shape": list(shape), "labels": labels}, sidecar)
+    cache.unlink(missing_ok=True)
+    os.replace(file, cache.with_suffix(".raw"))
+    os.replace(sidecar, cache)
 
 
 def write_resized(images: Tensor, size: tuple[int, int], target: pathlib.Path) -> None:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 from collections.abc import Callable
 
 import numpy as np
+import simplejpeg
+import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
+from torch.nn import functional as F
 
 from harness.errors import InvalidInput, one_line
 from harness.input_files import regular_file
+
+_ORIENTATION = 0x0112  # EXIF's tag
 
 
 def content_of(path: str | os.PathLike[str]) -> bytes:
@@ -30,6 +36,9 @@ def decode_image(path: str | os.PathLike[str], size: tuple[int, int]) -> np.ndar
 def decode(content: bytes, size: tuple[int, int], name: str | Callable[[], str]) -> np.ndarray:
     """Decodes an image file upright and in RGB, scaled and cropped in the middle: uint8 (3, H, W).
 
+    Scaling is bilinear, with antialiasing, and gives the same bits on any x86 CPU. A JPEG at least twice as
+    large as that is made smaller by its decoder first (by a half, a quarter or an eighth).
+
     Args:
         content: the file's bytes.
         size: height and width, in pixels.
@@ -40,24 +49,56 @@ def decode(content: bytes, size: tuple[int, int], name: str | Callable[[], str])
     """
     try:
         with Image.open(io.BytesIO(content)) as image:
-            image.load()
-            upright: Image.Image = image
-            with contextlib.suppress(Exception):  # damaged EXIF leaves the pixels readable
-                upright = ImageOps.exif_transpose(image)
-            if upright.mode == "F" or (upright.mode == "I" and np.asarray(upright).max() > 0xFFFF):
-                raise ValueError(f"pixels of mode {upright.mode}, which have no fixed range")
-            if upright.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip at 255
-                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-            elif upright.mode == "P":  # a palette may hold transparency, which only RGBA can take over
-                upright = upright.convert("RGBA")
-            rgb = upright.convert("RGB")
-        if rgb.size != (size[1], size[0]):
-            rgb = ImageOps.fit(rgb, (size[1], size[0]), Image.Resampling.BILINEAR)
-        return np.asarray(rgb).transpose(2, 0, 1)
+            rgb = _decode_jpeg(content, image, size) if image.format == "JPEG" else None
+            rgb = _decode_any(image) if rgb is None else rgb
+        return _fit(rgb, size)
     except UnidentifiedImageError as error:  # which would name a buffer
         raise _unreadable(name, ValueError("cannot identify image file")) from error
     except Exception as error:  # Pillow's formats each raise errors of their own
         raise _unreadable(name, error) from error
+
+
+def _decode_jpeg(content: bytes, image: Image.Image, size: tuple[int, int]) -> np.ndarray | None:
+    """The pixels (h, w, 3) of a JPEG, the same as Pillow's in less time; None if it is not a plain one."""
+    if image.mode not in ("RGB", "L"):
+        return None
+    width, height = image.size
+    scale = max(size[0] / height, size[1] / width)
+    least = {"min_height": math.ceil(height * scale), "min_width": math.ceil(width * scale)}
+    try:
+        if image.getexif().get(_ORIENTATION, 1) != 1:
+            return None
+        return simplejpeg.decode_jpeg(content, colorspace="RGB", min_factor=2, **least)
+    except Exception:  # damaged: Pillow says in which way, or reads it all the same
+        return None
+
+
+def _decode_any(image: Image.Image) -> np.ndarray:
+    """The pixels (h, w, 3) of an image that Pillow has opened."""
+    image.load()
+    upright: Image.Image = image
+    with contextlib.suppress(Exception):  # damaged EXIF leaves the pixels readable
+        upright = ImageOps.exif_transpose(image)
+    if upright.mode == "F" or (upright.mode == "I" and np.asarray(upright).max() > 0xFFFF):
+        raise ValueError(f"pixels of mode {upright.mode}, which have no fixed range")
+    if upright.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip at 255
+        upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
+    elif upright.mode == "P":  # a palette may hold transparency, which only RGBA can take over
+        upright = upright.convert("RGBA")
+    return np.array(upright.convert("RGB"))
+
+
+def _fit(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+    """The middle of an image (h, w, 3) with the sides' ratio of ``size``, scaled to it: (3, H, W)."""
+    height, width = pixels.shape[:2]
+    if (height, width) != size:
+        scale = max(size[0] / height, size[1] / width)
+        tall, wide = (max(1, round(side / scale)) for side in size)
+        top, left = (height - tall) // 2, (width - wide) // 2
+        cropped = torch.from_numpy(pixels[top : top + tall, left : left + wide]).permute(2, 0, 1)
+        scaled = F.interpolate(cropped[None], size, mode="bilinear", align_corners=False, antialias=True)
+        return scaled[0].contiguous().numpy()
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
 def _unreadable(name: str | Callable[[], str], error: Exception) -> InvalidInput:

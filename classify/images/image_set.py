@@ -1,4 +1,4 @@
-"""One split of a dataset, decoded."""
+"""One split of a dataset."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from classify.images.settings import DataSettings
+from classify.images.streamed import StreamedImages
 from harness.errors import InvalidInput
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """One split of a dataset, decoded and in memory, or in a file that is mapped into it.
+    """One split of a dataset: decoded, in memory or in a file that is mapped into it, or streamed.
 
     Attributes:
-        images: uint8 (N, 3, h, w), RGB, 0 to 255.
+        held: images (N, 3, h, w) uint8, RGB, 0 to 255; or what decodes them when they are asked for.
         labels: int64 (M,), indices into ``classes``.
         classes: the class names.
         crop: height and width of what a network sees of each; all of it if None.
         rows: int64 (M,), which of the images are in the split; all of them, in their order, if None.
     """
 
-    images: Tensor
+    held: Tensor | StreamedImages
     labels: Tensor
     classes: tuple[str, ...]
     crop: tuple[int, int] | None = None
@@ -38,16 +39,32 @@ class ImageSet:
 
     def select(self, indices: Tensor) -> Tensor:
         """Images (B, 3, h, w) of the split, as they are kept, by their indices in it, (B,) int64."""
-        return self.images.index_select(0, indices if self.rows is None else self.rows[indices])
+        return self.held.index_select(0, indices if self.rows is None else self.rows[indices])
+
+    @property
+    def images(self) -> Tensor:
+        """Images (N, 3, h, w) uint8 that are not streamed, those of other splits with them."""
+        assert isinstance(self.held, Tensor)
+        return self.held
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether images are decoded when they are asked for."""
+        return not isinstance(self.held, Tensor)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the images are."""
+        return self.held.device
 
     def pixels(self, index: int) -> np.ndarray:
         """One image, uint8 (h, w, 3)."""
-        return self.select(torch.tensor([index], device=self.images.device))[0].permute(1, 2, 0).cpu().numpy()
+        return self.select(torch.tensor([index], device=self.device))[0].permute(1, 2, 0).cpu().numpy()
 
     def to(self, device: torch.device) -> ImageSet:
         """The same set in a device's memory, with no other images."""
         images = self.images if self.rows is None else self.images.index_select(0, self.rows)
-        return dataclasses.replace(self, images=images.to(device), labels=self.labels.to(device), rows=None)
+        return dataclasses.replace(self, held=images.to(device), labels=self.labels.to(device), rows=None)
 
     def center_crop(self, images: Tensor) -> Tensor:
         """The middle of images (B, 3, h, w), as validation sees them."""

@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import atexit
 import collections
+import functools
 import multiprocessing
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from determined import pytorch
 from torch import Tensor
-from torch.utils.data import BatchSampler, Dataset
+from torch.utils.data import BatchSampler, Dataset, get_worker_info
 from typing_extensions import override
 
 from classify.images.augment import Augmenter
 from classify.images.image_set import ImageSet
 from classify.images.sampler import MicroBatchSampler
+from harness.errors import InvalidInput
 
 PREFETCHED = 2  # micro-batches that wait for a GPU
+_Item = TypeVar("_Item")
+
+
+def _errors_of_workers_as_items(fetch: Callable[[Any, Any], _Item]) -> Callable[[Any, Any], Any]:
+    """Has a worker give an ``InvalidInput`` in the place of a micro-batch: raised, it would lose its form."""
+
+    @functools.wraps(fetch)
+    def fetched(self: Any, asked: Any) -> Any:
+        try:
+            return fetch(self, asked)
+        except InvalidInput as error:
+            if get_worker_info() is None:
+                raise
+            return error
+
+    return fetched
 
 
 class MicroBatchDataset(Dataset):
@@ -36,6 +54,7 @@ class MicroBatchDataset(Dataset):
     def __len__(self) -> int:
         return len(self.source)
 
+    @_errors_of_workers_as_items
     def __getitems__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Gives images (B, 3, H, W) uint8 and labels (B,) int64 for indices (B,) int64."""
         images, labels, _ = _fetch(self.source, indices)
@@ -60,6 +79,7 @@ class AugmentedDataset(Dataset):
     def __len__(self) -> int:
         return len(self.source)
 
+    @_errors_of_workers_as_items
     def __getitems__(self, place: tuple[int, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Gives images (B, 3, H, W) uint8 and labels (B,) int64.
 
@@ -73,7 +93,7 @@ class AugmentedDataset(Dataset):
 
 def _fetch(source: ImageSet, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Images (B, 3, h, w) as they are kept, their labels, and the indices on their device."""
-    indices = indices.to(source.images.device, non_blocking=True)
+    indices = indices.to(source.device, non_blocking=True)
     return source.select(indices), source.labels.index_select(0, indices), indices
 
 
@@ -102,7 +122,7 @@ class MicroBatchLoader(pytorch.DataLoader):
     """The loader that Determined shards, repeats and skips in.
 
     Where a GPU trains on images in the host's memory, a thread prefetches and pins them. Worker processes are
-    forked, so that they share the images, and transform them ahead of the step.
+    forked, so that they share the images, and decode streamed ones, or transform images, ahead of the step.
 
     Args:
         source: the images.
@@ -118,7 +138,7 @@ class MicroBatchLoader(pytorch.DataLoader):
         augmenter: Augmenter | None = None,
         workers: int = 0,
     ) -> None:
-        on_host = torch.cuda.is_available() and not source.images.is_cuda
+        on_host = torch.cuda.is_available() and source.device.type == "cpu"
         self.micro_batches = sampler
         # Transforms draw from torch's generator, which a thread would share with the training.
         self.prefetches = on_host and not (augmenter and augmenter.transform)
@@ -141,7 +161,8 @@ class MicroBatchLoader(pytorch.DataLoader):
     @override
     def get_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super().get_data_loader(*args, **kwargs)
-        return Prefetcher(loader) if self.prefetches else loader
+        checked = WorkerErrors(loader) if self.num_workers else loader
+        return Prefetcher(checked) if self.prefetches else checked
 
 
 def _leave_signals(worker: int) -> None:
@@ -155,6 +176,29 @@ def _end_workers() -> None:
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
+
+
+class WorkerErrors:
+    """A loader that raises what its workers could not do.
+
+    Args:
+        loader: of micro-batches, or of ``InvalidInput``.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(_raised, iter(self.loader))  # whose workers begin at once
+
+
+def _raised(batch: Any) -> Any:
+    if isinstance(batch, InvalidInput):
+        raise batch
+    return batch
 
 
 class Prefetcher:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler
 
+from classify.images.windows import Window, Windows
 from harness.errors import InvalidInput
 
 
@@ -29,6 +31,8 @@ class MicroBatchSampler(BatchSampler):
         seed: shuffle by (seed, epoch); in order if None.
         labels: int64 (N,), to have as many images of each class in an epoch of as many images: of large
             classes a part, anew in every epoch, and those of small ones several times.
+        windows: of images in shards, of which few are at hand at a time.
+        ahead: called at the begin of a window with the numbers of its shards and of those of the next one.
 
     Raises:
         InvalidInput: if there are fewer images than micro-batches in one step.
@@ -41,9 +45,11 @@ class MicroBatchSampler(BatchSampler):
         micro_batches_per_step: int,
         seed: int | None = None,
         labels: Tensor | None = None,
+        windows: Windows | None = None,
+        ahead: Callable[[list[int]], None] | None = None,
     ) -> None:
         self.size, self.micro_batches_per_step, self.seed = size, micro_batches_per_step, seed
-        self.labels = labels
+        self.labels, self.windows, self.ahead = labels, windows, ahead
         self.next_epoch = 0
         self.step_sizes = step_sizes(size, batch_size, micro_batches_per_step)
 
@@ -61,12 +67,17 @@ class MicroBatchSampler(BatchSampler):
 
     def order(self, epoch: int) -> Tensor:
         """The order of the images in an epoch, (N,) int64: a function of the seed and the epoch alone."""
-        if self.seed is None:
+        if self.windows:
+            return torch.from_numpy(self.windows.order(self._random(epoch))[0])
+        random = self._random(epoch)
+        if random is None:
             return torch.arange(self.size)
-        random = np.random.default_rng((self.seed, epoch))
         if self.labels is None:
             return torch.from_numpy(random.permutation(self.size))
         return torch.from_numpy(random.permutation(_balanced(self.labels.numpy(), random)))
+
+    def _random(self, epoch: int) -> np.random.Generator | None:
+        return None if self.seed is None else np.random.default_rng((self.seed, epoch))
 
     def step_size(self, step: int) -> int:
         """The images in an optimizer step, counted from the start of training."""
@@ -91,10 +102,21 @@ class MicroBatchSampler(BatchSampler):
         return indices if self.labels is None else torch.arange(start, start + len(indices))
 
     def __iter__(self) -> Iterator[Any]:
-        order = self.order(self.next_epoch)[: sum(self.step_sizes)]
+        epoch, start = self.next_epoch, 0
+        order = self.order(epoch)[: sum(self.step_sizes)]
+        windows = self._windows_of(epoch)
         self.next_epoch += 1
         for step in order.split(self.step_sizes):
-            yield from step.tensor_split(self.micro_batches_per_step)
+            for micro_batch in step.tensor_split(self.micro_batches_per_step):
+                while self.ahead and windows and windows[0][0] < start + len(micro_batch):
+                    shards = windows.popleft()[1]
+                    self.ahead(shards + (windows or self._windows_of(epoch + 1))[0][1])
+                yield micro_batch
+                start += len(micro_batch)
+
+    def _windows_of(self, epoch: int) -> deque[Window]:
+        """The windows of an epoch in their order; none where no shards are fetched ahead."""
+        return deque(self.windows.order(self._random(epoch))[1] if self.windows and self.ahead else ())
 
 
 def _balanced(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from classify.config import rules
-from classify.config.rules import is_count, is_number
+from classify.config.rules import is_count, is_number, size_in_bytes
 from classify.images.augment import Augmentation
 from classify.images.sources import SOURCES, Kind, kind_of
 from classify.images.sources.encoded import Location
@@ -25,6 +25,8 @@ DEVICES = ("auto", "cpu", "cuda")
 NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
 BALANCED = "balanced"
 SAMPLINGS = ("shuffle", BALANCED)
+ONCE, STREAM = "once", "stream"
+ALL = "all"
 _SECRET = "holds a password, which every checkpoint would keep; give it in the environment (docs/sources.md)"
 
 
@@ -53,10 +55,15 @@ class DataSettings:
             that folder, or where there is none a tenth.
         test: the share of each class that tests, of a folder without ``train`` and ``test``; 0.2 if None.
         split_seed: of which images are held out, the same for all runs that are to be compared.
-        workers: how many processes each rank has to transform images ahead of the step, where ``augment`` has
-            ``transforms``; 0 for none, ``auto`` for as many as the rank has threads.
+        decode: ``once`` for all images before the first step, into a file that every run maps; ``stream`` for
+            each when a step needs it, kept for later epochs where there is room; if None, ``stream`` where
+            there are more than 8 GiB of decoded images.
+        window: how many shards are shuffled together; ``all``; if None, 16 where remote ones are streamed.
+        workers: how many processes each rank has to decode streamed images, or to transform images, ahead of
+            the step; 0 for none, ``auto`` for as many as the rank has threads.
         storage: fsspec's storage options, where ``root`` is a URL.
-        cache: the ``folder`` for what is kept of remote data, on a disk of this machine.
+        cache: the ``folder`` for what is kept of remote data, on a disk of this machine, and the ``limit`` of
+            what is kept there and decoded, e.g. 100GB.
     """
 
     dataset: str = "cifar10"
@@ -67,6 +74,8 @@ class DataSettings:
     normalize: Any = "half"
     device: str = "auto"
     augment: Augmentation = dataclasses.field(default_factory=Augmentation)
+    decode: str | None = None
+    window: int | str | None = None
     workers: int | str = "auto"
     sampling: str = "shuffle"
     validation: float | str | None = None
@@ -97,8 +106,15 @@ class DataSettings:
 
     def open_source(self) -> Splits:
         """The dataset that the section names, of which nothing is decoded yet; raises as ``Splits`` does."""
-        source = self.kind.make(Location(self.root, self.download, self.storage, self.cache.get("folder")))
+        folder, limit = self.cache.get("folder"), self.cache_limit
+        source = self.kind.make(Location(self.root, self.download, self.storage, folder, limit))
         return Splits(source, self.validation, self.test, self.split_seed)
+
+    @property
+    def cache_limit(self) -> int | None:
+        """Bytes that may be kept; None for no limit."""
+        limit = self.cache.get("limit")
+        return None if limit is None else size_in_bytes("data.cache.limit", limit)
 
     @classmethod
     def parse(
@@ -133,8 +149,8 @@ class DataSettings:
         with errors.collecting():
             augmentation = Augmentation.parse(section.get("augment"), sides)
         errors.raise_any()
-        if not augmentation.transforms and parsed.workers != "auto":
-            what = "does nothing without data.augment.transforms; set these, or remove it"
+        if not augmentation.transforms and parsed.decode != STREAM and parsed.workers != "auto":
+            what = "does nothing without data.augment.transforms or data.decode: stream; remove it"
             errors.lines.append(f"data.workers: {parsed.workers!r}: {what}")
         elif augmentation.transforms and parsed.device == "cuda":
             what = "data.augment.transforms run on the host, where the images have to be; use auto"
@@ -160,8 +176,13 @@ class DataSettings:
             errors.append(f"data.root: {_SECRET}")
         if isinstance(self.cache, Mapping):
             for key, value in self.cache.items():
-                if key != "folder":
-                    errors.append(f"data.cache.{key}: {value!r}: unknown key; use folder")
+                if key == "limit":
+                    try:
+                        size_in_bytes("data.cache.limit", value)
+                    except InvalidInput as error:
+                        errors += error.errors
+                elif key != "folder":
+                    errors.append(f"data.cache.{key}: {value!r}: unknown key; use folder or limit")
                 elif not isinstance(value, str) or not value or "\0" in value:
                     errors.append(f"data.cache.folder: {value!r}: must be a folder's path")
         if not _is_normalization(self.normalize):
@@ -182,6 +203,10 @@ class DataSettings:
         if not (is_count(self.split_seed, 0) and self.split_seed < 2**31):
             must = "must be a whole number from 0 to 2147483647"
             errors.append(f"data.split_seed: {self.split_seed!r}: {must}")
+        if self.decode not in (None, ONCE, STREAM):
+            errors.append(f"data.decode: {self.decode!r}: must be {ONCE} or {STREAM}")
+        if self.window not in (None, ALL) and not is_count(self.window, 1):
+            errors.append(f"data.window: {self.window!r}: must be {ALL} or a number of shards")
         if self.workers != "auto" and not (is_count(self.workers, 0) and int(self.workers) <= MOST_WORKERS):
             must = f"must be auto or a whole number from 0 to {MOST_WORKERS}"
             errors.append(f"data.workers: {self.workers!r}: {must}")

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from classify.images.sources import Source
+from classify.images.sources.decode_once import AHEAD
+from classify.images.sources.encoded import Shard
+from classify.images.sources.encoded_source import EncodedSource
+from classify.images.sources.remote import is_remote
+from classify.images.sources.shard_cache import ShardsAhead
+from classify.images.streamed import StreamedImages
+from classify.images.windows import Windows
 from harness.errors import InvalidInput
 
 SPLITS = ("train", "val", "test")
 TEST_SHARE = 0.2  # of a source of one part, where nothing is said
 AUTO, VALIDATION_SHARE = "auto", 0.1  # the share where there is no folder
 _DRAW = 17  # which keeps these draws apart from others of the same seed
+
+Decode = Callable[[Source, str, tuple[int, int]], tuple[Tensor | StreamedImages, Tensor]]
+
+
+def decode_now(source: Source, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Images (N, 3, H, W) uint8 of a part, in memory or mapped into it, and labels (N,) int64."""
+    return source.load(part, size)
 
 
 class Splits:
@@ -89,8 +103,15 @@ class Splits:
             return sum(_taken(size, self.shares)[split] for size in self._sizes)
         return self.source.count(part)
 
-    def load(self, split: str, size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Decodes what a split is in.
+    def load(
+        self, split: str, size: tuple[int, int], decode: Decode = decode_now
+    ) -> tuple[Tensor | StreamedImages, Tensor, Tensor | None]:
+        """Gives what a split is in.
+
+        Args:
+            split: one of ``names``.
+            size: height and width of the images, in pixels.
+            decode: of a part: now, or when images of it are asked for.
 
         Returns:
             Images (N, 3, H, W) uint8 of this height and width; the split's labels (M,) int64; and which of
@@ -100,11 +121,39 @@ class Splits:
             InvalidInput: if the data is missing, damaged or not usable; the line names the folder or file.
         """
         part = self._part(split)
-        images, labels = self.source.load(part, size)
+        images, labels = decode(self.source, part, size)
         if not self._is_cut(part):
             return images, labels, None
         rows = self._rows(split, labels)
         return images, labels[rows], rows
+
+    def windows(self, split: str, size: int) -> Windows | None:
+        """The shards of a split, in windows of ``size``; None if there are no more than these."""
+        part = self._part(split)
+        images = self.source.encoded(part)
+        if images is None or len(images.shards) <= size:
+            return None
+        places = np.arange(len(images.labels)) if images.places is None else images.places.numpy()
+        if self._is_cut(part):
+            places = places[self._rows(split, images.labels).numpy()]
+        starts = [shard.start for shard in images.shards]
+        return Windows(places, np.searchsorted(starts, places, side="right") - 1, size)
+
+    def shards(self, split: str) -> Sequence[Shard]:
+        """The shards of the part that a split is in."""
+        images = self.source.encoded(self._part(split))
+        return images.shards if images else ()
+
+    def fetching_ahead(self, split: str) -> Callable[[list[int]], None] | None:
+        """What has threads fetch shards of a split, by their numbers; None if none are remote."""
+        images = self.source.encoded(self._part(split))
+        if images is None or not isinstance(self.source, EncodedSource):
+            return None
+        shards = [shard if is_remote(shard.url) else None for shard in images.shards]
+        if not any(shards):
+            return None
+        ahead = ShardsAhead(self.source.shard_file(images.fetch), AHEAD)
+        return lambda numbers: ahead.want([each for number in numbers if (each := shards[number])])
 
     @functools.cached_property
     def _sizes(self) -> Sequence[int]:

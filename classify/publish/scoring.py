@@ -39,7 +39,7 @@ def probabilities(
     decoded, errors = [], ErrorList()
     for file in files:
         with errors.collecting():
-            decoded.append(torch.from_numpy(decode_image(file, size).copy()))
+            decoded.append(torch.from_numpy(decode_image(file, size)))
     errors.raise_any()
     batches = inputs_of(classifier.description, torch.stack(decoded))
     scores = [views.view_scores(classifier.classify, inputs, how)[1] for inputs in batches]
@@ -51,10 +51,9 @@ def validation(
 ) -> dict[str, Any]:
     """The metrics of a split of images, as ``summary.json`` has them."""
     metrics = ClassificationMetrics(images.classes, how=how)
-    kept = images.images if images.rows is None else images.select(torch.arange(len(images)))
-    batches = inputs_of(classifier.description, kept)
-    for inputs, labels in zip(batches, images.labels.split(BATCH), strict=True):
-        metrics.classify(classifier.classify, inputs, labels)
+    for chosen in torch.arange(len(images)).split(BATCH):
+        (inputs,) = inputs_of(classifier.description, images.select(chosen))
+        metrics.classify(classifier.classify, inputs, images.labels[chosen])
     counted = metrics.cross_slot_reduce([metrics.per_slot_reduce()])
     return metrics_summary(counted, images.classes)
 

@@ -12,6 +12,7 @@ from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATC
 from classify.engine.trial_config import TrialConfig
 from classify.images.cache import in_bytes
 from classify.images.splits import Splits
+from classify.images.streaming import Streaming
 from harness.context import TrialContext
 from harness.errors import printable
 from harness.local.folder import shown
@@ -25,8 +26,17 @@ def describe_images(config: TrialConfig) -> str:
     return (
         f"{data.dataset}: {source.count('train'):,} to train,"
         f" {source.count(source.validation):,} to validate,{tested}"
-        f" {_count(len(source.classes), 'class')}, {height}x{width} pixels{_shards(source)}"
+        f" {_count(len(source.classes), 'class')}, {height}x{width} pixels"
+        f"{_shards(source)}{_streaming(config)}"
     )
+
+
+def _streaming(config: TrialConfig) -> str:
+    """How images are decoded and shuffled, where that is not at once and all together."""
+    how = Streaming.resolve(config.data, config.source)
+    shuffled = f", shuffled {_count(how.window, 'shard')} at a time" if how.window else ""
+    kept = ", then kept" if how.keeps else ""
+    return f"{', decoded when they are needed' if how.streams else ''}{kept}{shuffled}"
 
 
 def _shards(source: Splits) -> str:

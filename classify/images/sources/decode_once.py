@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import joblib
 import numpy as np
+import torch
 from tqdm import tqdm
 
 from classify.images.decode import decode
@@ -43,7 +44,7 @@ def decode_all(
     """
     count = len(images.labels)
     order = np.arange(count) if images.places is None else images.places.argsort().numpy()
-    # The workers touch Pillow and numpy only, so forking, which costs nothing, is safe beside any threads.
+    # The workers compute with one thread each, so forking, which costs nothing, is safe beside any threads.
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     workers = min(joblib.cpu_count(), -(-count // CHUNK))
     bar = tqdm(total=count, desc=f"decoding {split}", unit=" images", disable=not sys.stderr.isatty())
@@ -94,6 +95,7 @@ def _begin(work: _Work) -> None:
     """Keeps what all chunks of a worker have in common, which a fork takes over without a copy."""
     global _work
     _work = work
+    torch.set_num_threads(1)
 
 
 def _decode_chunk(indices: np.ndarray, file: pathlib.Path) -> list[str]:
@@ -109,5 +111,5 @@ def _decode_chunk(indices: np.ndarray, file: pathlib.Path) -> list[str]:
             except InvalidInput as error:
                 errors += error.errors
             written.seek(index * pixels.nbytes)
-            written.write(np.ascontiguousarray(pixels).data)
+            written.write(pixels.data)
     return errors

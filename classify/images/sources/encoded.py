@@ -79,12 +79,14 @@ class Location:
         download: whether a missing dataset may be downloaded.
         storage: fsspec's storage options.
         cache: the folder for what is kept of remote data; None for the user's cache.
+        limit: bytes of what may be kept on this machine; None for no limit.
     """
 
     root: str
     download: bool = True
     storage: Mapping[str, Any] = field(default_factory=dict)
     cache: str | None = None
+    limit: int | None = None
 
     @property
     def is_remote(self) -> bool:

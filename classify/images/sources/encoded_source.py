@@ -9,12 +9,14 @@ import pathlib
 from torch import Tensor
 
 from classify.images import cache
+from classify.images.growing_cache import GrowingCache
 from classify.images.sources.decode_once import decode_all
 from classify.images.sources.encoded import EncodedImages, Fetch, Location, ShardFile
 from classify.images.sources.remote import is_remote
 from classify.images.sources.shard_cache import ShardCache
+from classify.images.streamed import StreamedImages
 
-_CACHE_FORMAT = 4  # of what is kept decoded; another one is decoded anew
+_CACHE_FORMAT = 5  # of what is kept decoded; another one is decoded anew
 
 
 class EncodedSource(abc.ABC):
@@ -55,7 +57,7 @@ class EncodedSource(abc.ABC):
         Args:
             fetch: of the images that the shards hold.
         """
-        kept = ShardCache(self.location.cache_folder / "shards")
+        kept = ShardCache(self.location.cache_folder / "shards", self.location.limit)
         return lambda shard: kept.file(shard, fetch) if is_remote(shard.url) else pathlib.Path(shard.url)
 
     def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -72,7 +74,26 @@ class EncodedSource(abc.ABC):
             InvalidInput: if something is missing, empty, damaged or not readable.
         """
         images = self.encoded(part)
-        kept = cache.Cache(self.location.folder, f"images-{part}", size)
-        fingerprint = f"{_CACHE_FORMAT} {size} {images.fingerprint}"
+        kept, fingerprint = self._cache(part, size)
         fill = functools.partial(decode_all, images, self.shard_file(images.fetch), size, part)
         return kept.read(fingerprint, images.labels) or kept.write(fingerprint, images.labels, fill)
+
+    def stream(self, part: str, size: tuple[int, int], keeps: bool) -> tuple[Tensor | StreamedImages, Tensor]:
+        """The same, but images are decoded when they are asked for, unless the cache has them already.
+
+        Args:
+            part: one of ``parts``.
+            size: height and width to scale to, in pixels; other shapes are cropped in the middle.
+            keeps: whether the cache takes in what is decoded.
+        """
+        images = self.encoded(part)
+        kept, fingerprint = self._cache(part, size)
+        if whole := kept.read(fingerprint, images.labels):
+            return whole
+        growing = GrowingCache(kept, fingerprint, images.labels) if keeps else None
+        return StreamedImages(images, self.shard_file(images.fetch), size, growing), images.labels
+
+    def _cache(self, part: str, size: tuple[int, int]) -> tuple[cache.Cache, str]:
+        """Where a part is kept decoded, and what it is decoded from."""
+        kept = cache.Cache(self.location.folder, f"images-{part}", size)
+        return kept, f"{_CACHE_FORMAT} {size} {self.encoded(part).fingerprint}"

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from classify.images.sources.encoded import Shard, ShardFile
+from classify.images.sources.encoded import Shard
 from classify.images.sources.shard_index import ENTRY, Scanned
 from classify.images.sources.shard_source import ShardImages, ShardSource
 from harness.errors import InvalidInput, one_line
@@ -39,11 +39,11 @@ class ParquetImages(ShardImages):
         shard, place = self.find(index)
         return f"{shard.url}, row {place - shard.start:,}"
 
-    def read_one(self, shard: Shard, place: int, shard_file: ShardFile) -> bytes:
+    def read_one(self, shard: Shard, place: int, file: pathlib.Path) -> bytes:
         """Reads the image in a row."""
         row = place - shard.start
         try:
-            content = _content(shard_file(shard), row)
+            content = _content(file, row)
         except (OSError, pyarrow.ArrowException, IndexError) as error:
             raise InvalidInput(
                 f"{shard.url}: row {row:,} cannot be read ({one_line(error)}); {_MEND}"

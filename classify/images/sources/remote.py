@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import importlib
 import pathlib
@@ -66,7 +67,14 @@ class Storage:
         files = self.filesystem(shard.url)
 
         def work() -> None:
-            files.get_file(shard.url, str(target))
+            try:
+                files.get_file(shard.url, str(target))
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                mend = "free some, set data.cache.limit, or give another folder"
+                what = f"no room for {shard.url} ({one_line(error)})"
+                raise InvalidInput(f"data.cache.folder: {target.parent}: {what}; {mend}") from error
             size = target.stat().st_size
             if shard.size not in (0, size):
                 raise OSError(f"{size:,} bytes came of {shard.size:,} that its index names")

@@ -1,31 +1,145 @@
-"""Remote shards in local files, each fetched once a host."""
+"""Remote shards in local files, each fetched once a host, under a limit."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pathlib
+import re
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 
+import filelock
+
+from classify.images.cache import in_bytes
 from classify.images.sources.encoded import Fetch, Shard
-from harness.host_lock import host_lock
+from harness.errors import InvalidInput
+from harness.host_lock import lock_of, writable_folder
+from harness.input_files import refused
+
+_KEY = "data.cache.folder"
+_FILE = re.compile(r"[0-9a-f]{24}(?:\.(\d+)\.partial)?")
 
 
 class ShardCache:
-    """A folder of fetched shards.
+    """A folder of fetched shards, for all processes and runs of a host.
+
+    A shard is there whole or not at all. Where a limit is given, those go that were not read for the longest
+    time; who still reads one fetches it again.
 
     Args:
         folder: made where it is missing.
+        limit: in bytes, of all shards together; None for none.
     """
 
-    def __init__(self, folder: pathlib.Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: pathlib.Path, limit: int | None = None) -> None:
+        self._wanted, self.limit = folder, limit
+        self._folder: pathlib.Path | None = None
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """Where the shards are: the folder given, or its stand-in."""
+        if self._folder is None:
+            self._folder = writable_folder(self._wanted, _KEY)
+        return self._folder
 
     def file(self, shard: Shard, fetch: Fetch) -> pathlib.Path:
-        """The local file of a shard, fetched if it is not there; raises as ``fetch`` does."""
+        """The local file of a shard, fetched if it is not there.
+
+        Raises:
+            InvalidInput: as ``fetch`` does, or if there is no room for it.
+        """
         name = hashlib.sha256(repr((shard.url, shard.size, shard.sha256)).encode()).hexdigest()[:24]
-        with host_lock(self.folder, name, "data.cache.folder") as folder:
-            target, partial = folder / name, folder / f"{name}.partial"
-            if not target.exists():
-                fetch(shard, partial)
-                os.replace(partial, target)
+        target = self.folder / name
+        if not _used(target):
+            with refused(f"{_KEY}: {self.folder}"), lock_of(self.folder, name):
+                if not _used(target):
+                    partial = self.folder / f"{name}.{shard.size}.partial"
+                    self._make_room(shard, partial)
+                    fetch(shard, partial)
+                    os.replace(partial, target)
         return target
+
+    def _make_room(self, shard: Shard, partial: pathlib.Path) -> None:
+        """Removes what was not read for the longest time, and has the new one count from now on."""
+        with lock_of(self.folder, "room"):
+            if self.limit is not None:
+                held = self._held(partial)
+                excess = sum(size for _, size in held.values()) + shard.size - self.limit
+                for file in sorted(held, key=lambda each: held[each]):
+                    if excess > 0 and file.suffix != ".partial":
+                        file.unlink()
+                        excess -= held[file][1]
+                if excess > 0:
+                    what = f"{shard.url} has {in_bytes(shard.size)}, and others are being fetched"
+                    raise InvalidInput(f"data.cache.limit: {in_bytes(self.limit)}: {what}; raise it")
+            partial.touch()
+
+    def _held(self, but: pathlib.Path) -> dict[pathlib.Path, tuple[int, int]]:
+        """When each shard was read last, and the bytes that it has, or will have when it is whole."""
+        held = {}
+        for file in self.folder.iterdir():
+            named = _FILE.fullmatch(file.name)
+            if not named or file == but:
+                continue
+            if named[1] and self._is_left_over(file):
+                file.unlink(missing_ok=True)
+                continue
+            with contextlib.suppress(FileNotFoundError):  # whole by now, under another name
+                status = file.stat()
+                held[file] = status.st_mtime_ns, max(int(named[1] or 0), status.st_size)
+        return held
+
+    def _is_left_over(self, partial: pathlib.Path) -> bool:
+        """Whether who fetched it was killed."""
+        try:
+            with lock_of(self.folder, partial.name.partition(".")[0]).acquire(timeout=0):
+                return True
+        except filelock.Timeout:
+            return False
+
+
+def _used(file: pathlib.Path) -> bool:
+    """Whether a file is there, which is then the one that was read last."""
+    try:
+        os.utime(file)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+class ShardsAhead:
+    """Fetches shards before they are read, in threads of this process.
+
+    What cannot be fetched is said by who reads it.
+
+    Args:
+        fetch: has a shard at hand.
+        threads: how many shards are fetched at the same time.
+    """
+
+    def __init__(self, fetch: Callable[[Shard], object], threads: int) -> None:
+        self._fetch, self._threads = fetch, threads
+        self._wanted: deque[Shard] = deque()
+        self._changed = threading.Condition()
+        self._has_begun = False
+
+    def want(self, shards: Sequence[Shard]) -> None:
+        """Has these fetched next, in this order, and none of those before that are not begun."""
+        with self._changed:
+            self._wanted = deque(shards)
+            self._changed.notify_all()
+            if not self._has_begun:
+                self._has_begun = True
+                for _ in range(self._threads):
+                    threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted)
+                shard = self._wanted.popleft()
+            with contextlib.suppress(Exception):  # the reader's own attempts come to the same
+                self._fetch(shard)

@@ -63,11 +63,27 @@ class ShardImages(abc.ABC):
 
     def read(self, indices: Sequence[int], shard_file: ShardFile) -> list[bytes]:
         """Reads images; raises ``InvalidInput`` where a shard is not what its index says."""
-        return [self.read_one(*self.find(index), shard_file) for index in indices]
+        return [self._read(*self.find(index), shard_file) for index in indices]
+
+    def _read(self, shard: Shard, place: int, shard_file: ShardFile) -> bytes:
+        while True:
+            file = shard_file(shard)
+            try:
+                return self.read_one(shard, place, file)
+            except InvalidInput:
+                if file.exists() or not is_remote(shard.url):
+                    raise
+            # Another process has made room of it meanwhile
 
     @abc.abstractmethod
-    def read_one(self, shard: Shard, place: int, shard_file: ShardFile) -> bytes:
-        """Reads the image at a place among those of all shards, which lies in this one."""
+    def read_one(self, shard: Shard, place: int, file: pathlib.Path) -> bytes:
+        """Reads the image at a place among those of all shards, which lies in this one.
+
+        Args:
+            shard: that holds it.
+            place: of the image.
+            file: the shard's local one.
+        """
 
     @abc.abstractmethod
     def name(self, index: int) -> str:

@@ -11,7 +11,6 @@ import math
 import multiprocessing
 import os
 import pathlib
-import re
 import sys
 import tarfile
 import urllib.parse
@@ -29,18 +28,9 @@ from classify.images.sources.remote import digest
 from classify.images.sources.tar_shards import TarShards, scan
 from harness.errors import InvalidInput, one_line, printable
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SAFE = "".join(chr(each) for each in range(33, 127) if chr(each) not in "%./\\")
 _BLOCK = 512  # bytes; a member is a block and as many as its content fills
 _END = 10240  # to a multiple of which a tar is filled
-
-
-def size_in_bytes(key: str, text: object) -> int:
-    """The bytes of a size such as ``100MB``; raises ``InvalidInput`` that names the key."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", str(text).strip(), re.I)
-    if not found or found[2].upper() not in _UNITS or not float(found[1]):
-        raise InvalidInput(f"{key}: {text!r}: must be a size, e.g. 100MB or 50GB")
-    return round(float(found[1]) * _UNITS[found[2].upper()])
 
 
 @dataclass(frozen=True)

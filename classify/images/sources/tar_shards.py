@@ -5,6 +5,7 @@ Source: https://github.com/webdataset/webdataset
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -14,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from classify.images.sources import shard_files
-from classify.images.sources.encoded import Shard, ShardFile
+from classify.images.sources.encoded import Shard
 from classify.images.sources.files import EXTENSIONS
 from classify.images.sources.shard_index import ENTRY, FILE, Index, Part, Scanned
 from classify.images.sources.shard_source import ShardImages, ShardSource
@@ -32,19 +33,19 @@ class TarImages(ShardImages):
         """The shard and the member; of a remote shard that was not read, the byte at which it begins."""
         shard, place = self.find(index)
         offset = int(self.entries["offset"][place])
-        if file := self.local.get(shard.url):
-            with open(file, "rb") as opened:
+        with contextlib.suppress(OSError, tarfile.TarError, KeyError):  # or gone by now
+            with open(self.local[shard.url], "rb") as opened:
                 opened.seek(max(0, offset - _BLOCK))
                 header = tarfile.TarInfo.frombuf(opened.read(_BLOCK), "utf-8", "surrogateescape")
             return f"{shard.url}, member {header.name}"
         return f"{shard.url}, byte {offset:,}"
 
-    def read_one(self, shard: Shard, place: int, shard_file: ShardFile) -> bytes:
+    def read_one(self, shard: Shard, place: int, file: pathlib.Path) -> bytes:
         """Reads the bytes after a header that says as many."""
         offset, size = int(self.entries["offset"][place]), int(self.entries["size"][place])
         mend = "the shard and its index differ; write both anew"
+        self.local[shard.url] = file
         try:
-            self.local[shard.url] = file = shard_file(shard)
             descriptor = os.open(file, os.O_RDONLY)
             try:
                 content = os.pread(descriptor, size + _BLOCK, max(0, offset - _BLOCK))

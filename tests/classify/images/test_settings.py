@@ -33,8 +33,8 @@ def test_config():
             {"colour": 1},
             [
                 "data.colour",
-                "augment, cache, dataset, device, download, image_size, normalize, resize, root, sampling,"
-                " split_seed, storage, test, validation, workers",
+                "augment, cache, dataset, decode, device, download, image_size, normalize, resize, root, sampling,"
+                " split_seed, storage, test, validation, window, workers",
             ],
         ),
         ({7: 1}, ["data.7", "unknown key"]),
@@ -49,6 +49,9 @@ def test_config():
         ({"root": "ftp://me:x@host/photos"}, ["data.root: holds a password"]),
         ({"cache": {"folder": 1}}, ["data.cache.folder", "1", "path"]),
         ({"cache": {"place": "x"}}, ["data.cache.place", "'x'", "unknown key"]),
+        ({"cache": {"limit": "much"}}, ["data.cache.limit", "'much'", "must be a size, e.g. 100MB"]),
+        ({"decode": "later"}, ["data.decode", "'later'", "once or stream"]),
+        ({"window": 0}, ["data.window", "0", "all or a number of shards"]),
         ({"download": "yes"}, ["data.download", "'yes'", "true or false"]),
         ({"download": 1}, ["data.download", "1"]),
         ({"image_size": 0}, ["data.image_size", "0", "whole number of pixels"]),
