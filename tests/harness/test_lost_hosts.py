@@ -154,7 +154,7 @@ def test_deepspeed_with_a_hostfile(tmp_path):
 def test_a_folder_that_is_gone_is_one_line_and_the_run_goes_on_when_it_is_back(tmp_path):
     row = [
         *ROW,
-        *overrides(hyperparameters__max_length="{batches: 60}", min_checkpoint_period="{batches: 4}"),
+        *overrides(hyperparameters__max_length="{batches: 400}", min_checkpoint_period="{batches: 20}"),
     ]
     straight = train_many(tmp_path, {"straight": row})["straight"]
     run = Run(0, "", "", tmp_path / "run")

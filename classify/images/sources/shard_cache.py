@@ -10,6 +10,7 @@ import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import filelock
 
@@ -59,12 +60,17 @@ class ShardCache:
                     partial = self.folder / f"{name}.{shard.size}.partial"
                     self._make_room(shard, partial)
                     fetch(shard, partial)
-                    os.replace(partial, target)
+                    with self._room():  # or who counts finds it under neither name
+                        os.replace(partial, target)
         return target
+
+    def _room(self) -> AbstractContextManager[object]:
+        """Held by who counts the shards, or changes which there are."""
+        return lock_of(self.folder, "room")
 
     def _make_room(self, shard: Shard, partial: pathlib.Path) -> None:
         """Removes what was not read for the longest time, and has the new one count from now on."""
-        with lock_of(self.folder, "room"):
+        with self._room():
             if self.limit is not None:
                 held = self._held(partial)
                 excess = sum(size for _, size in held.values()) + shard.size - self.limit
@@ -87,9 +93,8 @@ class ShardCache:
             if named[1] and self._is_left_over(file):
                 file.unlink(missing_ok=True)
                 continue
-            with contextlib.suppress(FileNotFoundError):  # whole by now, under another name
-                status = file.stat()
-                held[file] = status.st_mtime_ns, max(int(named[1] or 0), status.st_size)
+            status = file.stat()
+            held[file] = status.st_mtime_ns, max(int(named[1] or 0), status.st_size)
         return held
 
     def _is_left_over(self, partial: pathlib.Path) -> bool:
