@@ -13,7 +13,7 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from torch import Tensor
@@ -34,6 +34,9 @@ class GrowingCache:
         fingerprint: of what the images are decoded from.
         labels: int64 (N,).
 
+    Attributes:
+        has_room: whether this process goes on to keep images.
+
     Raises:
         InvalidInput: if the files cannot be made.
     """
@@ -52,7 +55,7 @@ class GrowingCache:
             self._path, self._marks_path = images, marks
             self._images = np.memmap(images, np.uint8, "r", shape=shape)
             self._marks = np.memmap(marks, np.uint8, "r+", offset=_HEAD, shape=(len(labels),))
-        self._has_room = True
+        self.has_room = True
         self._inode = os.fstat(self._file).st_ino
 
     def has(self, indices: np.ndarray) -> np.ndarray:
@@ -63,16 +66,16 @@ class GrowingCache:
         """Images (B, 3, H, W) uint8 that are there."""
         return np.take(self._images, indices, axis=0)
 
-    def write(self, indices: np.ndarray, images: np.ndarray) -> None:
-        """Keeps images (B, 3, H, W) uint8, as long as the disk has room; the last ones complete the cache."""
-        if not self._has_room:
+    def write(self, indices: np.ndarray, images: Iterable[np.ndarray]) -> None:
+        """Keeps images (3, H, W) uint8, as long as the disk has room; the last ones complete the cache."""
+        if not self.has_room:
             return
         try:
             for index, image in zip(indices.tolist(), images, strict=True):
                 os.pwrite(self._file, image.data, index * self._bytes)
                 self._marks[index] = 1
         except OSError as error:
-            self._has_room = False
+            self.has_room = False
             what = f"no more decoded images are kept ({one_line(error)}); each epoch decodes those anew"
             print(printable(f"{self._path}: {what}"), file=sys.stderr)
             return

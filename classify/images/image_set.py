@@ -57,6 +57,11 @@ class ImageSet:
         """Where the images are."""
         return self.held.device
 
+    def prepare(self, indices: Tensor) -> bool:
+        """Has streamed images (B,) decoded and kept; gives whether that is so, and ``select`` only reads."""
+        rows = indices if self.rows is None else self.rows[indices]
+        return isinstance(self.held, StreamedImages) and self.held.prepare(rows)
+
     def pixels(self, index: int) -> np.ndarray:
         """One image, uint8 (h, w, 3)."""
         return self.select(torch.tensor([index], device=self.device))[0].permute(1, 2, 0).cpu().numpy()

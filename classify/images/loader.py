@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import atexit
 import collections
-import functools
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from determined import pytorch
 from torch import Tensor
-from torch.utils.data import BatchSampler, Dataset, get_worker_info
+from torch.utils.data import BatchSampler, Dataset
 from typing_extensions import override
 
 from classify.images.augment import Augmenter
@@ -23,22 +23,6 @@ from classify.images.sampler import MicroBatchSampler
 from harness.errors import InvalidInput
 
 PREFETCHED = 2  # micro-batches that wait for a GPU
-_Item = TypeVar("_Item")
-
-
-def _errors_of_workers_as_items(fetch: Callable[[Any, Any], _Item]) -> Callable[[Any, Any], Any]:
-    """Has a worker give an ``InvalidInput`` in the place of a micro-batch: raised, it would lose its form."""
-
-    @functools.wraps(fetch)
-    def fetched(self: Any, asked: Any) -> Any:
-        try:
-            return fetch(self, asked)
-        except InvalidInput as error:
-            if get_worker_info() is None:
-                raise
-            return error
-
-    return fetched
 
 
 class MicroBatchDataset(Dataset):
@@ -48,13 +32,18 @@ class MicroBatchDataset(Dataset):
         source: the images.
     """
 
+    transforms = False
+
     def __init__(self, source: ImageSet) -> None:
         self.source = source
+
+    def indices(self, asked: Tensor) -> Tensor:
+        """Those of the images that are asked for."""
+        return asked
 
     def __len__(self) -> int:
         return len(self.source)
 
-    @_errors_of_workers_as_items
     def __getitems__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Gives images (B, 3, H, W) uint8 and labels (B,) int64 for indices (B,) int64."""
         images, labels, _ = _fetch(self.source, indices)
@@ -75,11 +64,15 @@ class AugmentedDataset(Dataset):
 
     def __init__(self, source: ImageSet, augmenter: Augmenter) -> None:
         self.source, self.augmenter = source, augmenter
+        self.transforms = bool(augmenter.transform)
+
+    def indices(self, asked: tuple[int, Tensor, Tensor]) -> Tensor:
+        """Those of the images that are asked for."""
+        return asked[1]
 
     def __len__(self) -> int:
         return len(self.source)
 
-    @_errors_of_workers_as_items
     def __getitems__(self, place: tuple[int, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Gives images (B, 3, H, W) uint8 and labels (B,) int64.
 
@@ -95,6 +88,49 @@ def _fetch(source: ImageSet, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Images (B, 3, h, w) as they are kept, their labels, and the indices on their device."""
     indices = indices.to(source.device, non_blocking=True)
     return source.select(indices), source.labels.index_select(0, indices), indices
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A micro-batch whose images are decoded and kept, so that the process that trains reads them by itself.
+
+    Attributes:
+        asked: what the dataset is asked for.
+    """
+
+    asked: Any
+
+
+class InWorkers(Dataset):
+    """What workers do for a dataset of streamed or transformed images.
+
+    Where an image cannot be read they give the error as an item: raised there, it would lose its form.
+
+    Args:
+        dataset: of micro-batches.
+    """
+
+    def __init__(self, dataset: MicroBatchDataset | AugmentedDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, asked: Any) -> tuple[Tensor, Tensor] | Ready | InvalidInput:
+        """Gives a micro-batch, or says that it is ready, or what is wrong."""
+        try:
+            is_ready = not self.dataset.transforms and self.dataset.source.prepare(
+                self.dataset.indices(asked)
+            )
+            return Ready(asked) if is_ready else self.dataset.__getitems__(asked)
+        except InvalidInput as error:
+            return error
+
+    def finish(self, item: Any) -> tuple[Tensor, Tensor]:
+        """Gives the micro-batch of a worker's item, in the process that trains; raises its error."""
+        if isinstance(item, InvalidInput):
+            raise item
+        return self.dataset.__getitems__(item.asked) if isinstance(item, Ready) else item
 
 
 class WithEpoch(BatchSampler):
@@ -142,8 +178,9 @@ class MicroBatchLoader(pytorch.DataLoader):
         self.micro_batches = sampler
         # Transforms draw from torch's generator, which a thread would share with the training.
         self.prefetches = on_host and not (augmenter and augmenter.transform)
+        images = AugmentedDataset(source, augmenter) if augmenter else MicroBatchDataset(source)
         super().__init__(
-            AugmentedDataset(source, augmenter) if augmenter else MicroBatchDataset(source),
+            InWorkers(images) if workers else images,
             batch_sampler=WithEpoch(sampler) if augmenter else sampler,
             collate_fn=whole_micro_batch,
             pin_memory=on_host,
@@ -161,8 +198,9 @@ class MicroBatchLoader(pytorch.DataLoader):
     @override
     def get_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super().get_data_loader(*args, **kwargs)
-        checked = WorkerErrors(loader) if self.num_workers else loader
-        return Prefetcher(checked) if self.prefetches else checked
+        if isinstance(self.dataset, InWorkers):
+            loader = Finished(loader, self.dataset.finish)
+        return Prefetcher(loader) if self.prefetches else loader
 
 
 def _leave_signals(worker: int) -> None:
@@ -178,27 +216,22 @@ def _end_workers() -> None:
             process.kill()
 
 
-class WorkerErrors:
-    """A loader that raises what its workers could not do.
+class Finished:
+    """A loader whose workers' items become micro-batches.
 
     Args:
-        loader: of micro-batches, or of ``InvalidInput``.
+        loader: of items.
+        finish: makes a micro-batch of one.
     """
 
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
+    def __init__(self, loader: Iterable[Any], finish: Callable[[Any], Any]) -> None:
+        self.loader, self.finish = loader, finish
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        return map(_raised, iter(self.loader))  # whose workers begin at once
-
-
-def _raised(batch: Any) -> Any:
-    if isinstance(batch, InvalidInput):
-        raise batch
-    return batch
+        return map(self.finish, iter(self.loader))  # whose workers begin at once
 
 
 class Prefetcher:

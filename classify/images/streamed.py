@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import default_collate
 
 from classify.images.decode import decode
 from classify.images.growing_cache import GrowingCache
@@ -50,40 +51,50 @@ class StreamedImages:
             UnreadableData: that names the first image, or its shard, that cannot be read.
         """
         indices = index.numpy()
-        try:
-            return torch.from_numpy(self._select(indices))
-        except InvalidInput as error:
-            raise UnreadableData(error.errors) from error
-
-    def _select(self, indices: np.ndarray) -> np.ndarray:
         if self._kept is None:
-            return self._decode(indices)
+            return default_collate(self._decode(indices))  # into memory that a worker shares
         there = self._kept.has(indices)
-        if there.all():
-            return self._kept.read(indices)
-        found = np.empty((len(indices), 3, *self._size), np.uint8)
-        found[there] = self._kept.read(indices[there])
-        found[~there] = decoded = self._decode(indices[~there])
-        self._kept.write(indices[~there], decoded)
+        missing = indices[~there]
+        found = torch.empty(len(indices), 3, *self._size, dtype=torch.uint8)
+        found.numpy()[there] = self._kept.read(indices[there])
+        for place, image in zip(np.flatnonzero(~there), self._decode(missing), strict=True):
+            found[place] = image
+        self._kept.write(missing, found.numpy()[~there])
         return found
 
-    def _decode(self, indices: np.ndarray) -> np.ndarray:
-        found = np.empty((len(indices), 3, *self._size), np.uint8)
+    def prepare(self, index: Tensor) -> bool:
+        """Decodes and keeps what is not there of some images (B,); gives whether all are there now.
+
+        Raises:
+            UnreadableData: as ``index_select`` does.
+        """
+        if self._kept is None:
+            return False
+        missing = index.numpy()[~self._kept.has(index.numpy())]
+        for part in np.array_split(missing, -(-len(missing) // READ) or 1):
+            self._kept.write(part, [image.numpy() for image in self._decode(part)])
+        return self._kept.has_room
+
+    def _decode(self, indices: np.ndarray) -> list[Tensor]:
         # Neighbours in a shard one after the other: they may lie in one block
         places = indices if self._images.places is None else self._images.places.numpy()[indices]
-        parts = [part for part in np.array_split(places.argsort(), -(-len(indices) // READ)) if len(part)]
-        work = functools.partial(self._decode_some, indices, found)
+        order = places.argsort()
+        parts = np.array_split(order, -(-len(indices) // READ) or 1)
         threads = min(torch.get_num_threads(), len(parts))
-        if threads < 2:
-            for part in parts:
-                work(part)
-        else:
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(work, parts))
-        return found
+        try:
+            if threads < 2:
+                decoded = [self._decode_some(indices[part]) for part in parts]
+            else:
+                with ThreadPoolExecutor(threads) as pool:
+                    decoded = list(pool.map(self._decode_some, (indices[part] for part in parts)))
+        except InvalidInput as error:
+            raise UnreadableData(error.errors) from error
+        images = [image for part in decoded for image in part]
+        return [images[place] for place in order.argsort()]
 
-    def _decode_some(self, indices: np.ndarray, found: np.ndarray, part: np.ndarray) -> None:
-        contents = self._images.read(indices[part].tolist(), self._shard_file)
-        for place, content in zip(part, contents, strict=True):
-            name = functools.partial(self._images.name, int(indices[place]))
-            found[place] = decode(content, self._size, name)
+    def _decode_some(self, indices: np.ndarray) -> list[Tensor]:
+        contents = self._images.read(indices.tolist(), self._shard_file)
+        return [
+            torch.from_numpy(decode(content, self._size, functools.partial(self._images.name, index)))
+            for index, content in zip(indices.tolist(), contents, strict=True)
+        ]
