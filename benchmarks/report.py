@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import costs, programs
-from benchmarks.steps import CONTENDERS, ratios, spread
+from benchmarks.steps import CONTENDERS, PEERS, ratios, spread
 from harness import machine
 
 OWN = ("Images a second", "Whole programs", "Other costs")  # sections of RESULTS.md that ``write`` writes
@@ -65,22 +65,24 @@ def _sections(file: pathlib.Path) -> tuple[str, dict[str, str]]:
 
 
 def _steps(rows: Sequence[dict[str, Any]]) -> list[str]:
+    over = [f"trial / {peer}" for peer in PEERS]
     lines = [
         "## Images a second",
         "",
         *(f"- `{name}`: {what}" for name, what in CONTENDERS.items()),
         "",
-        "On a CPU the trial has the images of `net` in the `channels_last` memory format by default; the",
-        "bare loops have it where `hyperparameters.channels_last` asks for it.",
+        "The bare loops have their images in the memory format of the trial: for `net` on a CPU",
+        "`channels_last`, unless `hyperparameters.channels_last` says otherwise. The example style has",
+        "PyTorch's own.",
         "",
-        f"| processes | ZeRO | micro-batch | {' | '.join(CONTENDERS)} | trial / engine | trial / example |",
-        f"|{'---|' * (len(CONTENDERS) + 5)}",
+        f"| processes | ZeRO | micro-batch | {' | '.join((*CONTENDERS, *over))} |",
+        f"|{'---|' * (3 + len(CONTENDERS) + len(over))}",
     ]
     for row in rows:
-        over_engine, over_example = ratios(row)
         cells = [f"{row['images_per_second'][n]:,.0f} ({row['spread'][n]:.0%})" for n in CONTENDERS]
-        where = [row["processes"], row["stage"], row["micro_batch"]]
-        lines.append(f"| {' | '.join(map(str, [*where, *cells]))} | {over_engine:.3f} | {over_example:.2f} |")
+        where = [str(row[key]) for key in ("processes", "stage", "micro_batch")]
+        times = [f"{ratio:.3f}" for ratio in ratios(row).values()]
+        lines.append(f"| {' | '.join((*where, *cells, *times))} |")
     return [*lines, ""]
 
 
@@ -107,7 +109,7 @@ def _programs(measured: dict[str, Any]) -> list[str]:
 
 
 def chart(results: dict[str, Any], file: pathlib.Path) -> None:
-    """Draws images a second relative to the bare engine's, and every program's accuracy over time."""
+    """Draws images a second relative to the bare PyTorch loop's, and every program's accuracy over time."""
     from matplotlib.figure import Figure
 
     rows, runs = results["steps"], programs.parsed(results["programs"])
@@ -115,11 +117,11 @@ def chart(results: dict[str, Any], file: pathlib.Path) -> None:
     speed, accuracy = figure.subplots(2)
     for index, name in enumerate(CONTENDERS):
         places = [place + (index - 1.5) * 0.2 for place in range(len(rows))]
-        relative = [row["images_per_second"][name] / row["images_per_second"]["engine"] for row in rows]
+        relative = [row["images_per_second"][name] / row["images_per_second"]["pytorch"] for row in rows]
         speed.bar(places, relative, 0.2, label=CONTENDERS[name])
     labels = [f"{row['micro_batch']}\nZeRO {row['stage']}\n{row['processes']} proc." for row in rows]
     speed.set_xticks(range(len(rows)), labels, fontsize="small")
-    speed.set_ylabel("images a second / bare DeepSpeed loop's")
+    speed.set_ylabel("images a second / bare PyTorch loop's")
     for name, each in runs.items():
         middle = sorted(each, key=lambda one: one.seconds)[len(each) // 2]
         times, reached = zip(*middle.reached, strict=True)

@@ -27,6 +27,7 @@ CONTENDERS = {
     "trial": "this trial",
     "example": "Determined's example style: PIL dataset, 2 workers",
 }
+PEERS = tuple(name for name in CONTENDERS if name != "trial")
 
 
 def measure_all(config: str, overrides: Sequence[str], quick: bool, repeats: int) -> Iterator[dict[str, Any]]:
@@ -173,19 +174,17 @@ def spread(values: Sequence[float]) -> float:
     return (high - low) / middle
 
 
-def ratios(row: dict[str, Any]) -> tuple[float, float]:
-    """The trial's speed over the bare engine's and the example style's, medians over the repeats."""
+def ratios(row: dict[str, Any]) -> dict[str, float]:
+    """The trial's speed over that of each of ``PEERS``, medians over the repeats."""
     rates = row["rates"]
-
-    def over(peer: str) -> float:
-        return statistics.median(a / b for a, b in zip(rates["trial"], rates[peer], strict=True))
-
-    return over("engine"), over("example")
+    pairs = {peer: zip(rates["trial"], rates[peer], strict=True) for peer in PEERS}
+    return {peer: statistics.median(a / b for a, b in each) for peer, each in pairs.items()}
 
 
 def line(row: dict[str, Any]) -> str:
     """One row of the table, as text."""
-    over_engine, over_example = ratios(row)
     rates = "  ".join(f"{name} {rate:,.0f}" for name, rate in row["images_per_second"].items())
     what = f"{row['processes']} processes, ZeRO {row['stage']}, micro-batch {row['micro_batch']}"
-    return f"{what}: images/s {rates}; trial/engine {over_engine:.3f}, trial/example {over_example:.2f}"
+    return f"{what}: images/s {rates}; " + ", ".join(
+        f"trial/{peer} {ratio:.3f}" for peer, ratio in ratios(row).items()
+    )

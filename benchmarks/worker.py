@@ -146,14 +146,15 @@ def bare_engine(context: Any, experiment: Experiment, turns: Turns) -> None:
 
 
 def fetch_from_memory(context: Any, config: TrialConfig) -> Fetch:
-    """What fetches random micro-batches of normalised images in memory, in the engine's dtype.
+    """What fetches random micro-batches of normalised images in memory.
 
-    In PyTorch's own memory format, unless ``channels_last`` is asked for.
+    They are kept in the engine's dtype and in the memory format in which the trial trains, so that a step
+    converts nothing.
     """
     source = data.load(config.data, "train", config.source)
     size = config.micro_batch
-    form = torch.channels_last if config.hyper.channels_last else torch.contiguous_format
-    inputs = data.as_inputs(source.images).to(context.device, config.dtype)
+    form = torch.channels_last if config.channels_last else torch.contiguous_format
+    inputs = data.as_inputs(source.images).to(context.device, config.dtype).contiguous(memory_format=form)
     labels = source.labels.to(context.device)
     order, at = torch.randperm(len(labels), device=context.device), 0
 
@@ -161,7 +162,7 @@ def fetch_from_memory(context: Any, config: TrialConfig) -> Fetch:
         nonlocal at
         at = 0 if at + 2 * size > len(labels) else at + size
         chosen = order[at : at + size]
-        return inputs[chosen].contiguous(memory_format=form), labels[chosen]
+        return inputs[chosen], labels[chosen]
 
     return fetch
 

@@ -1,9 +1,14 @@
 """The benchmark runs every contender and every program for real, and its report holds what was measured."""
 
-import pytest
+import types
 
-from benchmarks import costs, programs, report, steps
+import pytest
+import torch
+
+from benchmarks import costs, programs, report, steps, worker
 from benchmarks.__main__ import main
+from classify.config import experiment_file
+from classify.engine.trial_config import TrialConfig
 from harness import machine
 
 DIGITS = ["data.dataset=digits"]
@@ -39,6 +44,17 @@ def test_the_images_are_those_that_were_trained():
     for name, images in {"trial": 1024 + 413 + 1024, "example": 3 * 1024}.items():
         with steps.contender(name, request, 1) as segment:
             assert segment()[0] == images, name
+
+
+@pytest.mark.parametrize("asked", [[], ["hyperparameters.channels_last=false"]], ids=str)
+def test_the_bare_loops_have_the_memory_format_of_the_trial(asked):
+    experiment = experiment_file.load("const.yaml", [*DIGITS, *asked])
+    config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, 1, "cpu")
+    fetch = worker.fetch_from_memory(types.SimpleNamespace(device=torch.device("cpu")), config)
+    form = torch.contiguous_format if asked else torch.channels_last
+    for _ in range(2):
+        images, labels = fetch()
+        assert images.is_contiguous(memory_format=form) and len(images) == len(labels) == 16
 
 
 @pytest.mark.parametrize(
@@ -98,8 +114,10 @@ def test_the_results_say_what_was_measured(row, whole, other, tmp_path):
     }
     report.write(results, tmp_path)
     text = (tmp_path / "RESULTS.md").read_text()
-    over_engine, over_example = steps.ratios(row)
-    assert f"| {over_engine:.3f} | {over_example:.2f} |" in text and "| 2 | 2 | 16 |" in text
+    ratios = steps.ratios(row)
+    assert list(ratios) == ["pytorch", "engine", "example"]
+    assert "trial / pytorch | trial / engine | trial / example |" in text and "| 2 | 2 | 16 |" in text
+    assert f"| {' | '.join(f'{ratio:.3f}' for ratio in ratios.values())} |" in text
     for line in (*programs.lines(whole), *costs.lines(other)):
         assert line in text
     assert (tmp_path / "results.png").stat().st_size > 5000
