@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def do(args: argparse.Namespace) -> int:
     """Checks or trains; gives the exit code, also for errors of one line."""
-    from harness.errors import InvalidInput, TrainingStopped, print_errors
+    with command_line.importing():
+        from harness.errors import InvalidInput, TrainingStopped, print_errors
 
     try:
         return check(args) if args.check else tune(args) if args.tune else run(args)
@@ -116,13 +117,14 @@ def check(args: argparse.Namespace) -> int:
             print(f"train.py: {printable(line)}", file=sys.stderr)
         args.overrides.append(f"hyperparameters.deepspeed_config={json.dumps(args.migrate)}")
     experiment = load(args)
-    from classify.engine import memory_forecast  # after the file was checked, for these take seconds
-    from classify.engine.deepspeed_keys import MICRO_BATCH
-    from classify.engine.trial_config import TrialConfig
-    from classify.reports.overview import describe_images, describe_length
-    from classify.tuning import micro_batch
-    from harness.machine import memory_limit
-    from harness.processes import device_type
+    with command_line.importing():  # after the file was checked, for these take seconds
+        from classify.engine import memory_forecast
+        from classify.engine.deepspeed_keys import MICRO_BATCH
+        from classify.engine.trial_config import TrialConfig
+        from classify.reports.overview import describe_images, describe_length
+        from classify.tuning import micro_batch
+        from harness.machine import memory_limit
+        from harness.processes import device_type
 
     slots = slots_of(args, experiment)
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, slots, device_type())
@@ -190,13 +192,16 @@ def run(args: argparse.Namespace) -> int:
     experiment = cluster_experiment() or load(args)
     if args.resume and not args.output:
         raise InvalidInput(f"--resume: {args.resume}: of which run? give its folder as --output")
-    from classify.models import state_dicts  # after the file was checked, for these take seconds
-    from classify.reports import overview, summary, tracked_files, utilisation
-    from classify.tuning import micro_batch
-    from harness.machine import peak_memory
-    from harness.schedules import learning_rate
-    from harness.trainer import Trainer, find_checkpoint, init
-    from model_def import CIFARTrial
+    with command_line.importing():  # after the file was checked, for these take seconds
+        import torch._dynamo  # noqa: F401 - as torch's first optimizer does
+
+        from classify.models import state_dicts
+        from classify.reports import overview, summary, tracked_files, utilisation
+        from classify.tuning import micro_batch
+        from harness.machine import peak_memory
+        from harness.schedules import learning_rate
+        from harness.trainer import Trainer, find_checkpoint, init
+        from model_def import CIFARTrial
 
     choice = micro_batch.choose(CIFARTrial, experiment, args.output if args.resume else None)
     with init(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import gc
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from classify.config.schedules import PEAK_KEYS
@@ -18,6 +20,20 @@ SHORT_FORMS = {
     "batch_size": ("deepspeed.train_batch_size", "{}"),
     "net": ("hyperparameters.net", "{}"),
 }
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Does not look for garbage while a program imports what stays to its end, nor among that later.
+
+    Python would look through all that has been imported again and again: a quarter of the time.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def folder(text: str) -> pathlib.Path:

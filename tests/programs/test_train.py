@@ -1,5 +1,6 @@
 """Whole runs of train.py: real processes, the real trainer and engine, real images."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from support import DIGITS, PROJECT, TIME_LIMIT, Run, free_port, overrides, trai
 
 import baseline
 import search
+from classify.config import command_line
 from net import Net
 
 SHORT = overrides(hyperparameters__max_length="{epochs: 2}", min_validation_period="{epochs: 1}")
@@ -113,6 +115,13 @@ def test_one_set_of_weights_has_one_accuracy(tmp_path, image_folder):
 def test_the_first_line_comes_before_the_slow_imports():
     script = "import sys, train; train.parse([]); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", script], cwd=PROJECT, check=True, timeout=TIME_LIMIT)
+
+
+def test_garbage_is_collected_again_after_the_imports():
+    with pytest.raises(ImportError), command_line.importing():
+        assert not gc.isenabled()
+        raise ImportError
+    assert gc.isenabled()
 
 
 def test_test_mode_is_one_batch_of_everything(train):
