@@ -2,37 +2,79 @@
 
 from __future__ import annotations
 
+import collections
+import json
+import os
+import pathlib
+import re
 import statistics
+import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.steps import most_processes, run, spread
+from classify.config.project import PROJECT
+
+LIBRARIES = "import torch, deepspeed, determined"
+IMPORTS = 5  # packages that are named
 
 
 def measure(config: str, overrides: Sequence[str], repeats: int) -> dict[str, Any]:
     """Measures each in processes of its own.
 
     Returns:
-        ``startup``: seconds of ``imports``, and from their end to that of the ``first_step``, one a repeat,
-        each with empty caches of compiled operators; ``validation``: the seconds of the trial's, and of
+        ``start``: of each repeat the seconds since the command, and those of the processor, when a process
+        ended that imports the ``libraries`` alone, and when the ``imports`` and the ``first_step`` of
+        ``train.py`` ended, with empty caches of compiled operators; ``packages``: seconds of the packages
+        that ``train.py`` imports beyond those libraries; ``validation``: the seconds of the trial's, and of
         bare forward passes by batch size; ``images``: bytes of the cache files, none of embedded images,
         and, proportionally, of what the ranks hold of them.
     """
     request = {"config": config, "overrides": list(overrides), "repeats": repeats}
-    startup = []
-    for _ in range(min(3, repeats)):
-        with tempfile.TemporaryDirectory() as cold:
-            caches = dict.fromkeys(
-                ("TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"), cold
-            )
-            startup.append(run(["benchmarks.probes", "startup"], request, environment=caches))
     doubled = [*overrides, "hyperparameters.overwrite_deepspeed_args.train_batch_size=16", "data.device=cpu"]
     return {
-        "startup": {key: [each[key] for each in startup] for key in startup[0]},
+        "start": [start(request) for _ in range(min(5, repeats))],
+        "packages": packages(request),
         "validation": run(["benchmarks.probes", "validation"], request),
         "images": run(["benchmarks.probes", "images"], {**request, "overrides": doubled}, most_processes()),
     }
+
+
+def start(request: dict[str, Any]) -> dict[str, Any]:
+    """Imports the libraries alone, in a process that then ends, and starts ``train.py``."""
+    began = time.time()
+    process = subprocess.Popen([sys.executable, "-c", LIBRARIES], stderr=subprocess.DEVNULL)
+    used = os.wait4(process.pid, 0)[2]
+    libraries = time.time() - began, used.ru_utime + used.ru_stime
+    names = ("TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as cold:
+        caches, request = dict.fromkeys(names, cold), {**request, "began": time.time()}
+        return {"libraries": libraries, **run(["benchmarks.start"], request, environment=caches)}
+
+
+def packages(request: dict[str, Any]) -> dict[str, float]:
+    """The seconds of each package of which ``train.py`` imports what the libraries alone do not."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked = pathlib.Path(folder, "request.json")
+        asked.write_text(json.dumps({**request, "began": 0}))
+        start = [sys.executable, "-m", "benchmarks.start", str(asked), str(asked.with_name("answer.json"))]
+        alone, more = import_times([sys.executable, "-c", LIBRARIES]), import_times(start)
+    sums: dict[str, float] = collections.defaultdict(float)
+    for module, seconds in more.items():
+        if module not in alone:
+            sums[module.partition(".")[0]] += seconds
+    return dict(sums)
+
+
+def import_times(command: Sequence[str]) -> dict[str, float]:
+    """The seconds of each module that a command imports, without what it imports in turn."""
+    variables = {**os.environ, "PYTHONPATH": str(PROJECT), "PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run(command, cwd=PROJECT, env=variables, capture_output=True, text=True, check=True)
+    lines = re.findall(r"^import time: +(\d+) \| +\d+ \| +(\S+)$", done.stderr, re.MULTILINE)
+    return {module: int(microseconds) / 1e6 for microseconds, module in lines}
 
 
 def validation_ratio(costs: dict[str, Any]) -> tuple[float, int, float]:
@@ -43,9 +85,29 @@ def validation_ratio(costs: dict[str, Any]) -> tuple[float, int, float]:
     return trial / seconds[best], int(best), spread(costs["validation"]["seconds"]["trial"])
 
 
+def start_lines(costs: dict[str, Any]) -> list[str]:
+    """The start, as text."""
+
+    def times(name: str) -> str:
+        seconds, of_processor = (
+            statistics.median(each) for each in zip(*(row[name] for row in rows), strict=True)
+        )
+        return f"{seconds:.1f} s ({of_processor:.1f} s of the processor)"
+
+    rows = costs["start"]
+    over = [statistics.median(row["first_step"][at] / row["libraries"][at] for row in rows) for at in (0, 1)]
+    largest = sorted(costs["packages"].items(), key=lambda each: -each[1])[:IMPORTS]
+    named = ", ".join(f"`{package}` {seconds:.2f} s" for package, seconds in largest)
+    return [
+        f"Start: `python3 -c '{LIBRARIES}'` takes {times('libraries')}; `python3 train.py` ends its"
+        f" imports after {times('imports')}, and its first step, with no operator ever compiled, after"
+        f" {times('first_step')}: {over[0]:.2f} times as long ({over[1]:.2f} times by the processor's time).",
+        f"What it imports beyond those three, by package: {named}.",
+    ]
+
+
 def lines(costs: dict[str, Any]) -> list[str]:
     """What was measured, as text."""
-    startup = {key: statistics.median(times) for key, times in costs["startup"].items()}
     ratio, batch, width = validation_ratio(costs)
     validation, images = costs["validation"], costs["images"]
     seconds = statistics.median(validation["seconds"]["trial"])
@@ -57,8 +119,7 @@ def lines(costs: dict[str, Any]) -> list[str]:
     )
     copies = f": {held / mapped:.2f} copies" if mapped else ", for they are in no file"
     return [
-        f"Start with no operator ever compiled: imports {startup['imports']:.1f} s, from there to the end of"
-        f" the first step {startup['first_step']:.1f} s.",
+        *start_lines(costs),
         f"Validation of {validation['images']:,} images: {seconds:.2f} s, {ratio:.2f} times the best bare"
         f" forward pass over float tensors in memory (batches of {batch}); spread {width:.0%}.",
         f"Decoded images: {images['ranks']} ranks hold {kept}{copies}.",

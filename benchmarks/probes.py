@@ -1,6 +1,6 @@
-"""What a run costs besides its steps: its start, its validation, its memory.
+"""What a run costs besides its steps: its validation, its memory.
 
-python3 -m benchmarks.probes startup|validation|images REQUEST ANSWER
+python3 -m benchmarks.probes validation|images REQUEST ANSWER
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from classify.config import experiment_file
 from classify.models import registry
 from model_def import CIFARTrial
 
-IMPORTED = time.time()
 BATCHES = (100, 250, 500, 1000, 2000)
 
 
@@ -40,21 +39,6 @@ def context_of(request: dict[str, Any]) -> Iterator[Any]:
         output = pathlib.Path(folder)
         with init(experiment.hyperparameters, experiment.config, output=output) as context:
             yield context
-
-
-def startup(request: dict[str, Any], answer: pathlib.Path) -> None:
-    """Trains one step as ``train.py`` does; gives the seconds of the imports, and of the rest."""
-    began = psutil.Process().create_time()
-
-    class OneStep(CIFARTrial):
-        def train_batch(self, *args: Any) -> dict[str, Any]:
-            metrics = super().train_batch(*args)
-            get_accelerator().synchronize()
-            answer.write_text(json.dumps({"imports": IMPORTED - began, "first_step": time.time() - IMPORTED}))
-            return metrics
-
-    with context_of(request) as context:
-        Trainer(OneStep(context), context).fit(pytorch.Batch(1), test_mode=True)
 
 
 class Stopwatch(pytorch.PyTorchCallback):
@@ -126,5 +110,5 @@ def images(request: dict[str, Any], answer: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    probe = {"startup": startup, "validation": validation, "images": images}[sys.argv[1]]
+    probe = {"validation": validation, "images": images}[sys.argv[1]]
     probe(json.loads(pathlib.Path(sys.argv[2]).read_text()), pathlib.Path(sys.argv[3]))

@@ -96,6 +96,14 @@ def test_time_to_an_accuracy_is_that_of_the_first_validation_with_it():
     assert programs.times(runs, "trial", 0.65) is None
 
 
+def test_the_start_is_that_of_train_py_beside_its_libraries_alone(other):
+    for each in other["start"]:
+        assert set(each) == {"libraries", "imports", "first_step"}
+        for imports, first_step in zip(each["imports"], each["first_step"], strict=True):
+            assert 0 < imports < first_step
+    assert "torch" in other["packages"] and "`torch`" in costs.start_lines(other)[1]
+
+
 def test_two_ranks_hold_the_decoded_images_once(other):
     held = other["images"]
     assert held["ranks"] == 2 and 0.9 < held["held"] / held["files"] < 1.1
