@@ -91,7 +91,12 @@ def main(contender: str, request: dict[str, Any]) -> None:
     experiment = experiment_file.load(request["config"], request["overrides"])
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder)
-        with init(experiment.hyperparameters, experiment.config, output=output) as context:
+        with init(
+            experiment.hyperparameters,
+            experiment.config,
+            output=output,
+            enable_tensorboard_logging=contender == "example",  # as in train.py, whose trial has its own
+        ) as context:
             turns = Turns(request["steps"], context.distributed)
             try:
                 CONTENDERS[contender](context, experiment, turns)

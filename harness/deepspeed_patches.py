@@ -129,9 +129,10 @@ def keep_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> None:
     small step on a CPU; the gradients are only read.
     """
     replicated = engine.mpu is None and not engine.has_moe_layers
+    parameters = list(engine.module.parameters())  # once: a walk over the modules in every step shows
 
     def clip_fp32_gradients() -> None:
-        parameters, max_norm = engine.module.parameters(), engine.gradient_clipping()
+        max_norm = engine.gradient_clipping()
         if replicated:
             engine._global_grad_norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         else:
@@ -139,7 +140,7 @@ def keep_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> None:
             engine._global_grad_norm = norm
 
     def take_norm(*_: object) -> None:
-        gradients = [each.grad for each in engine.module.parameters() if each.grad is not None]
+        gradients = [each.grad for each in parameters if each.grad is not None]
         engine._global_grad_norm = torch.nn.utils.get_total_norm(gradients)
 
     engine.clip_fp32_gradients = clip_fp32_gradients
