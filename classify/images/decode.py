@@ -95,7 +95,7 @@ def _fit(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     if (height, width) != size:
         scale = max(size[0] / height, size[1] / width)
         tall, wide = (max(1, round(side / scale)) for side in size)
-        top, left = (height - tall) // 2, (width - wide) // 2
+        top, left = round((height - tall) / 2), round((width - wide) / 2)  # as torchvision's center_crop
         cropped = torch.from_numpy(pixels[top : top + tall, left : left + wide]).permute(2, 0, 1)
         scaled = F.interpolate(cropped[None], size, mode="bilinear", align_corners=False, antialias=True)
         return scaled[0].contiguous().numpy()

@@ -1,5 +1,6 @@
 """Which files of an image folder count, and how they are decoded."""
 
+import io
 import itertools
 
 import numpy as np
@@ -7,6 +8,8 @@ import pytest
 import torch
 from folders import LEFT, RIGHT, TRAIN, greys, read, save
 from PIL import Image
+
+from classify.images.decode import decode
 
 
 @pytest.mark.parametrize(
@@ -110,3 +113,24 @@ def test_classes_and_files_in_sorted_order_whichever_worker_decodes_them(tmp_pat
     assert (kept.images == kept.images[:, :, :1, :1]).all()
     assert (kept.labels.dtype, kept.labels.tolist()) == (torch.int64, [label for label, _, _ in wanted])
     assert read(tmp_path, "test").labels.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_a_jpeg_has_the_pixels_that_pillow_gives_it(mode):
+    random = np.random.default_rng(0)
+    for height, width, options in ((40, 31, {"quality": 75}), (64, 48, {"quality": 95, "progressive": True})):
+        written = io.BytesIO()
+        pixels = random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        Image.fromarray(pixels).convert(mode).save(written, "jpeg", **options)
+        wanted = np.asarray(Image.open(written).convert("RGB")).transpose(2, 0, 1)
+        assert np.array_equal(decode(written.getvalue(), (height, width), "x"), wanted)
+
+
+def test_a_large_jpeg_is_made_smaller_while_it_is_decoded():
+    rows, columns = np.mgrid[0:400, 0:600]
+    photo = Image.fromarray(np.stack([rows // 2, columns // 3, rows // 4 + 50], 2).astype(np.uint8))
+    written, plain = io.BytesIO(), io.BytesIO()
+    photo.save(written, "jpeg", quality=95)
+    photo.save(plain, "png")
+    small, wanted = (decode(each.getvalue(), (50, 50), "x").astype(int) for each in (written, plain))
+    assert np.abs(small - wanted).max() <= 3
