@@ -87,9 +87,8 @@ def turns(root: pathlib.Path, repeats: int) -> dict[str, list[float]]:
             is_missing = name in ("webdataset", "datasets") and not importlib.util.find_spec(name)
             if is_missing or name == "keeping":  # which is measured with what comes after it
                 continue
-            if name in ("kept", "mapped"):
-                for cache in root.glob("shards/.images*"):
-                    cache.unlink()
+            for cache in root.glob("shards/.images*"):
+                cache.unlink()
             for measured, rate in steps.run(
                 ["benchmarks.streaming_worker", name], {"root": str(root)}
             ).items():

@@ -40,6 +40,7 @@ SECONDS, MOST_STEPS = 1.0, 50  # that are measured, after a step that is not
 LONG = 5.0  # seconds of a first step that is measured itself, for it would take long to repeat
 AWAY = 10_000  # from the launcher's port to the one by which tried ranks find each other
 MOST_PORT = 2**16
+HANG = 120.0  # seconds without a move of any rank after which a try ends, if a run would not before
 LIMIT = 0.97  # of the memory that is free: what other programs may need meanwhile
 NO_MEMORY = "no memory left"
 
@@ -215,13 +216,14 @@ def _rank(
 def _steps(
     trial_class: Callable[..., Any], experiment: Experiment, output: pathlib.Path, needs: int
 ) -> Attempt:
-    ranks = processes.join_local_processes(experiment.hang_after)
+    hang_after = min(experiment.hang_after, HANG)
+    ranks = processes.join_local_processes(hang_after)
     ranks.broadcast(output)
     output.mkdir()
     with (
         contextlib.ExitStack() as stack,
         locally(experiment, ranks, output, resumes=False, logs_tensorboard=False) as context,
-        watching(ranks, context.place, experiment.hang_after),
+        watching(ranks, context.place, hang_after),
     ):
         ranks.allgather(None)  # no rank has begun
         free = int(min(ranks.allgather(machine.free_memory())) * LIMIT / ranks.local_size)

@@ -137,7 +137,8 @@ class Splits:
         if self._is_cut(part):
             places = places[self._rows(split, images.labels).numpy()]
         starts = [shard.start for shard in images.shards]
-        return Windows(places, np.searchsorted(starts, places, side="right") - 1, size)
+        shards = np.searchsorted(starts, places, side="right").astype(np.int32) - 1
+        return Windows(places, shards, size)
 
     def shards(self, split: str) -> Sequence[Shard]:
         """The shards of the part that a split is in."""

@@ -18,7 +18,7 @@ class Windows:
 
     Attributes:
         places: int64 (N,), of each image among those of all shards.
-        shards: int64 (N,), the shard of each image, by its number.
+        shards: int32 (N,), the shard of each image, by its number.
         size: shards of a window.
     """
 
@@ -28,10 +28,10 @@ class Windows:
 
     def order(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[Window]]:
         """The indices of all images, int64 (N,): as they lie in the shards, if nothing is drawn."""
-        turns = np.arange(int(self.shards.max()) + 1)
+        turns = np.arange(int(self.shards.max()) + 1, dtype=np.int32)
         if random is not None:
             turns = random.permutation(turns)
-        keys = self.places if random is None else random.permutation(len(self.shards))
+        keys = self.places if random is None else random.permutation(len(self.shards)).astype(np.int32)
         window = turns[self.shards] // self.size
         order = np.lexsort((keys, window))
         begins = np.flatnonzero(np.diff(window[order], prepend=-1))
