@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import hashlib
 import importlib
 import pathlib
@@ -17,7 +16,7 @@ import tenacity
 from fsspec.registry import known_implementations
 
 from classify.images.sources.encoded import Shard
-from harness.errors import InvalidInput, one_line
+from harness.errors import DISK_FULL, InvalidInput, one_line
 
 ATTEMPTS = 5
 FIRST_WAIT = 0.5  # seconds, which double with each further attempt
@@ -70,7 +69,7 @@ class Storage:
             try:
                 files.get_file(shard.url, str(target))
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno not in DISK_FULL:
                     raise
                 mend = "free some, set data.cache.limit, or give another folder"
                 what = f"no room for {shard.url} ({one_line(error)})"

@@ -3,6 +3,7 @@
 import json
 import pathlib
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -165,6 +166,22 @@ def test_a_limit_has_to_hold_two_windows(written, tmp_path):
         )
         assert DataSettings.parse({"cache": {"limit": sum(sizes)}}).cache_limit == sum(sizes)
         assert load("webdataset", url, **section, cache={**cache, "limit": sum(sizes)}).is_streamed
+
+
+def test_a_full_disk_of_the_cache_is_one_line_and_leaves_no_shard(written, tmp_path):
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+        line = refused("webdataset", url, cache={"folder": str(tmp_path / "cache")})
+        assert line.startswith(f"data.cache.folder: {tmp_path / 'cache'}/shards: no room for {url}/t")
+        assert line.endswith("; free some, set data.cache.limit, or give another folder")
+
+    with served(written) as (_, url):
+        (process,) = fork(full)
+        process.join(60)
+    assert process.exitcode == 0
+    assert all(
+        each.suffix == ".partial" for each in (tmp_path / "cache/shards").iterdir() if each.name[0] != "."
+    )
 
 
 def rows_of(places: dict[str, dict[str, Any]], **more: Any) -> dict[str, list[str]]:
