@@ -50,17 +50,9 @@ class StreamedImages:
         Raises:
             UnreadableData: that names the first image, or its shard, that cannot be read.
         """
-        indices = index.numpy()
-        if self._kept is None:
-            return default_collate(self._decode(indices))  # into memory that a worker shares
-        there = self._kept.has(indices)
-        missing = indices[~there]
-        found = torch.empty(len(indices), 3, *self._size, dtype=torch.uint8)
-        found.numpy()[there] = self._kept.read(indices[there])
-        for place, image in zip(np.flatnonzero(~there), self._decode(missing), strict=True):
-            found[place] = image
-        self._kept.write(missing, found.numpy()[~there])
-        return found
+        if self._kept is not None and self.prepare(index):
+            return torch.from_numpy(self._kept.read(index.numpy()))
+        return default_collate(self._decode(index.numpy()))  # into memory that a worker shares
 
     def prepare(self, index: Tensor) -> bool:
         """Decodes and keeps what is not there of some images (B,); gives whether all are there now.
@@ -70,10 +62,12 @@ class StreamedImages:
         """
         if self._kept is None:
             return False
-        missing = index.numpy()[~self._kept.has(index.numpy())]
+        indices = index.numpy()
+        missing = indices[~self._kept.has(indices)]
         for part in np.array_split(missing, -(-len(missing) // READ) or 1):
-            self._kept.write(part, [image.numpy() for image in self._decode(part)])
-        return self._kept.has_room
+            if self._kept.has_room:
+                self._kept.write(part, [image.numpy() for image in self._decode(part)])
+        return bool(self._kept.has(indices).all())
 
     def _decode(self, indices: np.ndarray) -> list[Tensor]:
         # Neighbours in a shard one after the other: they may lie in one block
