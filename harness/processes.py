@@ -15,6 +15,7 @@ import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 from determined import core
+from typing_extensions import override
 
 from harness import deepspeed_patches
 from harness.cluster import cluster_info
@@ -23,6 +24,7 @@ from harness.experiment import HANG_AFTER
 from harness.hangs.joining import joining
 
 PATIENCE = 3  # times as long as no rank may move, a collective waits for one that is slow, but works
+FLUSHING = 5_000  # milliseconds that a rank may take to send its last message
 MANUAL = "DET_MANUAL_INIT_DISTRIBUTED"  # Determined's variable: the trial starts the process group itself
 
 
@@ -123,6 +125,23 @@ def _take_gpu() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 
+class Ranks(core.DistributedContext):
+    """Determined's ranks, of which none leaves before what it has told the others is on its way.
+
+    Determined only closes its sockets: a process that ends at once, as a forked one does, may take with it
+    the last broadcast, for which another rank then waits.
+    """
+
+    @override
+    def close(self) -> None:
+        servers = [getattr(self, name, None) for name in ("_chief_zmq", "_local_chief_zmq")]
+        clients = [getattr(self, name, None) for name in ("_worker_zmq", "_local_worker_zmq")]
+        senders = [each._pub_socket for each in servers if each]
+        for sender in senders + [each._push_socket for each in clients if each]:
+            sender.context.destroy(linger=FLUSHING)
+        super().close()
+
+
 def join_local_processes(hang_after: float) -> core.DistributedContext:
     """Joins the processes that ``deepspeed``, ``torchrun`` or ``srun`` started, or is the only one."""
     start_process_group(hang_after)
@@ -132,7 +151,7 @@ def join_local_processes(hang_after: float) -> core.DistributedContext:
     if size > 1 and torch.distributed.is_initialized():
         # Determined's own ports are fixed, which would keep a host to one run at a time.
         ports = dict(zip(("pub_port", "pull_port"), _free_ports(2), strict=True))
-    return core.DistributedContext(
+    return Ranks(
         rank=int(env.get("RANK", 0)),
         size=size,
         local_rank=int(env.get("LOCAL_RANK", 0)),

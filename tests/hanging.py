@@ -1,4 +1,4 @@
-"""Runs train.py with what makes rank ``RANK_AT_FAULT`` hang, as ``FAULT`` says, in the sixth step or after it."""
+"""Runs train.py with what makes rank ``RANK_AT_FAULT`` hang, as ``FAULT`` says, in the sixth step, after it, or at once."""
 
 import os
 import signal
@@ -9,6 +9,7 @@ import torch
 
 import harness.checkpoints.files
 import train
+from harness.hangs.exchange import Exchange
 from harness.loop import Loop
 from model_def import CIFARTrial
 from net import Net
@@ -41,6 +42,10 @@ def have_fewer_batches(loop):
     loop.context._epoch_len = STEP
 
 
+def stop_before_the_first_beat(exchange):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 calls = {"forward": 0}
 train_batch, forward, set_data_loaders = CIFARTrial.train_batch, Net.forward, Loop._set_data_loaders
 if IS_AT_FAULT:
@@ -49,6 +54,8 @@ if IS_AT_FAULT:
         Net.forward = skip_a_layer  # type: ignore[method-assign]
     if FAULT == "unequal":
         Loop._set_data_loaders = have_fewer_batches  # type: ignore[method-assign]
+    if FAULT == "unheard":
+        Exchange._talk = stop_before_the_first_beat  # type: ignore[method-assign]
     if FAULT == "save":
         harness.checkpoints.files.write_metadata = lambda *_: time.sleep(SECONDS)
 sys.exit(train.main(sys.argv[1:]))

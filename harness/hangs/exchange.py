@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,23 +63,23 @@ class Exchange:
 
     Args:
         rank: this one.
-        size: how many there are.
         run: what tells this run from others that have used the same store.
+        first: every rank's first beat, told before there was a store.
         mine: gives this rank's beat.
 
     Attributes:
-        heard: the last beat of every rank that has told one, and when its count was last seen to change
-            (seconds, ``time.monotonic``).
+        heard: the last beat of every rank, and when its count was last seen to change (seconds,
+            ``time.monotonic``); empty where there is no store.
         answered_at: when the store last answered; nothing is heard where it does not.
         is_lost: whether rank 0, in whose process it was, is gone.
     """
 
-    def __init__(self, rank: int, size: int, run: str, mine: Callable[[], Beat]) -> None:
-        self.heard: dict[int, tuple[Beat, float]] = {}
+    def __init__(self, rank: int, run: str, first: Sequence[Beat], mine: Callable[[], Beat]) -> None:
         self.answered_at = time.monotonic()
-        self.is_lost = False
+        self.heard = {each.rank: (each, self.answered_at) for each in first}
+        self.is_lost, self._has_met = False, False
         self._mine, self._rank = mine, rank
-        self._keys = [f"{run}/{each}" for each in range(size)]
+        self._keys = [f"{run}/{each}" for each in range(len(first))]
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="harness.exchange")
         self._thread.start()
@@ -101,9 +101,10 @@ class Exchange:
                 self._talk()
                 return
             except (KeyError, ValueError):  # there is no such address
+                self.heard = {}
                 return
             except RuntimeError:  # torch's of a store that does not answer, or whose connection was broken
-                self.is_lost = bool(self.heard) and self._is_refused()
+                self.is_lost = self._has_met and self._is_refused()
                 self._done.wait(TICK)
 
     def _talk(self) -> None:
@@ -111,13 +112,13 @@ class Exchange:
         # A connection of its own: the training's may wait for an answer
         store = torch.distributed.TCPStore(*_address(), is_master=False, timeout=limit)
         there: list[int] = []
-        self.is_lost = False
+        self.is_lost, self._has_met = False, True
         while not self._done.wait(TICK):
             self._tell(store)
             missing = set(range(len(self._keys))) - set(there)
             there += [each for each in missing if store.check([self._keys[each]])]
             values = store.multi_get([self._keys[each] for each in there])
-            self._hear(dict(zip(there, values, strict=True)))
+            self._hear({each: Beat(**json.loads(value)) for each, value in zip(there, values, strict=True)})
         self._tell(store)
 
     def _is_refused(self) -> bool:
@@ -133,13 +134,11 @@ class Exchange:
     def _tell(self, store: torch.distributed.Store) -> None:
         store.set(self._keys[self._rank], json.dumps(dataclasses.asdict(self._mine())))
 
-    def _hear(self, values: dict[int, bytes]) -> None:
+    def _hear(self, beats: dict[int, Beat]) -> None:
         now = self.answered_at = time.monotonic()
-        for rank, value in values.items():
-            beat = Beat(**json.loads(value))
-            before = self.heard.get(rank)
-            is_new = before is None or before[0].count != beat.count or before[0] != beat
-            self.heard[rank] = (beat, now if is_new or before is None else before[1])
+        for rank, beat in beats.items():
+            before, heard_at = self.heard[rank]
+            self.heard[rank] = (beat, now if before != beat else heard_at)
 
 
 def _address() -> tuple[str, int]:

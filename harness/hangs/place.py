@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 START, TRAINING, REPORT, VALIDATION, CHECKPOINT, TEST, END = (
-    "before the first step",
+    "setup",
     "training",
     "report",
     "validation",

@@ -58,8 +58,12 @@ class Watch:
         self._gone_since: dict[int, float] = {}
         self._exchange: Exchange | None = None
         if self.size > 1 and torch.distributed.is_initialized():
-            run = distributed.broadcast(f"harness-{uuid.uuid4()}")
-            self._exchange = Exchange(self.rank, self.size, run, self._beat)
+            beats = distributed.allgather((f"harness-{uuid.uuid4()}", self._beat()))
+            self._exchange = Exchange(self.rank, beats[0][0], [beat for _, beat in beats], self._beat)
+            for _, beat in beats:
+                if beat.space == self._space and beat.rank != self.rank:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        self._siblings[beat.rank] = psutil.Process(beat.pid)
         self._done = threading.Event()
         threading.Thread(target=self._watch, daemon=True, name="harness.watch").start()
 
@@ -145,7 +149,7 @@ class Watch:
     def _look(self) -> None:
         ranks = self._ranks()
         if len(ranks) < self.size:
-            return  # one that was never heard may be at work
+            return  # those that cannot be heard may be at work
         still = min(each.still for each in ranks)
         if still < self.reported_after:
             if self._reported_at and self._reports:
@@ -186,15 +190,8 @@ class Watch:
 
     # --------------------------------------------------------------------------------------- lost ranks
 
-    def _note_siblings(self) -> None:
-        for beat, _ in list(self._exchange.heard.values()) if self._exchange else []:
-            if beat.space == self._space and beat.rank not in self._siblings and beat.rank != self.rank:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    self._siblings[beat.rank] = psutil.Process(beat.pid)
-
     def _gone(self) -> list[int]:
         """Ranks that are gone before their work was done: on this host, by their word, or with the store."""
-        self._note_siblings()
         beats = [beat for beat, _ in list(self._exchange.heard.values())] if self._exchange else []
         failed = [beat.rank for beat in beats if beat.has_failed and beat.rank != self.rank]
         done = [beat.rank for beat in beats if beat.has_ended and not beat.has_failed]

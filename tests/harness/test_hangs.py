@@ -34,6 +34,7 @@ FAULTS = {
     "a save that is stuck": ("save", 0, "torchrun", [], "checkpoint after step 12", "write_metadata"),
     "fewer batches": ("unequal", 1, "torchrun", [], "after step 5", "gather"),
     "the chief is stopped": ("SIGSTOP", 0, "deepspeed", [], "step 6 (backward)", "all_reduce"),
+    "a chief that never tells anything": ("unheard", 0, "deepspeed", [], "setup", "new_group"),
     "another branch under ZeRO 3": (
         "branch",
         1,
@@ -56,7 +57,7 @@ def test_a_hang_names_the_rank_that_is_behind_and_ends(tmp_path, name):
     )
     behind = re.findall(r"^ *rank (\d) \(host \S+, process \d+\) is behind: (.*)", shown, re.MULTILINE)
     assert [int(number) for number, _ in behind] == [rank], shown
-    if fault == "SIGSTOP":
+    if fault in ("SIGSTOP", "unheard"):
         assert behind[0][1].startswith("does not answer for")
     else:
         assert where in behind[0][1]

@@ -1,5 +1,6 @@
 """Processes and their cores, Determined's own context and trainer, and a checkpoint's code."""
 
+import multiprocessing
 import os
 import pathlib
 import shutil
@@ -8,13 +9,14 @@ import subprocess
 import sys
 
 import pytest
-from support import DIGITS, PROJECT, TIME_LIMIT, execute, launcher, overrides
+from support import DIGITS, PROJECT, TIME_LIMIT, execute, free_port, launcher, overrides
 
-from harness.processes import joblib, threads_per_process
+from harness.processes import Ranks, joblib, threads_per_process
 
 SHORT = overrides(hyperparameters__max_length="{epochs: 2}", min_validation_period="{epochs: 1}")
 
 
+SIZE = 100_000_000  # bytes
 BATCH = "hyperparameters__overwrite_deepspeed_args__train_batch_size"
 
 
@@ -157,3 +159,29 @@ def test_processes_share_out_the_cores_unless_the_user_does(tmp_path, by, chosen
         [*launcher(by, 2), str(script)], env=environment, check=True, capture_output=True, timeout=TIME_LIMIT
     )
     assert [(tmp_path / rank).read_text() for rank in "01"] == [str(threads)] * 2
+
+
+def test_a_last_broadcast_arrives_though_its_sender_ends_at_once():
+    """Of more bytes than are sent before the sender's exit, which waits for none of its threads."""
+    fork, pub_port, pull_port = multiprocessing.get_context("fork"), free_port(), free_port()
+    got, sent = fork.Pipe(duplex=False)
+
+    def rank(number):
+        place = {"rank": number, "local_rank": number, "cross_rank": 0}
+        sizes = {"size": 2, "local_size": 2, "cross_size": 1}
+        ranks = Ranks(**place, **sizes, pub_port=pub_port, pull_port=pull_port)
+        heard = ranks.broadcast(b"x" * SIZE if number == 0 else None)
+        if number:
+            sent.send(len(heard))
+        ranks.close()
+        os._exit(0)
+
+    started = [fork.Process(target=rank, args=(number,)) for number in (0, 1)]
+    for each in started:
+        each.start()
+    try:
+        assert got.poll(TIME_LIMIT) and got.recv() == SIZE
+    finally:
+        for each in started:
+            each.kill()
+            each.join()
