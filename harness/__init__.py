@@ -9,14 +9,37 @@ What Determined 0.38 and DeepSpeed 0.19 leave undone is done here; nothing here 
         Trainer(MyTrial(context), context).fit(max_length=pytorch.Epoch(2))
 
 Importing this package tells DeepSpeed, which looks for an accelerator while it is imported, that there is
-none, and gives each task of SLURM's ``srun`` its rank. So it has to be imported before ``deepspeed``:
-``model_def.py`` and ``classify``'s packages do that.
+none, keeps MLflow out of it, and gives each task of SLURM's ``srun`` its rank. So it has to be imported
+before ``deepspeed``: ``model_def.py`` and ``classify``'s packages do that.
 """
 
+from __future__ import annotations
+
+import importlib.abc
 import os
 import sys
+from collections.abc import Sequence
+from types import ModuleType
 
 from harness import slurm
+
+
+class NoMLflowInAutotuner(importlib.abc.MetaPathFinder):
+    """Lets DeepSpeed's autotuner, which nothing here uses, find no MLflow.
+
+    It imports it wherever it is installed: a quarter of the start's time, and threads, beside which a process
+    is not safely forked. All other code finds it.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        """Finds nothing.
+
+        Raises:
+            ImportError: to the autotuner, which then goes without.
+        """
+        autotuner = sys.modules.get("deepspeed.autotuning.autotuner")
+        if name == "mlflow" and autotuner and not hasattr(autotuner, "has_mlflow"):  # it is being imported
+            raise ImportError("DeepSpeed's autotuner is not used")
 
 
 def choose_accelerator() -> None:
@@ -28,6 +51,7 @@ def choose_accelerator() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or torch's optimizers look for a driver in every step
 
 
+sys.meta_path.insert(0, NoMLflowInAutotuner())
 if sys.orig_argv[1:3] != ["-m", "harness.launch"]:  # which chooses once it knows that it starts processes
     choose_accelerator()
     slurm.take_ranks(os.environ)

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
@@ -56,9 +57,12 @@ class Run:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port below those that Linux gives out, lest another process has been given it before it is used."""
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free")
 
 
 def launcher(name: str, processes: int) -> list[str]:

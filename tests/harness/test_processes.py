@@ -185,3 +185,14 @@ def test_a_last_broadcast_arrives_though_its_sender_ends_at_once():
         for each in started:
             each.kill()
             each.join()
+
+
+def test_deepspeed_starts_without_mlflow_which_others_find():
+    script = (
+        "import sys, harness, deepspeed\n"
+        "from deepspeed.autotuning import autotuner\n"
+        "assert not autotuner.has_mlflow and 'mlflow' not in sys.modules\n"
+        "import mlflow\n"
+        "mlflow.log_metric"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=PROJECT, check=True, timeout=TIME_LIMIT)
