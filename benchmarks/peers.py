@@ -5,8 +5,8 @@
     python3 -m benchmarks.peers plain-loop FOLDER
 
 ``FOLDER`` holds ``train.npz`` and ``test.npz`` (``pixels`` uint8 (N, 32, 32, 3) and ``labels``), and for
-the plain loop ``recipe.json``. Each program prints ``training`` when it begins to train, and lines with its
-accuracy.
+the plain loop ``recipe.json``. Each program prints ``training`` when it begins to train, and its
+accuracy in a line with ``validation`` after each.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def pytorch_tutorial(folder: pathlib.Path) -> None:
     with torch.no_grad():
         for images, labels in testloader:
             correct += (net(images.to(device)).argmax(1) == labels.to(device)).sum().item()
-    print(f"accuracy {correct / len(test):.4f}", flush=True)
+    print(f"validation  accuracy {correct / len(test):.4f}", flush=True)
 
 
 def deepspeed_tutorial(folder: pathlib.Path) -> None:
@@ -105,7 +105,7 @@ def deepspeed_tutorial(folder: pathlib.Path) -> None:
     with torch.no_grad():
         for images, labels in DataLoader(test, batch_size=4, shuffle=False, num_workers=0):
             correct += (engine(images.to(engine.device)).argmax(1) == labels.to(engine.device)).sum().item()
-    print(f"accuracy {correct / len(test):.4f}", flush=True)
+    print(f"validation  accuracy {correct / len(test):.4f}", flush=True)
 
 
 def plain_loop(folder: pathlib.Path) -> None:
@@ -150,7 +150,9 @@ def plain_loop(folder: pathlib.Path) -> None:
             if step % recipe["validate_every"] == 0 or step == last:
                 with torch.no_grad():
                     logits = torch.cat([net(part) for part in test_inputs.split(500)])
-                print(f"accuracy {(logits.argmax(1) == test_labels).float().mean():.4f}", flush=True)
+                print(
+                    f"validation  accuracy {(logits.argmax(1) == test_labels).float().mean():.4f}", flush=True
+                )
 
 
 PROGRAMS = {
