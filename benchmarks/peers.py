@@ -5,8 +5,8 @@
     python3 -m benchmarks.peers plain-loop FOLDER
 
 ``FOLDER`` holds ``train.npz`` and ``test.npz`` (``pixels`` uint8 (N, 32, 32, 3) and ``labels``), and for
-the plain loop ``recipe.json``. Each program prints ``training`` when it begins to train, and its
-accuracy in a line with ``validation`` after each.
+the plain loop ``recipe.json``. Each program prints ``training`` when it begins to train, and a
+``validation`` line with its accuracy.
 """
 
 from __future__ import annotations
