@@ -1,6 +1,6 @@
 """Trains recipes for CIFAR-10 with several seeds, and writes what they reach into benchmarks/RESULTS.md.
 
-    python3 -m benchmarks.recipes                                      an hour on two cores
+    python3 -m benchmarks.recipes                                      over two hours on two cores
     python3 -m benchmarks.recipes cifar10-90 --seeds 0 --set data.dataset=imagefolder --set data.root=FOLDER
 
 Every recipe's speed is compared with a bare PyTorch loop's, with which it takes turns. A run that lies in
@@ -32,7 +32,7 @@ from classify.reports import summary
 from harness import machine
 from harness.errors import InvalidInput, print_errors
 
-RECIPES = ("cifar10-90",)
+RECIPES = ("cifar10-90", "cifar10-91")
 SECTION = "Recipes"
 # What makes a recipe the one by whose epochs all are measured: the source's width, fp32, full-sized images.
 PLAIN = (

@@ -130,7 +130,11 @@ def pretrained(root: pathlib.Path, args: argparse.Namespace) -> tuple[pathlib.Pa
     made = args.run.resolve() if args.run else root / "before"
     if not args.run:
         # Smoothed labels make features that transfer worse: https://arxiv.org/abs/2010.16402
-        more = {"hyperparameters.label_smoothing": 0}
+        more = {
+            "hyperparameters.label_smoothing": 0,
+            "hyperparameters.overwrite_deepspeed_args.train_batch_size": 500,
+            "hyperparameters.overwrite_deepspeed_args.optimizer": {"params": {"lr": 0.15, "adam_lr": 0.04}},
+        }
         inputs = sections(root / "first", args.width, args.epochs, **more)
         runs.trained("experiments/cifar10-90.yaml", inputs, made)
     summary = json.loads((made / "summary.json").read_text())
