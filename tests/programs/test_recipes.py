@@ -17,11 +17,7 @@ SMALL = overrides(
     hyperparameters__max_length="{batches: 100}",
     hyperparameters__progressive_resizing="{scale: 0.75, until: 0.5}",
     scheduling_unit=1,
-    **{  # or rounding would grow
-        f"{DEEPSPEED}train_batch_size": 64,
-        f"{DEEPSPEED}optimizer__params__lr": 0.15,
-        f"{DEEPSPEED}torch_autocast": "null",
-    },
+    **{f"{DEEPSPEED}train_batch_size": 64, f"{DEEPSPEED}torch_autocast": "null"},  # or rounding would grow
 )
 AUTOCAST = overrides(**{f"{DEEPSPEED}torch_autocast": "{enabled: true, dtype: bfloat16}"})
 # Of the same net as airbench94 trains it: https://github.com/KellerJordan/cifar10-airbench
