@@ -1,16 +1,21 @@
 # make train   sets .venv up and trains on the embedded digits
 # make test    sets .venv up and runs every check and test
+# make soak    runs the long tests: kills, hosts, containers, other processors, planted bugs
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test check clean
+.PHONY: train test soak check clean
 
 train: $(VENV)/.train
 	$(BIN)/python train.py --config experiments/digits.yaml
 
 test: check
 	$(BIN)/python -m pytest -n 2
+
+soak: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2 -m soak
+	$(BIN)/python tests/planted/plant.py
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .

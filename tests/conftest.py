@@ -1,48 +1,49 @@
-"""Fixtures that tests share: runs of train.py, of every mode, and a small real image folder."""
+"""Fixtures that tests share: the runs of the matrix, runs of train.py, small image folders and shards."""
 
+import os
 import pathlib
 from typing import Any
 
 import numpy as np
 import pytest
 from folders import save
+from matrix import Runs
 from PIL import Image
 from sklearn.datasets import load_digits
 from sources import CLASSES, NAMES
-from support import TWO, Run, checkpoints, execute, launcher, overrides, train_many
+from support import TWO, Run, checkpoints, overrides, run, train_many
 
 import shards
-
-LONG = ("test_killed_runs", "test_search", "test_benchmarks", "test_package")  # of minutes
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps in one worker the tests of a file, and those that share a launch: see --dist in pyproject.toml.
-
-    The longest come first, so that in the end no worker waits for the other.
-    """
-    lengths: dict[pytest.Item, int] = {}
+    """Keep in one worker the tests of a row of the matrix, and those of a file: see --dist in pyproject.toml."""
     for item in items:
-        shared = getattr(getattr(item, "callspec", None), "params", {})
-        modes, nets = shared.get("mode_runs"), shared.get("straight")
-        group = f"modes {modes}" if modes else f"{item.path.stem} {nets or ''}"
-        item.add_marker(pytest.mark.xdist_group(group))
-        lengths[item] = 2 if modes or nets else int(item.path.stem in LONG)
-    items.sort(key=lambda item: -lengths[item])
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        group = parameters.get("name", "") if item.path.stem == "test_matrix" else ""
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem} {group}"))
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory) -> Runs:
+    """The runs of the matrix, which the workers share."""
+    mine = tmp_path_factory.getbasetemp()
+    folder = (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "matrix"
+    folder.mkdir(exist_ok=True)
+    return Runs(folder)
 
 
 @pytest.fixture
 def train(tmp_path):
-    """Runs train.py: ``train("--config", FILE, processes=2)``."""
-    runs = iter(range(100))
+    """Run train.py in a fork: ``train("--config", FILE, processes=2)``."""
+    numbers = iter(range(100))
 
-    def run(*arguments: str, processes: int = 1, by: str | None = None, output=None, **env: Any) -> Run:
-        output = output or tmp_path / f"run{next(runs)}"
-        command = launcher(by or ("python" if processes == 1 else "torchrun"), processes)
-        return execute([*command, "train.py", *arguments, "--output", str(output)], output, **env)
+    def train(*arguments: str, processes: int = 0, output: pathlib.Path | None = None, **env: Any) -> Run:
+        output = output or tmp_path / f"run{next(numbers)}"
+        return run(["train.py", *arguments, "--output", str(output)], output, processes=processes, **env)
 
-    return run
+    return train
 
 
 @pytest.fixture(scope="session", params=[1, 2])

@@ -1,4 +1,4 @@
-"""Small real image folders, and what is read of them."""
+"""Small real image folders and their contents."""
 
 import pathlib
 
@@ -10,18 +10,16 @@ from classify.images.image_set import ImageSet
 from classify.images.settings import DataSettings
 
 LEFT, RIGHT = (200, 40, 30), (240, 230, 90)
-
-
 TRAIN = [(10, 0), (20, 0), (30, 1), (40, 1)]
 
 
-def table(arguments: str, **rows):
-    """Parametrises a test by name=(value, ...)."""
+def table(arguments: str, /, **rows):
+    """Parametrise a test by name=(value, ...)."""
     return pytest.mark.parametrize(arguments, [pytest.param(*row, id=name) for name, row in rows.items()])
 
 
 def save(path: pathlib.Path, image: Image.Image | int, **options) -> pathlib.Path:
-    """Writes an image, or one of a single grey."""
+    """Write an image, or one of a single grey."""
     path.parent.mkdir(parents=True, exist_ok=True)
     (Image.new("L", (32, 32), image) if isinstance(image, int) else image).save(path, **options)
     return path
@@ -38,7 +36,7 @@ def greys(kept: ImageSet) -> list[tuple[int, int]]:
 
 
 def caches(place: pathlib.Path) -> dict[str, tuple[int, int]]:
-    """When and as which file each cache was written."""
+    """Inode and time of each cache."""
     assert [path for path in place.rglob(".*") if path.suffix in (".partial", ".progress", ".sidecar")] == []
     found = {str(path): path.stat() for path in place.rglob("*.pt")}
     return {name: (status.st_ino, status.st_mtime_ns) for name, status in found.items()}

@@ -1,15 +1,28 @@
-"""Hosts: this one and network namespaces, each with a name, interfaces, a loopback and ports of its own."""
+"""Hosts: this one and network namespaces, each with its name, interfaces, loopback and ports."""
 
 import contextlib
 import os
-import shutil
+import pathlib
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
+import psutil
 import pytest
+from support import PROJECT, environment, started, wait_until
+from warm import Started
 
-# On Debian the hostname's address is of the loopback, as it is in a namespace for want of another.
+# Debian gives the hostname an address of the loopback, and so does a namespace without other addresses.
 CHIEF, OTHER, THIRD = (f"10.213.{os.getpid() % 250}.{number}" for number in (1, 2, 3))
+# Runs a program in a network namespace, under a hostname: ``-c ENTER NETWORK NAME PROGRAM...``
+ENTER = """
+import ctypes, os, runpy, socket, sys
+network, name, *sys.argv = sys.argv[1:]
+libc = ctypes.CDLL(None)
+assert not libc.setns(os.open(network, os.O_RDONLY), 0) and not libc.unshare(0x04000000)  # of CLONE_NEWUTS
+socket.sethostname(name)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def ip(*words: str) -> None:
@@ -24,9 +37,7 @@ def _ids(address: str) -> tuple[str, str, str]:
 
 @contextlib.contextmanager
 def joined_namespaces(*addresses: str) -> Iterator[None]:
-    """Joins namespaces with these addresses to this one, which has the address ``OTHER``, by a bridge."""
-    if not all(shutil.which(each) for each in ("ip", "nsenter", "unshare")):
-        pytest.skip("needs ip of iproute2, nsenter and unshare of util-linux, for more hosts")
+    """Join namespaces with these addresses to this one, whose address is ``OTHER``, by a bridge."""
     bridge = f"br{os.getpid()}"
     with contextlib.ExitStack() as made:
         try:
@@ -43,22 +54,65 @@ def joined_namespaces(*addresses: str) -> Iterator[None]:
                 ip("link", "set", outer, "master", bridge)
                 for where, interface in (["-n", name], "lo"), (["-n", name], inner), ([], outer):
                     ip(*where, "link", "set", interface, "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"cannot make another host of a network namespace: {error.stderr.strip()}")
+        except (
+            OSError,
+            subprocess.CalledProcessError,
+        ) as error:  # iproute2 is missing, or the right to use it
+            pytest.skip(f"cannot make another host of a network namespace: {getattr(error, 'stderr', error)}")
         yield
 
 
-def entering(*addresses: str) -> dict[str, list[str]]:
-    """What goes before a command that is to run on a host, by its address; its name is ``host-1`` and so on."""
-    entered = {}
-    for address in addresses:
-        mine = f"/proc/{os.getpid()}/ns/net"
-        network = mine if address == OTHER else f"/run/netns/{_ids(address)[0]}"
-        named = ["unshare", "--uts", "sh", "-c", f'hostname host-{address[-1]}; exec "$@"', "sh"]
-        entered[address] = ["nsenter", f"--net={network}", *named]
-    return entered
+def _place(address: str) -> list[str]:
+    """A host's network namespace and its name: ``host-1`` and so on."""
+    mine = f"/proc/{os.getpid()}/ns/net"
+    return [mine if address == OTHER else f"/run/netns/{_ids(address)[0]}", f"host-{address[-1]}"]
+
+
+def entering(address: str) -> list[str]:
+    """The words before a command that make it run on a host."""
+    network, name = _place(address)
+    return ["nsenter", f"--net={network}", "unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', name]
+
+
+@contextlib.contextmanager
+def started_on(addresses: list[str], arguments: list[str], each: int = 1) -> Iterator[list[Started]]:
+    """Start ``each`` ranks of a Python program on every host, in forks."""
+    hosts, ranks = len(addresses), []
+    with contextlib.ExitStack() as stack:
+        for rank in range(each * hosts):
+            host, local = divmod(rank, each)
+            numbers = {"RANK": rank, "LOCAL_RANK": local, "GROUP_RANK": host, "WORLD_SIZE": each * hosts}
+            numbers |= {"LOCAL_WORLD_SIZE": each, "GROUP_WORLD_SIZE": hosts}
+            numbers |= {"MASTER_PORT": 29500}  # a namespace has all its ports to itself
+            variables: dict[str, Any] = {name: str(number) for name, number in numbers.items()}
+            program = ["-c", ENTER, *_place(addresses[host]), *arguments]
+            ranks.append(stack.enter_context(started(program, MASTER_ADDR=CHIEF, **variables)))
+        yield ranks
+
+
+@contextlib.contextmanager
+def processes(folder: pathlib.Path, *commands: tuple[list[str], dict]) -> Iterator[list[psutil.Popen]]:
+    """Start commands, each with its variables, in new processes; kill them and their children in the end."""
+    made: list[psutil.Popen] = []
+    try:
+        for number, (command, variables) in enumerate(commands):
+            env = environment(**variables)
+            with open(folder / f"{number}.log", "w") as log:
+                made.append(psutil.Popen(command, cwd=PROJECT, env=env, stdout=log, stderr=log))
+        yield made
+    finally:
+        for process in made:
+            for each in [*process.children(recursive=True), process] if process.is_running() else []:
+                each.kill()
+            process.wait()
+
+
+def wait_for_step(step: int, output: pathlib.Path, ranks: list[Any]) -> None:
+    """Wait until a run has reported a step: its ``scheduling_unit`` is 1."""
+    file = output / "metrics.jsonl"
+    wait_until(lambda: file.exists() and file.read_text().count('"training"') >= step, *ranks)
 
 
 def cut(address: str, is_cut: bool = True) -> None:
-    """Takes a host's cable out, or puts it in again."""
+    """Take a host's cable out, or put it in again."""
     ip("link", "set", _ids(address)[2], "down" if is_cut else "up")

@@ -1,4 +1,4 @@
-"""A stand-in for a Determined master, over real HTTP: takes what a trial reports, pauses it and stops it."""
+"""A stand-in for a Determined master, over real HTTP: it takes a trial's reports, pauses and stops the trial."""
 
 import http.server
 import json
@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 
 class Master:
-    """Answers what the trial side of Determined asks; ``posted`` holds every (path, body) that came in.
+    """Answers the trial side of Determined; ``posted`` holds every (path, body) that came in.
 
     Args:
         host: the address at which the trial finds it.
 
     Attributes:
-        preempt_after_steps: at a report of so many steps it asks the trial to pause.
-        stop_after_steps: at a validation after so many steps its search stops the trial.
+        preempt_after_steps: at a report of this many steps it asks the trial to pause.
+        stop_after_steps: at a validation after this many steps its search stops the trial.
         on_post: called after each report.
     """
 
@@ -36,12 +36,13 @@ class Master:
 
     def __exit__(self, *exception):
         self.server.shutdown()
+        self.server.server_close()
 
     def bodies(self, ending: str) -> list[dict]:
         return [body for path, body in self.posted if path.endswith(ending)]
 
     def metrics(self, group: str) -> dict[int, dict]:
-        """The average metrics that were reported, by their steps."""
+        """The average metrics of the reports, by their steps."""
         reports = [body["metrics"] for body in self.bodies("/metrics") if body.get("group") == group]
         return {each["stepsCompleted"]: each["metrics"]["avgMetrics"] for each in reports}
 
@@ -51,29 +52,14 @@ class Master:
             while not self.preempt and time.monotonic() < until:
                 time.sleep(0.02)
             return {"preempt": self.preempt}
-        if path.endswith("/runs/1/prepare") or "prepare" in path:
-            return {"storageId": 1}
-        return {"trial": self._trial()} if path.endswith("/trials/1") else {}
-
-    def _trial(self) -> dict:
-        """What Determined 0.38.1 answers to GET /api/v1/trials/1, but for figures that no one reads."""
-        steps = max(self.metrics("training"), default=0)
-        validation = {"totalBatches": self.validated, "metrics": {"avgMetrics": {}}}
-        return {
-            "id": 1,
-            "experimentId": 1,
-            "startTime": "2025-03-20T15:09:13.000Z",
-            "endTime": None,
-            "state": self.state,
-            "restarts": 0,
-            "hparams": {},
-            "totalBatchesProcessed": steps,
-            "latestValidation": validation if self.validated else None,
-            "bestCheckpoint": None,
-        }
+        if path.endswith("/trials/1"):  # the fields of Determined 0.38.1 that a trial may read
+            validation = {"totalBatches": self.validated, "metrics": {"avgMetrics": {}}}
+            trial = {"id": 1, "experimentId": 1, "state": self.state, "restarts": 0, "hparams": {}}
+            return {"trial": {**trial, "latestValidation": validation if self.validated else None}}
+        return {"storageId": 1} if "prepare" in path else {}
 
     def _take(self, path: str, body: dict) -> None:
-        """Notes a report. As in Determined a validation goes to the search first, and is then recorded."""
+        """Note a report. As in Determined a validation reaches the search first, then the record."""
         self.posted.append((path, body))
         steps = max(self.metrics("training"), default=0)
         if self.preempt_after_steps is not None and steps >= self.preempt_after_steps:

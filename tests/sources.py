@@ -1,4 +1,4 @@
-"""Images in every kind of source, and a web server of them that fails as it is told."""
+"""Images in every kind of source, and a web server with faults."""
 
 import contextlib
 import csv
@@ -9,7 +9,6 @@ import os
 import pathlib
 import shutil
 import threading
-import time
 from typing import Any
 
 import pyarrow
@@ -40,8 +39,7 @@ def assert_same(found: ImageSet, wanted: ImageSet) -> None:
 
 
 def copied(root: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
-    hidden = shutil.ignore_patterns(".*")
-    return pathlib.Path(shutil.copytree(root, target, ignore=hidden))
+    return pathlib.Path(shutil.copytree(root, target, ignore=shutil.ignore_patterns(".*")))
 
 
 def files_in(folder: pathlib.Path) -> dict[str, bytes]:
@@ -53,7 +51,7 @@ def plain(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def pictures(root: pathlib.Path, part: str) -> list[tuple[bytes, int, str]]:
-    """The images of a part as a folder has them in order: bytes, label, path."""
+    """The images of a part in the order of a folder: bytes, label, path."""
     return [
         (path.read_bytes(), label, str(path))
         for label, name in enumerate(CLASSES)
@@ -63,7 +61,7 @@ def pictures(root: pathlib.Path, part: str) -> list[tuple[bytes, int, str]]:
 
 
 def write_parquet(root: pathlib.Path, target: pathlib.Path, rows: int = 4) -> pathlib.Path:
-    """Files as ``datasets`` write them, with row groups of two images."""
+    """Write the files of the library ``datasets``, with row groups of two images."""
     features = {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": CLASSES}}
     about = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
     kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
@@ -73,16 +71,12 @@ def write_parquet(root: pathlib.Path, target: pathlib.Path, rows: int = 4) -> pa
         images = pictures(root, part)
         count = -(-len(images) // rows)
         for number in range(count):
-            own = images[number * rows : (number + 1) * rows]
-            columns = [
-                [{"bytes": content, "path": path} for content, _, path in own],
-                [label for _, label, _ in own],
+            held = [
+                {"image": {"bytes": content, "path": path}, "label": label}
+                for content, label, path in images[number * rows : (number + 1) * rows]
             ]
             file = target / "data" / f"{part}-{number:05d}-of-{count:05d}.parquet"
-            arrays = [pyarrow.array(each, field.type) for each, field in zip(columns, schema, strict=True)]
-            pyarrow.parquet.write_table(
-                pyarrow.Table.from_arrays(arrays, schema=schema), file, row_group_size=2
-            )
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(held, schema), file, row_group_size=2)
     return target
 
 
@@ -110,14 +104,48 @@ def source(root):
 """
 
 
+KINDS = ("imagefolder", "webdataset", "pattern", "no index", "parquet", "csv", "jsonl", "own")
+
+
+def made(kind: str, photos: pathlib.Path, written: pathlib.Path, folder: pathlib.Path) -> tuple[str, object]:
+    """Write the photos, or their shards, as a source of a kind: its ``data.dataset`` and its root."""
+    if kind in ("webdataset", "pattern", "no index"):
+        root = copied(written, folder / "shards")
+        if kind == "no index":
+            (root / "index.npz").unlink()
+        return "webdataset", f"{root}/{{train,test}}-*.tar" if kind == "pattern" else root
+    if kind == "parquet":
+        return "parquet", write_parquet(photos, folder / "parquet")
+    if kind in ("csv", "jsonl"):
+        return "table", write_table(photos, folder, kind)
+    (folder / "own.py").write_text(OWN)
+    return "imagefolder" if kind == "imagefolder" else str(folder / "own.py"), copied(
+        photos, folder / "photos"
+    )
+
+
 class Faulty(http.server.ThreadingHTTPServer):
-    """A server that fails by name: what it does instead of sending a file, and how often."""
+    """A web server.
+
+    Attributes:
+        folder: the served one.
+        faults: by the name of a file its fault and the number of times.
+        asked: names of all requested files.
+    """
 
     daemon_threads = True
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.asked, self.faults = [], {}
+    def __init__(self, folder: pathlib.Path) -> None:
+        super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
+        self.folder, self.asked = folder, list[str]()
+        self.faults: dict[str, tuple[str, int]] = {}
+        self.ended = threading.Event()
+
+    def tars(self) -> list[str]:
+        return sorted(name for name in self.asked if name.endswith(".tar"))
+
+    def handle_error(self, *_) -> None:
+        """Clients may leave early."""
 
 
 class Handler(http.server.SimpleHTTPRequestHandler):
@@ -134,19 +162,24 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         if times <= 0:
             return super().do_GET()
         self.server.faults[name] = fault, times - 1
-        if fault == "slow":
-            time.sleep(1)
-            self.close_connection = True
-        elif fault in ("dies", "alters"):
-            content = pathlib.Path(self.translate_path(self.path)).read_bytes()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            half = len(content) // 2
-            self.wfile.write(
-                content[:half] if fault == "dies" else content[:half] + bytes(len(content) - half)
-            )
-            self.close_connection = True
+        self.close_connection = True
+        content = pathlib.Path(self.translate_path(self.path)).read_bytes()
+        half = len(content) // 2
+        begun, kind = (
+            f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n\r\n".encode(),
+            "Transfer-Encoding: chunked",
+        )
+        answers = {
+            "dies": begun + content[:half],
+            "dies in a chunk": f"HTTP/1.1 200 OK\r\n{kind}\r\n\r\n{len(content):x}\r\n".encode()
+            + content[:half],
+            "alters": begun + content[:half] + bytes(len(content) - half),
+            "garbage": b"garbage\r\n\r\n",
+        }
+        if fault == "silent":
+            self.server.ended.wait(60)
+        elif fault in answers:
+            self.wfile.write(answers[fault])
         else:
             self.send_error(int(fault))
         return None
@@ -154,11 +187,12 @@ class Handler(http.server.SimpleHTTPRequestHandler):
 
 @contextlib.contextmanager
 def served(folder: pathlib.Path):
-    """A web server of a folder."""
-    server = Faulty(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    """Serve a folder: (server, URL)."""
+    server = Faulty(folder)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield server, f"http://127.0.0.1:{server.server_address[1]}"
     finally:
+        server.ended.set()
         server.shutdown()
         server.server_close()

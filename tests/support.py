@@ -1,6 +1,8 @@
-"""Real runs in processes of their own, and what several tests ask of them."""
+"""Programs that tests run, and what several tests ask of their runs."""
 
+import atexit
 import contextlib
+import functools
 import json
 import multiprocessing
 import os
@@ -11,32 +13,40 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import pytest
 import torch
+from warm import Started, Warm
 
 from harness.errors import InvalidInput
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
-
-
-JOINED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-TIME_LIMIT = 500  # seconds a run may take
-
-
-# One thread a process, of the tests' own and of those they start: those of several would wait for each other's cores.
+JOINED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # the environment variables of a rank
+# With one thread a process, processes do not wait for each other's cores
 os.environ["OMP_NUM_THREADS"] = "1"
-
-
 torch.set_num_threads(1)
+
+
+@functools.cache
+def warm() -> Warm:
+    """Start this worker's warm interpreter at the first program."""
+    interpreter = Warm()
+    atexit.register(interpreter.close)
+    return interpreter
+
+
+def time_limit() -> float:
+    """Seconds that a program may take: more on a machine that is slow now, by the time its imports took."""
+    return max(200, 30 * warm().seconds)
 
 
 @dataclass
 class Run:
-    """A finished run: its exit code, what it printed and its folder."""
+    """A finished run: its exit code, output and folder."""
 
     code: int
     stdout: str
@@ -57,7 +67,7 @@ class Run:
 
 
 def free_port() -> int:
-    """A port below those that Linux gives out, lest another process has been given it before it is used."""
+    """Find a free port below the range that Linux assigns from; no other process gets it by chance."""
     for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -75,12 +85,42 @@ def launcher(name: str, processes: int) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """That of a new process: without what a trial sets that ran in this one, which would be a launcher's."""
+    """The environment of a new process, without the rank that a trial has set in this process."""
     return {key: value for key, value in os.environ.items() if key not in JOINED} | more
 
 
+@contextlib.contextmanager
+def started(
+    arguments: list[str], *, processes: int = 0, cwd: pathlib.Path = PROJECT, **env: Any
+) -> Iterator[Started]:
+    """Start ``python3 ARGUMENTS`` in a fork, or ``processes`` ranks of it; kill all remaining processes at the end."""
+    program = warm().start(arguments, processes=processes, cwd=cwd, environment=environment(**env))
+    try:
+        yield program
+    finally:
+        program.end()
+
+
+def run(
+    arguments: list[str], output: pathlib.Path, *, processes: int = 0, cwd: pathlib.Path = PROJECT, **env: Any
+) -> Run:
+    """Run ``python3 ARGUMENTS`` to its end in a fork, or ``processes`` ranks as ``torchrun`` does."""
+    with started(arguments, processes=processes, cwd=cwd, **env) as program:
+        code = program.wait(time_limit())
+        return Run(code, program.stdout, program.stderr, output)
+
+
+def wait_until(holds: Callable[[], Any], *programs: Started) -> None:
+    """Wait for an event in programs that still run."""
+    deadline = time.monotonic() + time_limit()
+    while not holds():
+        said = [f"{program.stdout}\n{program.stderr}" for program in programs]
+        assert time.monotonic() < deadline and all(program.poll() is None for program in programs), said
+        time.sleep(0.01)
+
+
 def execute(command: list[str], output: pathlib.Path, *, cwd: pathlib.Path = PROJECT, **env: str) -> Run:
-    """Runs a command to its end; kills it and all its children when the time is up, and shows what they said."""
+    """Run a command in a new process; after the time limit, kill it and its children and print their output."""
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -91,7 +131,7 @@ def execute(command: list[str], output: pathlib.Path, *, cwd: pathlib.Path = PRO
         start_new_session=True,
     )
     try:
-        stdout, stderr = process.communicate(timeout=TIME_LIMIT)
+        stdout, stderr = process.communicate(timeout=2 * time_limit())
     except subprocess.TimeoutExpired as error:
         print(*(text.decode(errors="replace") for text in (error.stdout, error.stderr) if text), sep="\n")
         raise
@@ -104,26 +144,24 @@ def execute(command: list[str], output: pathlib.Path, *, cwd: pathlib.Path = PRO
 def train_many(
     folder: pathlib.Path,
     rows: dict[str, list[str]],
-    processes: int = 1,
+    processes: int = 0,
     sigterm_at: int = 0,
     environment: dict[str, Any] | None = None,
 ) -> dict[str, Run]:
-    """Runs train.py's ``main`` with each row's arguments, all in one launch: starting DeepSpeed takes seconds.
-
-    With ``sigterm_at`` the last rank gets a SIGTERM in that step of every run.
-    """
-    table = folder / "rows.json"
-    table.write_text(json.dumps({name: [*row, "--output", str(folder / name)] for name, row in rows.items()}))
-    command = [*launcher("python" if processes == 1 else "torchrun", processes), "tests/many.py", str(table)]
-    launch = execute(
-        command, folder, PYTHONPATH=str(PROJECT), SIGTERM_AT=str(sigterm_at), **(environment or {})
-    )
-    done = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.done.json")}
-    runs = {}
-    for name in rows:
-        result = done.get(f"{name}.done", {"code": None, "stdout": launch.stdout, "stderr": launch.stderr})
-        runs[name] = Run(result["code"], result["stdout"], result["stderr"], folder / name)
-    return runs
+    """Run train.py with each row's arguments; with ``sigterm_at`` the last rank gets a SIGTERM in that step."""
+    processes = processes if processes > 1 else 0
+    fault: Any = {"FAULT": "SIGTERM", "RANK_AT_FAULT": str(max(processes - 1, 0)), "STEP": str(sigterm_at)}
+    program = "tests/faulty.py" if sigterm_at else "train.py"
+    return {
+        name: run(
+            [program, *row, "--output", str(folder / name)],
+            folder / name,
+            processes=processes,
+            **(fault if sigterm_at else {}),
+            **(environment or {}),
+        )
+        for name, row in rows.items()
+    }
 
 
 def overrides(**values: object) -> list[str]:
@@ -151,7 +189,7 @@ def error_line(call, *arguments) -> str:
 
 
 def fork(*works):
-    """Starts each in a forked process, all at the same moment; one that raises exits with 1."""
+    """Start all functions at the same moment, one forked process each; an exception gives exit code 1."""
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(len(works))
 
@@ -166,7 +204,7 @@ def fork(*works):
 
 
 def all_at_once(*works) -> None:
-    """Runs each to its end in a process of its own."""
+    """Run all functions to their end, one process each."""
     processes = fork(*works)
     for process in processes:
         process.join(60)
@@ -183,15 +221,11 @@ def checkpoints(run) -> dict[int, pathlib.Path]:
     return {json.loads(file.read_text())["steps_completed"]: file.parent for file in files}
 
 
-def wait_for_checkpoint(process, output):
-    """The two ranks, once they are training, i.e. when there is a checkpoint that was not there before."""
+def wait_for_checkpoint(program: Started, output: pathlib.Path) -> list[psutil.Process]:
+    """Wait for a checkpoint that was not there before; return the ranks."""
     before = set(output.glob("checkpoints/*/metadata.json"))
-    deadline = time.monotonic() + TIME_LIMIT
-    while set(output.glob("checkpoints/*/metadata.json")) <= before:
-        assert process.poll() is None, process.stderr.read().decode()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return psutil.Process(process.pid).children()
+    wait_until(lambda: set(output.glob("checkpoints/*/metadata.json")) > before, program)
+    return psutil.Process(program.pid).children()
 
 
 def truncate_model(folder):

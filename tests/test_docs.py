@@ -1,4 +1,4 @@
-"""The README and the pages in docs/: short, linked, and true of the programs."""
+"""The README and the pages of docs/ are short, linked, and true of the programs."""
 
 import re
 import shlex
@@ -14,18 +14,14 @@ import shards
 import train
 
 PAGES = [PROJECT / "README.md", *sorted(PROJECT.glob("docs/*.md"))]
-ELSEWHERE = ("cifar10_deepspeed.py",)  # of DeepSpeed's examples
+ELSEWHERE = ("cifar10_deepspeed.py",)  # a file of DeepSpeed's examples
 PARSERS = {
-    "train.py": train.parse,
-    "search.py": search.parse,
-    "checkpoint.py": checkpoint.parse,
-    "baseline.py": baseline.parse,
-    "shards.py": shards.parse,
+    f"{program.__name__}.py": program.parse for program in (train, search, checkpoint, baseline, shards)
 }
 
 
 def commands(page) -> list[list[str]]:
-    """Every command of a page that runs a program of ours, without what starts it."""
+    """Find the commands of a page that run a program of this project; leave out the launcher."""
     text = page.read_text()
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S)
     fenced = [line for language, block in blocks if not language for line in block.splitlines()]
@@ -38,25 +34,11 @@ def commands(page) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_commands_are_those_of_the_programs(page):
+@pytest.mark.parametrize("page", [*PAGES, PROJECT / "CONTRIBUTING.md"], ids=lambda page: page.stem)
+def test_a_page_names_options_links_and_files_that_exist(page):
     for program, *arguments in commands(page):
-        args = PARSERS[program](arguments)
-        config = getattr(args, "config", None)
+        config = getattr(PARSERS[program](arguments), "config", None)
         assert config in (None, "FILE") or (PROJECT / config).exists(), config
-
-
-def test_commands_of_determined_are_its_own():
-    parser = cli.make_parser()
-    add_args(parser, cli.all_args_description)
-    found = re.findall(r"`(det (?!\.|deploy)[^`\n]+)`", (PROJECT / "docs/cluster.md").read_text())
-    assert len(found) > 9
-    for line in found:
-        parser.parse_args(shlex.split(line.replace("TRIAL", "1"))[1:])
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_links_and_files_exist(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", text):
         assert target.startswith("https://") or (page.parent / target).exists(), target
@@ -65,13 +47,23 @@ def test_links_and_files_exist(page):
         assert file in ELSEWHERE or any(place.exists() for place in places), file
 
 
-def test_every_page_is_linked_and_the_readme_is_short():
+def test_determined_knows_the_commands_of_the_cluster_page():
+    parser = cli.make_parser()
+    add_args(parser, cli.all_args_description)
+    found = re.findall(r"`(det (?!\.|deploy)[^`\n]+)`", (PROJECT / "docs/cluster.md").read_text())
+    assert len(found) > 9
+    for line in found:
+        parser.parse_args(shlex.split(line.replace("TRIAL", "1"))[1:])
+
+
+def test_the_readme_is_short_and_links_every_page():
     text = PAGES[0].read_text()
+    assert len(commands(PAGES[0])) > 5
     assert len(text.splitlines()) <= 130
     assert not [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in text]
 
 
-def test_both_programs_lines_are_in_the_table_of_the_migration():
+def test_the_migration_table_quotes_lines_of_both_programs():
     text = (PROJECT / "docs/from-pytorch.md").read_text()
     table = text[text.index("| | `baseline.py` | `model_def.py` |") :].split("\n\n")[0]
     rows = [re.findall(r"`([^`]+)`", row) for row in table.splitlines()[2:]]

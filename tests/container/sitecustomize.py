@@ -1,4 +1,4 @@
-"""Makes every Python process of a test find Determined's container files in a folder of the test's."""
+"""Make each Python process of a test find Determined's container files in the test's folder."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Stands for sshd: greets, which Determined's launch layer waits for; the stand-in for pdsh does the rest."""
+"""A stand-in for sshd: Determined's launch layer waits for its greeting; the stand-in for pdsh does the rest."""
 
 import socket
 import sys

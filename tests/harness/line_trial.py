@@ -1,4 +1,13 @@
-"""A ``DeepSpeedTrial`` of no images: a line is fitted to points, in every form that a trial may have."""
+"""A ``DeepSpeedTrial`` without images: it fits a line to points, in every form of a trial."""
+
+import collections
+import contextlib
+import os
+import pathlib
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import harness  # noqa: F401 - before deepspeed
 
@@ -11,6 +20,8 @@ from determined.pytorch.deepspeed import DeepSpeedTrial
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from harness.trainer import FitResult, Trainer, init
+
 POINTS, MICRO_BATCH, ACCUMULATION = 48, 4, 2
 CONFIG = {
     "train_micro_batch_size_per_gpu": MICRO_BATCH,
@@ -21,7 +32,7 @@ CONFIG = {
 
 
 class Points(Dataset):
-    """x and 3x + 1, with noise of the global generators, as augmentation would draw it."""
+    """x and 3x + 1, with noise from the global generators, as augmentation draws it."""
 
     def __len__(self):
         return POINTS
@@ -32,64 +43,40 @@ class Points(Dataset):
 
 
 class Calls(pytorch.PyTorchCallback):
-    """Counts the calls of each hook, and keeps what the loop says of its place."""
+    """Counts the calls of each hook, and keeps the epochs and the metrics that the hooks get."""
 
     def __init__(self):
-        self.counts: dict[str, int] = {}
+        self.counts: collections.Counter[str] = collections.Counter()
         self.epochs, self.workloads = [], []
 
-    def _count(self, name):
-        self.counts[name] = self.counts.get(name, 0) + 1
-
-    def on_trial_startup(self, first_batch_idx, checkpoint_uuid):
-        self._count("startup")
-
-    def on_training_start(self):
-        self._count("start")
-
     def on_training_epoch_start(self, epoch_idx):
-        self._count("epoch_start")
         self.epochs.append(epoch_idx)
 
-    def on_training_epoch_end(self, epoch_idx):
-        self._count("epoch_end")
-
     def on_training_workload_end(self, avg_metrics, batch_metrics):
-        self._count("workload_end")
         self.workloads.append((avg_metrics, batch_metrics))
 
-    def on_validation_start(self):
-        self._count("validation_start")
 
-    def on_validation_end(self, metrics):
-        self._count("validation_end")
-
-    def on_checkpoint_write_end(self, checkpoint_dir):
-        self._count("written")
-
-    def on_checkpoint_upload_end(self, uuid):
-        self._count("uploaded")
-
-    def on_trial_shutdown(self):
-        self._count("shutdown")
+for hook in """trial_startup training_start training_epoch_end validation_start validation_end
+    checkpoint_write_end checkpoint_upload_end trial_shutdown""".split():
+    setattr(Calls, f"on_{hook}", lambda self, *_, hook=hook, **__: self.counts.update([hook]))
 
 
 class LineTrial(DeepSpeedTrial):
-    """``hparams``: ``form`` and, of DeepSpeed's configuration, what differs from ``CONFIG``."""
+    """Its hyperparameters are ``form`` and ``deepspeed_config``: changes to ``CONFIG``."""
 
     def __init__(self, context):
         self.context = context
         hparams = context.get_hparams()
         self.form = hparams.get("form", "plain")
         self.calls, self.seen, self.places = Calls(), [], []
-        config = {**CONFIG, **hparams.get("deepspeed_config", {})}
         self.reducer = context.wrap_reducer(
-            lambda values: 2 * float(np.mean(values)), name="twice", for_training=False
+            lambda values: 2 * float(np.mean(values)), "twice", for_training=False
         )
         if self.form == "own loader":
             context.disable_dataset_reproducibility_checks()
         if self.form == "manual":
             context.disable_auto_grad_accumulation()
+        config = {**CONFIG, **hparams.get("deepspeed_config", {})}
         self.engines = [self._engine(config) for _ in range(2 if self.form == "two engines" else 1)]
 
     def _engine(self, config):
@@ -131,12 +118,43 @@ class LineTrial(DeepSpeedTrial):
     def evaluate_batch(self, dataloader_iter, batch_idx):
         if self.form == "pipeline":
             error = self.engines[0].eval_batch(dataloader_iter)
-            self.reducer.update(error.item())
-            return {"error": error}
-        x, y = self.context.to_device(next(dataloader_iter))
-        error = nn.functional.mse_loss(self.engines[0](x), y)
+        else:
+            x, y = self.context.to_device(next(dataloader_iter))
+            error = nn.functional.mse_loss(self.engines[0](x), y)
         self.reducer.update(error.item())
         return {"error": error}
 
     def weights(self):
         return [weight.clone() for engine in self.engines for weight in engine.module.state_dict().values()]
+
+
+HPARAMS = ("form", "deepspeed_config")
+KEEP: dict[str, Any] = {"checkpoint_storage": {"save_trial_latest": 99}}
+KEEP["reproducibility"] = {"experiment_seed": 3}
+
+
+@contextlib.contextmanager
+def saving_fast() -> Iterator[None]:
+    """Have checkpoints copy an empty folder as their code, and not wait for the disk."""
+    with tempfile.TemporaryDirectory() as empty, mock.patch.object(os, "fsync"):
+        before = os.getcwd()
+        os.chdir(empty)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def fit(
+    output: pathlib.Path,
+    trial_class: type[LineTrial] = LineTrial,
+    resumes: bool = False,
+    config: dict[str, Any] = KEEP,
+    **arguments: Any,
+) -> tuple[Any, FitResult]:
+    """Train in this process for 20 steps, unless ``arguments`` says otherwise."""
+    hparams: dict[str, Any] = {key: arguments.pop(key) for key in HPARAMS if key in arguments}
+    with saving_fast(), init(hparams, config, output=output, resumes=resumes) as context:
+        trial = trial_class(context)
+        arguments = {"max_length": pytorch.Batch(20), "checkpoint_policy": "none", **arguments}
+        return trial, Trainer(trial, context).fit(**arguments)

@@ -8,16 +8,16 @@ import determined as det
 import mlflow
 import pytest
 import torch
-from containers import SMALL, run_container
+from containers import SMALL, run_alone, run_container
 from determined import _info, core
 from master import Master
-from support import DIGITS
+from support import DIGITS, overrides, train_many
 
 import checkpoint
-from classify.engine.trial_config import TrialConfig
 from classify.models import state_dicts
+from harness import cluster
 from harness.cluster import cluster_experiment, errors_end_the_trial, leaves_once_reported
-from harness.errors import InvalidInput
+from harness.errors import InvalidInput, LostRank, TrainingStopped, UnreadableData
 from harness.trainer import find_checkpoint
 
 HPARAMS = {"max_length": {"epochs": 3}, "deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {}}
@@ -30,29 +30,13 @@ CONFIG = {
 }
 
 
-@pytest.fixture
-def cluster(monkeypatch):
-    """A real ClusterInfo, as Determined reads it from its files in a trial's container."""
-
-    def enter(hparams):
-        trial = _info.TrialInfo(1, 2, 7, hparams, CONFIG, 0, 1, False, None)
-        ids = {"cluster_id": "c", "agent_id": "a", "slot_ids": [0], "task_id": "t", "allocation_id": "t.0"}
-        info = det.ClusterInfo(
-            "http://localhost:8080",
-            session_token="",
-            task_type="TRIAL",
-            trial_info=trial,
-            latest_checkpoint="uuid",
-            **ids,
-        )
-        monkeypatch.setattr(_info, "_info", info)
-
-    return enter
-
-
-def test_everything_comes_from_the_cluster(cluster):
+def test_everything_comes_from_the_cluster(monkeypatch):
+    """From a real ClusterInfo, as Determined reads it from its files in a trial's container."""
     assert cluster_experiment() is None
-    cluster(HPARAMS)
+    trial = _info.TrialInfo(1, 2, 7, HPARAMS, CONFIG, 0, 1, False, None)
+    names: Any = dict.fromkeys("cluster_id agent_id task_id allocation_id session_token".split(), "name")
+    ids = {**names, "slot_ids": [0], "task_type": "TRIAL", "trial_info": trial, "latest_checkpoint": "uuid"}
+    monkeypatch.setattr(_info, "_info", det.ClusterInfo("http://localhost:8080", **ids))
     loaded = cluster_experiment()
     assert loaded is not None
     assert loaded.hyperparameters == HPARAMS
@@ -62,53 +46,51 @@ def test_everything_comes_from_the_cluster(cluster):
     assert find_checkpoint(cast(Any, None), None) == "uuid"
 
 
-@pytest.mark.parametrize("on_cluster", [False, True])
-def test_a_combination_that_cannot_run_is_an_invalid_hyperparameter_set(cluster, capsys, on_cluster):
-    """So the search goes on; off a cluster the same rule is an error with exit code 2."""
-    if on_cluster:
-        cluster(HPARAMS)
-    hparams = {
-        **HPARAMS,
-        "pipe_parallel_size": 2,
-        "overwrite_deepspeed_args": {"zero_optimization": {"stage": 2}},
-    }
-    with (
-        pytest.raises(det.InvalidHP if on_cluster else InvalidInput) as caught,
-        errors_end_the_trial(),
-    ):
-        TrialConfig.resolve(hparams, {"data": {"dataset": "digits"}}, 2, "cpu")
-    assert "zero_optimization.stage: 2: a pipeline" in str(getattr(caught.value, "msg", caught.value))
-    assert ("zero_optimization.stage" in capsys.readouterr().err) == on_cluster
+RETRIED = [LostRank("rank 1 is gone"), UnreadableData("the server is away"), OSError("disk")]
 
 
-class Gone(BaseException):
-    pass
+@pytest.mark.parametrize("error", [InvalidInput("batch"), TrainingStopped("the loss is nan"), *RETRIED])
+def test_errors_that_a_restart_repeats_are_invalid_hyperparameters(monkeypatch, capsys, error):
+    """The search continues after them; the cluster starts the trial again after other errors."""
+    for on_cluster in False, True:
+        monkeypatch.setattr(cluster, "on_cluster", lambda is_there=on_cluster: is_there)
+        is_invalid = on_cluster and error not in RETRIED
+        with pytest.raises(det.InvalidHP if is_invalid else type(error)), errors_end_the_trial():
+            raise error
+        assert (str(error) in capsys.readouterr().err) == is_invalid
 
 
-@pytest.mark.parametrize(
-    ("error", "end"), [(det.InvalidHP("batch"), Gone), (SystemExit(3), SystemExit), (OSError(), OSError)]
-)
+ENDS = [(det.InvalidHP("batch"), KeyboardInterrupt), (SystemExit(3), SystemExit), (OSError(), OSError)]
+
+
+@pytest.mark.parametrize(("error", "end"), ENDS)
 def test_nothing_follows_the_report_of_invalid_hyperparameters(monkeypatch, tmp_path, error, end):
     """The master kills a container that is still there 10 seconds later, and shows the trial as canceled."""
 
     def leave(code):
         assert code == 0
-        raise Gone
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(end), leaves_once_reported(), core.init(checkpoint_storage=str(tmp_path)):
         raise error
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-def test_a_trial_on_a_cluster(tmp_path, train, slots, monkeypatch):
-    """Runs, reports, and gives the weights that it gives off a cluster.
+def off_the_cluster(folder, slots) -> dict[str, Any]:
+    """The summary of the same training in the same number of processes."""
+    row = [*DIGITS, *overrides(scheduling_unit=10, hyperparameters=json.dumps(SMALL))]
+    return train_many(folder, {"here": row}, slots)["here"].summary
 
-    In two slots it also is paused, goes on from its checkpoint, and ends as if never paused; MLflow has it as one run.
-    """
+
+def weights_of(folder) -> str:
+    return state_dicts.sha256(torch.load(folder / "net.pt", weights_only=True))
+
+
+def test_a_trial_in_one_slot(tmp_path):
+    """It reports, and ends on the weights of the same training without a cluster."""
     with Master() as master:
-        straight = run_container(tmp_path / "straight", master, slots, SMALL)
-    assert straight.code == 0, straight.stderr
+        trial = run_container(tmp_path / "trial", master, 1, SMALL)
+    assert trial.code == 0, trial.stderr
     validations = master.metrics("validation")
     assert list(validations) == [40, 80, 90]
     assert validations[90]["images"] == 360 and validations[90]["accuracy"] > 0.5
@@ -119,32 +101,26 @@ def test_a_trial_on_a_cluster(tmp_path, train, slots, monkeypatch):
     assert progress[-1] == 1 and progress == sorted(progress)
     saved = master.bodies("/checkpoints")[-1]
     assert saved["metadata"]["steps_completed"] == 90
-    files = {f"det_state_dict_rank{rank}.pth" for rank in range(slots)} | {
-        "trial_state.pkl",
-        "net.pt",
-        "net.json",
-        "code/",
-    }
+    files = {"det_state_dict_rank0.pth", "trial_state.pkl", "net.pt", "net.json", "code/"}
     assert files <= set(saved["resources"])
-    stored = tmp_path / "straight/shared/checkpoints" / saved["uuid"]  # as `det checkpoint download` gives it
+    stored = tmp_path / "trial/shared/checkpoints" / saved["uuid"]  # as `det checkpoint download` gives it
     assert checkpoint.main(["export", str(stored), str(tmp_path / "net.pt")]) == 0
     assert json.loads((tmp_path / "net.json").read_text())["provenance"]["steps"] == 90
-    assert any("tfevents" in str(path) for path in (tmp_path / "straight/shared").rglob("*"))
-    assert "Reported checkpoint" in straight.stderr + straight.stdout
-    assert "[rank=1] INFO" not in straight.stderr + straight.stdout
-    here = train(*DIGITS, "--set", f"hyperparameters={json.dumps(SMALL)}", processes=slots)
-    weights = torch.load(stored / "net.pt", weights_only=True)
-    assert state_dicts.sha256(weights) == here.summary["weights_sha256"]
-    if slots == 1:
-        return
+    assert any("tfevents" in str(path) for path in (tmp_path / "trial/shared").rglob("*"))
+    assert "Reported checkpoint" in trial.stderr + trial.stdout
+    assert weights_of(stored) == off_the_cluster(tmp_path, 1)["weights_sha256"]
 
+
+def test_a_trial_in_two_slots_is_paused_and_resumed(tmp_path, monkeypatch):
+    """It ends as if never paused, on the weights of a training without a cluster; MLflow has one run."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    client, folder = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db"), tmp_path / "trial"
     tracked = {**SMALL, "track": ["mlflow"]}
     with Master() as master:
         master.preempt_after_steps = 20
-        paused = run_container(tmp_path / "paused", master, slots, tracked)
+        paused = run_container(folder, master, 2, tracked)
     assert paused.code == 0, paused.stderr
+    assert "[rank=1] INFO" not in paused.stderr + paused.stdout
     before = master.metrics("training")
     experiments = [each.experiment_id for each in client.search_experiments()]
     assert [run.info.status for run in client.search_runs(experiments)] == ["KILLED"]
@@ -153,27 +129,31 @@ def test_a_trial_on_a_cluster(tmp_path, train, slots, monkeypatch):
     steps = saved["metadata"]["steps_completed"]
     assert 20 <= steps < 90
     with Master() as master:
-        again = {"latest_checkpoint": saved["uuid"], "steps_completed": steps, "trial_run_id": 2}
-        rest = run_container(tmp_path / "paused", master, slots, tracked, **again)
+        rest = run_container(folder, master, 2, tracked, again=(saved["uuid"], steps))
     assert rest.code == 0, rest.stderr
+    assert min(master.metrics("training")) > steps
     (run,) = client.search_runs(experiments)
     recorded = client.get_metric_history(run.info.run_id, "training/loss")
     assert run.info.status == "FINISHED"
     assert [each.step for each in recorded] == [*before, *master.metrics("training")]
     assert {each.path for each in client.list_artifacts(run.info.run_id)} == {"net.pt", "net.json"}
-    assert min(master.metrics("training")) > steps
-    for each in (validations, again := master.metrics("validation")):
-        assert each[90].pop("images_per_second") > 0
-    assert again[90] == validations[90]
+    saved, here = master.bodies("/checkpoints")[-1], off_the_cluster(tmp_path, 2)
+    assert {"det_state_dict_rank0.pth", "det_state_dict_rank1.pth"} <= set(saved["resources"])
+    assert weights_of(folder / "shared/checkpoints" / saved["uuid"]) == here["weights_sha256"]
+    assert master.metrics("validation")[90]["loss"] == here["validation"]["loss"]
 
 
-@pytest.mark.parametrize("slots", [1, 2])
+RUN = {1: run_alone, 2: run_container}  # by the trial's slots
+SLOTS = pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.soak)])
+
+
+@SLOTS
 def test_a_trial_that_its_search_stops(tmp_path, slots):
-    """The master marks the trial and tells it nothing; it ends with a checkpoint, and is not to be restarted."""
+    """The master marks the trial and tells it nothing; the trial ends with a checkpoint, for good."""
     searcher = {"name": "adaptive_asha", "metric": "accuracy", "smaller_is_better": False, "max_trials": 4}
     with Master() as master:
         master.stop_after_steps = 80
-        run = run_container(tmp_path / "trial", master, slots, SMALL, config={"searcher": searcher})
+        run = RUN[slots](tmp_path / "trial", master, slots, SMALL, config={"searcher": searcher})
     assert run.code == 0, run.stderr
     assert list(master.metrics("validation")) == [40, 80] and max(master.metrics("training")) == 80
     assert master.bodies("/checkpoints")[-1]["metadata"]["steps_completed"] == 80
@@ -181,36 +161,34 @@ def test_a_trial_that_its_search_stops(tmp_path, slots):
     assert "the search has stopped this trial after step 80" in run.stderr
 
 
-# What the master lets pass, and the one line in the trial's log.
-WRONG: dict[str, Any] = {
-    "no length": ({**SMALL, "max_length": None}, 1, "hyperparameters.max_length: None: must be"),
-    "batch": (
-        {**SMALL, "overwrite_deepspeed_args": {"train_batch_size": 15}},
-        2,
-        "train_batch_size: 15: does not divide among 2 processes; use 14 or 16",
-    ),
+# The master lets these pass, by the trial's slots; the trial's log has the line
+UNEVEN = "train_batch_size: 15: does not divide among 2 processes; use 14 or 16"
+WRONG: dict[int, tuple[dict, str]] = {
+    1: ({"max_length": None}, "hyperparameters.max_length: None: must be"),
+    2: ({"overwrite_deepspeed_args": {"train_batch_size": 15}}, UNEVEN),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_trial_ends_at_once_as_invalid(tmp_path, case):
-    """The master is told, so that it neither restarts the trial nor ends the search."""
-    hparams, slots, line = WRONG[case]
+@SLOTS
+def test_a_wrong_trial_ends_at_once_as_invalid(tmp_path, slots):
+    """The master hears of it, and neither restarts the trial nor ends the search."""
+    wrong, line = WRONG[slots]
     with Master() as master:
-        run = run_container(tmp_path / "trial", master, slots, hparams)
+        run = RUN[slots](tmp_path / "trial", master, slots, {**SMALL, **wrong})
     assert line in run.stderr + run.stdout
     reasons = [body for path, body in master.posted if "early_exit" in path]
     assert reasons and "INVALID_HP" in json.dumps(reasons[0])
     assert not master.bodies("/checkpoints")
 
 
-def test_the_test_at_the_end_is_a_group_of_its_own(tmp_path):
-    """Where validation images are held out the master judges by those; those of the test come once, as `test`."""
+def test_the_test_at_the_end_is_reported_as_a_group(tmp_path):
+    """The master judges by the held-out validation images; the test's images come once, as `test`."""
+    hparams = {**SMALL, "max_length": {"batches": 50}}
     config = {"data": {"dataset": "digits", "validation": 0.2}}
     with Master() as master:
-        run = run_container(tmp_path, master, 1, {**SMALL, "max_length": {"batches": 50}}, config=config)
+        run = run_alone(tmp_path, master, 1, hparams, config=config)
     assert run.code == 0, run.stderr
-    validations, (tested,) = master.metrics("validation"), master.metrics("test").items()
-    assert [*validations] == [40, 50] and tested[0] == 50
-    assert {each["images"] for each in validations.values()} == {287} and tested[1]["images"] == 360
-    assert 0 < tested[1]["accuracy"] < 1 and tested[1]["loss"] != validations[50]["loss"]
+    validations, tests = master.metrics("validation"), master.metrics("test")
+    assert [*validations] == [40, 50] and [*tests] == [50]
+    assert {each["images"] for each in validations.values()} == {287} and tests[50]["images"] == 360
+    assert 0 < tests[50]["accuracy"] < 1 and tests[50]["loss"] != validations[50]["loss"]

@@ -1,110 +1,124 @@
-"""Processes and their cores, Determined's own context and trainer, and a checkpoint's code."""
+"""Processes: their launchers, cores and ports, Determined's stock trainer, and a checkpoint's code."""
 
-import multiprocessing
 import os
-import pathlib
 import shutil
 import socket
-import subprocess
-import sys
+from typing import Any
 
 import pytest
-from support import DIGITS, PROJECT, TIME_LIMIT, execute, free_port, launcher, overrides
+from support import DIGITS, PROJECT, TWO, execute, launcher, overrides, run
 
-from harness.processes import Ranks, joblib, threads_per_process
+from harness.processes import joblib, threads_per_process
 
-SHORT = overrides(hyperparameters__max_length="{epochs: 2}", min_validation_period="{epochs: 1}")
-
-
-SIZE = 100_000_000  # bytes
-BATCH = "hyperparameters__overwrite_deepspeed_args__train_batch_size"
+LAUNCHED = """
+import os, pathlib, sys
+import train
+from harness import processes
+import torch
+processes.joblib.cpu_count = lambda: 8
+code = train.main(sys.argv[1:])
+pathlib.Path(os.environ["THREADS"] + os.environ["RANK"]).write_text(str(torch.get_num_threads()))
+sys.exit(code)
+"""
 
 
 @pytest.mark.parametrize(
-    ("by", "processes", "batch"),
-    [("deepspeed", 2, 32), ("torchrun", 2, 32), ("torchrun", 3, 48), ("torchrun", 3, 16)],
+    ("by", "chosen", "threads"),
+    [
+        ("torchrun", None, 4),
+        ("deepspeed", "2", 2),
+        pytest.param("torchrun", "2", 2, marks=pytest.mark.soak),
+        pytest.param("deepspeed", None, 4, marks=pytest.mark.soak),
+    ],
 )
-def test_processes(train, by, processes, batch):
-    run = train(*DIGITS, *SHORT, *overrides(**{BATCH: batch}), processes=processes, by=by)
-    if batch % processes:
-        assert run.code != 0
-        errors = [line for line in run.stderr.splitlines() if line.startswith("train.py:")]
-        assert errors == ["train.py: train_batch_size: 16: does not divide among 3 processes; use 15 or 18"]
-        assert not run.output.joinpath("checkpoints").exists()
-        return
-    assert run.code == 0, run.stderr
-    assert run.summary["world_size"] == processes
-    assert run.summary["validation"]["images"] == 360
-    assert run.summary["validation"]["accuracy"] > 0.5
+def test_a_launcher_s_processes_train_and_share_the_cores(tmp_path, monkeypatch, by, chosen, threads):
+    """Each of two has half of the eight cores, unless OMP_NUM_THREADS says otherwise."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    script, output = tmp_path / "launched.py", tmp_path / "run"
+    script.write_text(LAUNCHED)
+    env: dict[str, Any] = {"PYTHONPATH": str(PROJECT), "THREADS": str(tmp_path / "threads")}
+    env |= {"OMP_NUM_THREADS": chosen} if chosen else {}
+    done = execute([*launcher(by, 2), str(script), *TWO, "--output", str(output)], output, **env)
+    assert done.code == 0, done.stderr
+    assert (done.summary["world_size"], done.summary["validation"]["images"]) == (2, 360)
+    assert [(tmp_path / f"threads{rank}").read_text() for rank in (0, 1)] == [str(threads)] * 2
+
+
+def test_a_batch_that_does_not_divide_is_one_line(tmp_path):
+    row = [*DIGITS, *overrides(hyperparameters__overwrite_deepspeed_args__train_batch_size=16)]
+    refused = run(["train.py", *row, "--output", str(tmp_path / "run")], tmp_path / "run", processes=3)
+    line = "train.py: train_batch_size: 16: does not divide among 3 processes; use 15 or 18"
+    assert refused.code == 2 and refused.stderr.splitlines() == [line]
+    assert not refused.output.joinpath("checkpoints").exists()
 
 
 def test_a_port_in_use_is_one_line(tmp_path):
+    """Rank 0 of a launcher without a store listens at the port itself."""
+    output = tmp_path / "run"
+    rank: dict[str, Any] = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_SIZE": "2"}
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        command = [*launcher("deepspeed", 2)[:-1], f"--master_port={port}", "train.py", *DIGITS]
-        run = execute([*command, "--output", str(tmp_path / "run")], tmp_path / "run")
-    (line,) = [line for line in run.stderr.splitlines() if line.startswith("train.py:")]
+        rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        refused = run(["train.py", *DIGITS, "--output", str(output)], output, **rank)
+    (line,) = refused.stderr.splitlines()
     assert line.startswith(f"train.py: --master_port: {port}: in use") and "another port" in line
-    assert "Traceback" not in run.stderr and not run.output.exists()
+    assert refused.code == 2 and not output.exists()
 
 
-def test_runs_and_images_within_the_package_stay_out_of_a_checkpoints_code(tmp_path, image_folder):
-    """Not only in the folders that .detignore names: a checkpoint would hold itself."""
-    package = tmp_path / "package"
-    shutil.copytree(PROJECT, package, ignore=shutil.ignore_patterns(".*", "runs", "tests", "data"))
-    shutil.copytree(image_folder, package / "photos")
+IN_A_PACKAGE = """
+import pathlib, sys, train
+from classify.engine import hooks
+hooks.PROJECT = pathlib.Path.cwd()
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_runs_and_images_in_the_package_stay_out_of_a_checkpoint_s_code(tmp_path, image_folder):
+    """.detignore names only some of their folders, and a checkpoint must not hold itself."""
+    for file in ("model_def.py", "ds_config.json", ".detignore"):
+        shutil.copy(PROJECT / file, tmp_path)
+    shutil.copytree(image_folder, tmp_path / "photos")
+    for folder in ("earlier", "runs/another"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "run.json").touch()
+    (tmp_path / "dangling").symlink_to("nothing")
+    config = ["--config", str(PROJECT / "experiments/digits.yaml")]
     data = overrides(
-        data__dataset="imagefolder", data__root="photos", hyperparameters__max_length="{batches: 4}"
+        data__dataset="imagefolder", data__root="photos", hyperparameters__max_length="{batches: 1}"
     )
-    for output in ("out", "results/mine"):
-        run = execute(
-            [sys.executable, "train.py", *DIGITS, *data, "--output", output],
-            package / output,
-            cwd=package,
-            PYTHONPATH="",
-        )
-        assert run.code == 0, run.stderr
-        (code,) = run.output.glob("checkpoints/*/code")
-        assert (code / "model_def.py").exists()
-        assert not [name for name in ("out", "results/mine", "photos") if (code / name).exists()]
+    arguments = [*config, *data, "--output", "results/mine"]
+    done = run(["-c", IN_A_PACKAGE, *arguments], tmp_path / "results/mine", cwd=tmp_path)
+    assert done.code == 0, done.stderr
+    (code,) = done.output.glob("checkpoints/*/code")
+    assert {path.name for path in code.iterdir()} == {"model_def.py", "ds_config.json", "results"}
+    assert not list((code / "results").iterdir())
+
+
+WAITS = """
+import sys, train
+from deepspeed.accelerator import get_accelerator
+waits, timers = [], "hyperparameters.overwrite_deepspeed_args.timers.throughput.enabled=true"
+get_accelerator().synchronize = lambda *_: waits.append(1)
+for more in [], ["--set", timers]:
+    assert train.main(sys.argv[2:] + [*more, "--output", f"{sys.argv[1]}{len(more)}"]) == 0
+    print("waits", len(waits))
+"""
 
 
 def test_steps_do_not_wait_for_the_device(tmp_path):
-    """As with DeepSpeed's own timers, which the user may ask for."""
-    script = (
-        "import sys; import train; from deepspeed.accelerator import get_accelerator\n"
-        "waits, timers = [], 'hyperparameters.overwrite_deepspeed_args.timers.throughput.enabled='\n"
-        "get_accelerator().synchronize = lambda *_: waits.append(1)\n"
-        "for more in [], ['--set', timers + 'true']:\n"
-        "    assert train.main(sys.argv[2:] + [*more, '--output', f'{sys.argv[1]}{len(more)}']) == 0\n"
-        "    print('waits', len(waits))"
-    )
+    """DeepSpeed's own timers do, if the user asks for them."""
     arguments = overrides(hyperparameters__max_length="{batches: 60}", scheduling_unit=60)
-    command = [*launcher("python", 1), "-c", script, str(tmp_path / "run"), *DIGITS, *arguments]
-    run = execute(command, tmp_path)
-    assert run.code == 0, run.stderr
-    without, with_timers = [
-        int(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("waits")
-    ]
-    assert without < 10 and with_timers > 100
-
-
-def test_stock_context_and_trainer(train, tmp_path):
-    """The trial needs of Determined only what its usage guide shows; on a CPU the context's device has to be lent."""
-    script = pathlib.Path(tmp_path / "stock.py")
-    script.write_text(STOCK)
-    run = execute([*launcher("torchrun", 1), str(script)], tmp_path, PYTHONPATH=str(PROJECT))
-    assert run.code == 0, run.stderr
-    assert "trained 3 batches" in run.stdout
+    done = run(["-c", WAITS, str(tmp_path / "run"), *DIGITS, *arguments], tmp_path)
+    assert done.code == 0, done.stderr
+    waits = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("waits")]
+    assert waits[0] < 10 and waits[1] > 100
 
 
 STOCK = """
 import os
-os.environ["DS_ACCELERATOR"] = "cpu"
 import deepspeed, torch
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # saves the test a minute of compiling
 from determined import pytorch
 from determined.pytorch import deepspeed as det_ds
 
@@ -113,10 +127,10 @@ if not torch.cuda.is_available():
         self.device = torch.device("cpu")
     det_ds.DeepSpeedTrialContext._init_device = cpu
     det_ds.DeepSpeedTrialController._sync_device = lambda self: None
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # spares the compilation
 
 from model_def import CIFARTrial
 
-os.chdir(os.path.dirname(os.path.abspath(__file__)))
 deepspeed.init_distributed()
 hparams = {"deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {"gradient_clipping": 0.5}}
 with det_ds.init(hparams=hparams, exp_conf={"data": {"dataset": "digits"}}) as context:
@@ -127,6 +141,13 @@ with det_ds.init(hparams=hparams, exp_conf={"data": {"dataset": "digits"}}) as c
 """
 
 
+def test_determined_s_own_context_and_trainer_run_the_trial(tmp_path):
+    """The trial needs only the interface in Determined's guide; on a CPU the context lacks a device."""
+    done = run(["-c", STOCK], tmp_path, processes=1, cwd=tmp_path, PYTHONPATH=str(PROJECT))
+    assert done.code == 0, done.stderr
+    assert "trained 3 batches" in done.stdout
+
+
 def test_a_process_bound_to_its_cores_uses_all_of_them(monkeypatch):
     mine, launchers = set(range(16)), set(range(16))
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: launchers if pid else mine)
@@ -134,65 +155,30 @@ def test_a_process_bound_to_its_cores_uses_all_of_them(monkeypatch):
     assert [threads_per_process(each) for each in (1, 2, 4, 32)] == [16, 8, 4, 1]
     mine = set(range(8))  # of 16: alone in them, or one of several
     assert [threads_per_process(each) for each in (1, 2, 4)] == [8, 8, 4]
-    launchers = mine  # in a container of 8 of the host's cores
+    launchers = mine  # in a container with 8 of the host's cores
     assert [threads_per_process(each) for each in (1, 2, 4)] == [8, 4, 2]
 
 
-@pytest.mark.parametrize(
-    ("by", "chosen", "threads"),
-    [("torchrun", "", 4), ("torchrun", "2", 2), ("deepspeed", "", 4), ("deepspeed", "2", 2)],
-)
-def test_processes_share_out_the_cores_unless_the_user_does(tmp_path, by, chosen, threads):
-    script = tmp_path / "threads.py"
-    script.write_text(
-        "import os, pathlib, sys\n"
-        f"sys.path.insert(0, {str(PROJECT)!r})\n"
-        "from harness import processes; import torch\n"
-        "processes.joblib.cpu_count = lambda: 8\n"
-        "processes.share_cores()\n"
-        f"pathlib.Path({str(tmp_path)!r}, os.environ['RANK']).write_text(str(torch.get_num_threads()))\n"
-    )
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    if chosen:
-        environment["OMP_NUM_THREADS"] = chosen
-    subprocess.run(
-        [*launcher(by, 2), str(script)], env=environment, check=True, capture_output=True, timeout=TIME_LIMIT
-    )
-    assert [(tmp_path / rank).read_text() for rank in "01"] == [str(threads)] * 2
+BROADCAST = """
+import os, sys
+from harness.processes import join_local_processes
+ranks = join_local_processes(60)
+heard = ranks.broadcast(bytes(100_000_000) if ranks.rank == 0 else None)
+if ranks.rank:
+    open(sys.argv[1], "w").write(str(len(heard)))
+ranks.close()
+os._exit(0)
+"""
 
 
-def test_a_last_broadcast_arrives_though_its_sender_ends_at_once():
-    """Of more bytes than are sent before the sender's exit, which waits for none of its threads."""
-    fork, pub_port, pull_port = multiprocessing.get_context("fork"), free_port(), free_port()
-    got, sent = fork.Pipe(duplex=False)
-
-    def rank(number):
-        place = {"rank": number, "local_rank": number, "cross_rank": 0}
-        sizes = {"size": 2, "local_size": 2, "cross_size": 1}
-        ranks = Ranks(**place, **sizes, pub_port=pub_port, pull_port=pull_port)
-        heard = ranks.broadcast(b"x" * SIZE if number == 0 else None)
-        if number:
-            sent.send(len(heard))
-        ranks.close()
-        os._exit(0)
-
-    started = [fork.Process(target=rank, args=(number,)) for number in (0, 1)]
-    for each in started:
-        each.start()
-    try:
-        assert got.poll(TIME_LIMIT) and got.recv() == SIZE
-    finally:
-        for each in started:
-            each.kill()
-            each.join()
+def test_a_last_broadcast_arrives_though_its_sender_ends_at_once(tmp_path):
+    """Its size exceeds the bytes on their way at the sender's exit, which waits for no thread."""
+    assert run(["-c", BROADCAST, str(tmp_path / "heard")], tmp_path, processes=2).code == 0
+    assert (tmp_path / "heard").read_text() == "100000000"
 
 
-def test_deepspeed_starts_without_mlflow_which_others_find():
-    script = (
-        "import sys, harness, deepspeed\n"
-        "from deepspeed.autotuning import autotuner\n"
-        "assert not autotuner.has_mlflow and 'mlflow' not in sys.modules\n"
-        "import mlflow\n"
-        "mlflow.log_metric"
-    )
-    subprocess.run([sys.executable, "-c", script], cwd=PROJECT, check=True, timeout=TIME_LIMIT)
+def test_deepspeed_starts_without_mlflow(tmp_path):
+    """Other code finds it."""
+    check = "import sys; from deepspeed.autotuning import autotuner; assert not autotuner.has_mlflow"
+    check += "; assert 'mlflow' not in sys.modules; import mlflow; mlflow.log_metric"
+    assert run(["-c", check], tmp_path).code == 0

@@ -1,79 +1,109 @@
-"""Runs that are stopped by a signal, or at a length, and go on."""
+"""Signals and the end of a launcher: a run saves a checkpoint and ends."""
 
-import json
-import signal
 import subprocess
-import time
 
 import psutil
 import pytest
-from support import DIGITS, LATEST, PROJECT, TIME_LIMIT, execute, launcher, overrides
+from matrix import ROWS
+from matrix import train as train_row
+from support import (
+    DIGITS,
+    LATEST,
+    PROJECT,
+    Run,
+    checkpoints,
+    execute,
+    launcher,
+    overrides,
+    run,
+    started,
+    time_limit,
+    wait_for_checkpoint,
+    wait_until,
+)
 
 from harness.machine import is_alive
 
-SHORT = overrides(hyperparameters__max_length="{epochs: 2}", min_validation_period="{epochs: 1}")
+ENDLESS = [*DIGITS, *overrides(scheduling_unit=10, hyperparameters__max_length="{batches: 100000}")]
 
 
-def test_resume_gives_the_same_weights(train):
-    """Stopping after 20 of 90 steps and going on, with two micro-batches a step, changes no bit."""
-    accumulate = overrides(hyperparameters__overwrite_deepspeed_args__gradient_accumulation_steps=2)
-    straight = train(*DIGITS, *SHORT, *accumulate)
-    part = train(*DIGITS, *accumulate, *overrides(hyperparameters__max_length="{batches: 20}"))
-    assert part.code == 0, part.stderr
-    rest = train(*DIGITS, *SHORT, *accumulate, "--resume", "latest", output=part.output)
-    assert rest.code == 0, rest.stderr
-    assert rest.summary["steps"] == 90
-    assert rest.summary["weights_sha256"] == straight.summary["weights_sha256"]
-    assert rest.summary["validation"] == straight.summary["validation"]
+@pytest.mark.parametrize("signal", ["SIGINT", "SIGUSR1"])
+def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path, signal):
+    """SLURM sends a SIGUSR1; the matrix stops every mode by a SIGTERM."""
+    stopped = train_row(ROWS["line plain"], 1, tmp_path, {}, FAULT=signal, RANK_AT_FAULT="0", STEP="9")
+    assert stopped.code == 130 and max(checkpoints(stopped)) == 9, stopped.stderr
 
 
-@pytest.mark.parametrize(("processes", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
-def test_a_signal_saves_a_checkpoint_to_go_on_from(tmp_path, processes, number):
-    """The rank that gets the signal tells the others, and what is resumed ends on the straight run's weights."""
-    long = [*DIGITS, *overrides(hyperparameters__max_length="{batches: 200}", scheduling_unit=10)]
-    row = [*launcher("python" if processes == 1 else "torchrun", processes), "train.py", *long, "--output"]
-    straight = execute([*row, str(tmp_path / "straight")], tmp_path / "straight")
-    assert straight.code == 0, straight.stderr
-    process = subprocess.Popen([*row, str(tmp_path / "run")], cwd=PROJECT, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "step 30/" in line:
-            workers = psutil.Process(process.pid).children() if processes > 1 else [process]
-            workers[-1].send_signal(number)
-    code = process.wait(TIME_LIMIT)
-    assert code == 130 if processes == 1 else code != 0
-    metadata = [
-        json.loads(path.read_text()) for path in (tmp_path / "run").glob("checkpoints/*/metadata.json")
+TWO_SIGNALS = """
+import os, signal, sys, types
+from line_trial import *
+from harness.local import signals
+times = iter(map(float, sys.argv[2:]))
+
+class Trial(LineTrial):
+    def train_batch(self, *arguments):
+        if len(self.places) == 4:  # the first micro-batch of step 3
+            signals.time = types.SimpleNamespace(monotonic=times.__next__)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().train_batch(*arguments)
+
+_, done = fit(pathlib.Path(sys.argv[1]), Trial)
+sys.exit(0 if done.interrupted and done.steps == 3 else 1)
+"""
+
+
+@pytest.mark.parametrize(("second", "code"), [(5.9, 0), (6.1, -15)])
+def test_a_second_signal_ends_a_run_at_once_a_second_later(tmp_path, second, code):
+    """A launcher may pass one signal on several times."""
+    done = run(["-c", TWO_SIGNALS, str(tmp_path), "5", str(second)], tmp_path)
+    assert done.code == code, done.stderr
+    assert len(checkpoints(done)) == (code == 0)
+
+
+def test_a_folder_has_one_run(tmp_path):
+    command = [
+        "train.py",
+        *ENDLESS,
+        *overrides(min_checkpoint_period="{batches: 4}"),
+        "--output",
+        str(tmp_path),
     ]
-    assert len(metadata) == 1 and 30 <= metadata[0]["steps_completed"] < 200
-    rest = execute([*row, str(tmp_path / "run"), "--resume", "latest"], tmp_path / "run")
-    assert rest.code == 0, rest.stderr
-    assert rest.summary["weights_sha256"] == straight.summary["weights_sha256"]
+    with started(command) as first:
+        wait_for_checkpoint(first, tmp_path)
+        second = run([*command, *LATEST], tmp_path)
+        assert second.code == 2 and "another run is writing there" in second.stderr
+        assert first.poll() is None
 
 
+def end_of_launcher(launcher, said, output):
+    """Kill a launcher, wait for the end of its ranks, and return the steps of the checkpoint."""
+    ranks = psutil.Process(launcher.pid).children(recursive=True)
+    psutil.Process(launcher.pid).kill()
+    wait_until(lambda: not any(map(is_alive, ranks)))
+    assert said().count("is gone") == 1 and "Traceback" not in said()
+    (steps,) = checkpoints(Run(0, "", "", output))
+    return steps
+
+
+def test_ranks_end_with_a_checkpoint_after_the_death_of_their_launcher(tmp_path):
+    with started(["train.py", *ENDLESS, "--output", str(tmp_path)], processes=2) as program:
+        wait_until(lambda: "step 10/" in program.stdout, program)
+        assert end_of_launcher(program, lambda: program.stderr, tmp_path) >= 10
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("by", ["torchrun", "deepspeed"])
-def test_ranks_whose_launcher_is_killed_stop_with_a_checkpoint(tmp_path, by):
-    """All processes end, and the same command, with the same port, goes on."""
-    row = [*launcher(by, 2), "train.py", *DIGITS, *overrides(scheduling_unit=10)]
-    output = tmp_path / "run"
-    long = [*row, *overrides(hyperparameters__max_length="{batches: 100000}"), "--output", str(output)]
+def test_the_command_of_a_dead_launcher_resumes(tmp_path, by):
+    """The launcher's port is free again."""
+    row = [*launcher(by, 2), "train.py", *ENDLESS, "--output", str(tmp_path)]
     with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(long, cwd=PROJECT, stdout=log, stderr=log)
-    begun = time.monotonic()
-    while "step 10/" not in (tmp_path / "log").read_text():
-        assert process.poll() is None and time.monotonic() - begun < TIME_LIMIT
-        time.sleep(0.1)
-    ranks = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    process.wait()
-    while any(is_alive(each) for each in ranks):
-        assert time.monotonic() - begun < TIME_LIMIT
-        time.sleep(0.1)
-    shown = (tmp_path / "log").read_text()
-    assert shown.count("is gone") == 1 and "Traceback" not in shown
-    (metadata,) = output.glob("checkpoints/*/metadata.json")
-    steps = json.loads(metadata.read_text())["steps_completed"] + 1
-    rest = [*row, *overrides(hyperparameters__max_length=f"{{batches: {steps}}}"), "--output", str(output)]
-    run = execute([*rest, *LATEST], output)
-    assert run.code == 0, run.stderr
-    assert run.summary["steps"] == steps
+        process = subprocess.Popen(row, cwd=PROJECT, stdout=log, stderr=log)
+    said = (tmp_path / "log").read_text
+    wait_until(lambda: "step 10/" in said())
+    steps = end_of_launcher(process, said, tmp_path) + 1
+    process.wait(time_limit())
+    more = overrides(hyperparameters__max_length=f"{{batches: {steps}}}")
+    resumed = execute([*row, *more, *LATEST], tmp_path)
+    assert resumed.code == 0, resumed.stderr
+    assert resumed.summary["steps"] == steps

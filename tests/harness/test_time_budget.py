@@ -1,4 +1,4 @@
-"""A training of minutes: how its steps are planned, by a clock that the tests feed."""
+"""A training of minutes: the plan of its steps, by a clock under the tests' control."""
 
 import functools
 import itertools
@@ -10,7 +10,7 @@ import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from determined import pytorch
-from line_trial import CONFIG, LineTrial
+from line_trial import LineTrial, fit
 from support import Run, checkpoints, error_line
 from torch import nn
 from torch.optim import SGD
@@ -19,21 +19,18 @@ from harness import controller
 from harness.plan import Plan
 from harness.schedules import GroupSchedule, PlannedSchedule
 from harness.time_budget import CHECKPOINT, VALIDATION, TimeBudget, Work, clock_text
-from harness.trainer import Minutes, Trainer, init
+from harness.trainer import Minutes
 
 
 class Clock:
-    """Gives the seconds that were put in."""
-
-    def __init__(self):
-        self.seconds = 1000.0
+    seconds = 1000.0
 
     def __call__(self):
         return self.seconds
 
 
-def train(budget, clock, step_seconds, work=None, start=0, stop=None, validation=0.0, checkpoint=0.0):
-    """Does what the loop does; gives the fraction of each step as it was trained, and the steps done."""
+def train(budget, clock, step_seconds, work=None, start=0, stop=None, **costs):
+    """Do the loop's work on the plan; return the fraction of each step at its training, and the steps done."""
     work = work or Work()
     budget.begin(start, work)
     fractions, done = [], start
@@ -43,18 +40,15 @@ def train(budget, clock, step_seconds, work=None, start=0, stop=None, validation
         done += 1
         if budget.is_due(done):
             budget.look(done)
-        ends = done == budget.plan.total
-        if validation and (ends or (work.validation_period and done % work.validation_period == 0)):
-            with budget.measuring(VALIDATION):
-                clock.seconds += validation
-        if checkpoint and (ends or (work.checkpoint_period and done % work.checkpoint_period == 0)):
-            with budget.measuring(CHECKPOINT):
-                clock.seconds += checkpoint
+        for what, period in (VALIDATION, work.validation_period), (CHECKPOINT, work.checkpoint_period):
+            if costs and (done == budget.plan.total or (period and done % period == 0)):
+                with budget.measuring(what):
+                    clock.seconds += costs[what]
     return fractions, done
 
 
 def check_schedule(fractions):
-    """Goes from 0 to 1 without going back or jumping."""
+    """A schedule rises from 0 to 1 without a step back or a jump."""
     assert fractions[0] == 0 and fractions[-1] == 1
     steps = [after - before for before, after in itertools.pairwise(fractions)]
     assert min(steps) >= 0 and max(steps) < 0.1
@@ -82,7 +76,7 @@ SPEEDS: dict[str, Any] = {
 @pytest.mark.parametrize("name", SPEEDS)
 @pytest.mark.parametrize("work", [Work(), Work(300, 500, 3.0, 2.0)], ids=["steps", "validations"])
 def test_it_ends_in_time_with_its_schedule_complete(name, work):
-    """Validations, checkpoints and a test of twice a validation's length are within."""
+    """The time includes validations, checkpoints and a test of twice a validation's length."""
     clock, plan = Clock(), Plan()
     costs = {"validation": 12.0, "checkpoint": 1.5} if work.validation_period else {}
     fractions, _ = train(TimeBudget(5, plan, clock), clock, SPEEDS[name], work, **costs)
@@ -92,16 +86,16 @@ def test_it_ends_in_time_with_its_schedule_complete(name, work):
     assert len(plan.plans) < 25
 
 
-def test_a_stop_goes_on_with_the_plan_and_the_time():
+def test_a_resumed_run_keeps_the_plan_and_the_time():
     clock, plan = Clock(), Plan()
     speed = SPEEDS["a host that others use"]
     budget = TimeBudget(5, plan, clock)
     before, stopped = train(budget, clock, speed, stop=1700)
     state = json.loads(json.dumps(budget.state_dict()))
-    clock.seconds += 99999  # in which nothing runs
+    clock.seconds += 99999  # nothing runs then
     later = TimeBudget(5, Plan(), clock)
     later.load_state_dict(state, stopped)
-    assert later.plan.plans == plan.plans
+    assert later.used == state["seconds"] > 0 and later.plan.plans == plan.plans
     assert later.plan.fraction(1700) == plan.fraction(1700)
     after, _ = train(later, clock, lambda step: 9.0 if step == 1700 else speed(step), start=stopped)
     check_schedule(before + after)
@@ -110,8 +104,8 @@ def test_a_stop_goes_on_with_the_plan_and_the_time():
 
 
 @pytest.mark.parametrize("minutes", [2, 10])
-def test_another_length_takes_effect_where_it_goes_on(minutes):
-    """Of ten minutes the five that are done are a half; of two, all: the schedule ends within a few steps."""
+def test_another_length_holds_after_a_resume(minutes):
+    """Five minutes are half of ten; of two minutes none is left, so the schedule ends within a few steps."""
     clock = Clock()
     first = TimeBudget(5, Plan(), clock)
     _, done = train(first, clock, lambda step: 0.1)
@@ -120,30 +114,21 @@ def test_another_length_takes_effect_where_it_goes_on(minutes):
     assert later.plan.fraction(done - 1) == min(1.0, 5 / minutes)
     fractions, end = train(later, clock, lambda step: 0.1, start=done)
     assert fractions[-1] == 1
-    assert end - done == (2900 < end - done < 3100 and end - done) if minutes == 10 else end - done <= 31
+    assert 2900 < end - done < 3100 if minutes == 10 else end - done <= 31
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"minutes": "x"},
-        {"seconds": float("nan")},
-        {"costs": {}},
-        {"plan": {"total": 3, "from": [0, 0.0], "plans": [[1, 3]]}},  # of fewer steps than are done
-        {"plan": {"total": 90, "from": [0, 2.0], "plans": [[1, 90]]}},
-        {"plan": {"total": 90, "from": [0, 0.0], "plans": [[1]]}},
-    ],
-)
-def test_a_damaged_state_is_refused(damage):
-    state = {
-        "minutes": 1,
-        "seconds": 3.0,
-        "costs": {"step": 0.1},
-        "plan": {"total": 90, "from": [0, 0.0], "plans": [[1, 90]]},
-    }
+PLAN = {"total": 90, "from": [0, 0.0], "plans": [[1, 90]]}
+
+
+def test_a_damaged_state_is_refused():
+    state = {"minutes": 1, "seconds": 3.0, "costs": {"step": 0.1}, "plan": PLAN}
     TimeBudget(1, Plan()).load_state_dict(state, 10)
-    with pytest.raises(ValueError):
-        TimeBudget(1, Plan()).load_state_dict({**state, **damage}, 10)
+    damage: list[dict[str, Any]] = [{"minutes": "x"}, {"seconds": float("nan")}, {"costs": {}}]
+    damage += [{"plan": {**PLAN, "from": [0, 2.0]}}, {"plan": {**PLAN, "plans": [[1]]}}]
+    damage += [{"plan": {**PLAN, "total": 3, "plans": [[1, 3]]}}]  # 10 steps are done
+    for each in damage:
+        with pytest.raises(ValueError):
+            TimeBudget(1, Plan()).load_state_dict({**state, **each}, 10)
 
 
 def test_ranks_follow_the_first():
@@ -156,11 +141,8 @@ def test_ranks_follow_the_first():
     assert other.is_due(first.next_look)
 
 
-def test_time_is_shown_as_on_a_clock():
+def test_times_look_as_on_a_clock():
     assert [clock_text(seconds) for seconds in (5.4, 245, 3845)] == ["0:05", "4:05", "1:04:05"]
-
-
-# ------------------------------------------------------------------------------------------------- real runs
 
 
 def decay(total):
@@ -168,18 +150,28 @@ def decay(total):
     return functools.partial(WarmupDecayLR, warmup_max_lr=0.01, **steps)
 
 
+def clock():
+    """Each step takes 0.1 seconds, the first ten half of that."""
+    steps = PlannedTrial.made[-1].engines[0].global_steps
+    return 0.05 * min(steps, 10) + 0.1 * max(0, steps - 10)
+
+
 class PlannedTrial(LineTrial):
-    """A trial of one's own whose learning rate goes to 0 with the plan; it keeps those of its steps."""
+    """A trial whose learning rate falls to 0 with the plan; it keeps the rates of its steps."""
+
+    made: list[LineTrial] = []
+
+    def __init__(self, context):
+        self.made.append(self)
+        self.rates = []
+        super().__init__(context)
 
     def _engine(self, config):
-        self.rates = []
         net = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.1), nn.BatchNorm1d(8), nn.Linear(8, 1))
-        engine, *_ = deepspeed.initialize(
-            model=net,
-            model_parameters=net.parameters(),
-            config={key: value for key, value in config.items() if key != "scheduler"},
-            lr_scheduler=functools.partial(PlannedSchedule, lr=0.01, make_for=decay, plan=self.context.plan),
-        )
+        schedule = functools.partial(PlannedSchedule, lr=0.01, make_for=decay, plan=self.context.plan)
+        config = {key: value for key, value in config.items() if key != "scheduler"}
+        parameters = net.parameters()
+        engine, *_ = deepspeed.initialize(None, net, None, parameters, config=config, lr_scheduler=schedule)
         return self.context.wrap_model_engine(engine)
 
     def train_batch(self, *args):
@@ -187,41 +179,15 @@ class PlannedTrial(LineTrial):
         return super().train_batch(*args)
 
 
-KEEP = {"checkpoint_storage": {"save_trial_latest": 99}, "reproducibility": {"experiment_seed": 3}}
-
-
-def fit(output, monkeypatch, max_length, speed=lambda step: 0.1, resume=None, **arguments):
-    """Trains with a clock that goes on by ``speed(step)`` seconds a step."""
-    with init({"deepspeed_config": CONFIG}, KEEP, output=output) as context:
-        trial = PlannedTrial(context)
-
-        def clock():
-            return sum(speed(step) for step in range(trial.engines[0].global_steps))
-
-        monkeypatch.setattr(controller, "TimeBudget", functools.partial(TimeBudget, clock=clock))
-        arguments = {"checkpoint_policy": "none", "reporting_period": pytorch.Batch(10), **arguments}
-        return trial, Trainer(trial, context).fit(max_length, latest_checkpoint=resume, **arguments)
-
-
-def test_a_plan_that_is_never_corrected_trains_to_the_bits_of_its_steps(tmp_path, monkeypatch):
-    timed, done = fit(tmp_path / "timed", monkeypatch, Minutes(0.2))
-    (plan,) = done.budget["plans"]
-    assert plan == {"after": 1, "steps": done.steps} and abs(done.steps - 120) <= 4
-    counted, _ = fit(tmp_path / "counted", monkeypatch, pytorch.Batch(done.steps))
-    assert timed.rates == counted.rates
-    assert all(map(torch.equal, timed.weights(), counted.weights()))
-    assert timed.places == counted.places
-
-
 def test_a_corrected_plan_resumes_to_the_same_bits(tmp_path, monkeypatch, capsys):
-    """The speed changes at step 10, and the plan is right before the checkpoint of step 70."""
+    """The plan is right before the checkpoint of step 70."""
+    monkeypatch.setattr(controller, "TimeBudget", functools.partial(TimeBudget, clock=clock))
 
-    def speed(step):
-        return 0.05 if step < 10 else 0.1
+    def run(name, **arguments):
+        arguments = {"max_length": Minutes(0.3), "reporting_period": pytorch.Batch(10), **arguments}
+        return fit(tmp_path / name, PlannedTrial, **arguments)
 
-    straight, done = fit(
-        tmp_path / "run", monkeypatch, Minutes(0.3), speed, checkpoint_period=pytorch.Batch(70)
-    )
+    straight, done = run("run", checkpoint_period=pytorch.Batch(70))
     plans = done.budget["plans"]
     assert len(plans) > 1 and plans[-1]["after"] < 70 and plans[-1]["steps"] == done.steps
     assert abs(done.budget["seconds"] - 18) <= 0.9
@@ -230,15 +196,13 @@ def test_a_corrected_plan_resumes_to_the_same_bits(tmp_path, monkeypatch, capsys
     counted.step(done.steps - 2)
     assert straight.rates[0] == 0 and straight.rates[-1] == counted.learning_rate < 0.0002
     at_70 = checkpoints(Run(0, "", "", tmp_path / "run"))[70]
-    again, finished = fit(tmp_path / "other", monkeypatch, Minutes(0.3), speed, resume=str(at_70))
+    again, finished = run("other", latest_checkpoint=str(at_70))
     assert finished.budget["plans"] == plans and finished.steps == done.steps
     assert finished.budget["seconds"] == pytest.approx(done.budget["seconds"])
     assert again.rates == straight.rates[-len(again.rates) :] and again.places[0][1] == 70
     assert all(map(torch.equal, straight.weights(), again.weights()))
-
-
-def test_a_checkpoint_without_a_plan_is_refused(tmp_path, monkeypatch):
-    fit(tmp_path / "counted", monkeypatch, pytorch.Batch(3))
+    # A checkpoint without a plan
+    run("counted", max_length=pytorch.Batch(3))
     at_3 = str(checkpoints(Run(0, "", "", tmp_path / "counted"))[3])
-    line = error_line(lambda: fit(tmp_path / "timed", monkeypatch, Minutes(1), resume=at_3))
+    line = error_line(lambda: run("timed", latest_checkpoint=at_3))
     assert "has no plan of minutes, but a length of 3 steps" in line

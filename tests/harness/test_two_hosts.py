@@ -1,108 +1,50 @@
-"""On two hosts: a trial of a cluster, and a job of SLURM, which is stopped and requeued."""
+"""Two hosts: a trial of a cluster, a requeued job of SLURM, torchrun that loses a host, DeepSpeed over ssh."""
 
 import contextlib
 import json
 import os
-import signal
+import pathlib
+import shutil
 import subprocess
 import sys
-import time
 from typing import Any
 
-import psutil
 import pytest
 from containers import ENTRYPOINT, SMALL, container
-from hosts import CHIEF, OTHER, entering, joined_namespaces
+from hosts import CHIEF, OTHER, entering, joined_namespaces, processes, wait_for_step
 from master import Master
 from modes import DEEPSPEED, LR, SHORT, losses
-from support import (
-    DIGITS,
-    PROJECT,
-    TIME_LIMIT,
-    Run,
-    checkpoints,
-    environment,
-    execute,
-    free_port,
-    overrides,
-    train_many,
-)
+from support import DIGITS, LATEST, PROJECT, Run, execute, free_port, overrides, time_limit, train_many
 
 from harness import slurm
 
 RECORD = 'python3 -c \'import json, os; json.dump(dict(os.environ), open("environment-" + os.environ["RANK"], "w"))\''
+MINE = {"MINE": """it's "$HOME" `id`; \\ """, "EMPTY": ""}  # of the container, and nothing for a shell
+ROW = ["--config", "experiments/zero2.yaml", *SHORT, *LR, *overrides(**{f"{DEEPSPEED}train_batch_size": 32})]
+PATHS = f"{PROJECT}:{PROJECT}/tests/harness"
 
 
 @pytest.fixture
 def hosts():
-    """What goes before the commands of two hosts, by their addresses."""
+    """The words before the commands of two hosts, by their addresses."""
     with joined_namespaces(CHIEF):
-        yield entering(CHIEF, OTHER)
+        yield {address: entering(address) for address in (CHIEF, OTHER)}
 
 
-MINE = {"MINE": """it's "$HOME" `id`; \\ """, "EMPTY": ""}  # of the container, and nothing for a shell
+def length(steps) -> list[str]:
+    steps = f"{{batches: {steps}}}"
+    return overrides(hyperparameters__max_length=steps, min_checkpoint_period="{batches: 10}")
 
 
-def run_on_hosts(folder, hosts, master, steps, **trial):
-    """What the containers of a trial do, one on each host; gives the chief's run and the environments."""
-    containers: dict[str, dict[str, Any]] = {
-        address: {"files": str(folder / address), "enter": enter} for address, enter in hosts.items()
-    }
-    ports = {name: str(free_port()) for name in ("C10D_PORT", "DTRAIN_SSH_PORT")}
-    for rank, address in enumerate(containers):
-        config = {"entrypoint": "python3 -m harness.launch bash record.sh"}
-        length = {"max_length": {"batches": steps}}
-        place: dict[str, Any] = {"rank": rank, "addresses": tuple(hosts)}
-        variables = container(
-            folder / address, master, 1, {**SMALL, **length}, config=config, **place, **trial
-        )
-        (folder / address / "model/record.sh").write_text(f"{RECORD}\nexec python3 train.py\n")
-        shared = {**variables, **ports, **MINE, "TEST_HOSTS": json.dumps(containers)}
-        containers[address]["environment"] = {**shared, "HOST_OF_ITS_OWN": address}
-    environments = {address: each["environment"] for address, each in containers.items()}
-    other = subprocess.Popen(
-        ["bash", "-c", ENTRYPOINT],
-        cwd=folder / OTHER / "model",
-        env=environment(**environments[OTHER]),
-        start_new_session=True,
-    )
-    try:
-        command, chief = [*hosts[CHIEF], "bash", "-c", ENTRYPOINT], folder / CHIEF
-        return execute(command, chief, cwd=chief / "model", **environments[CHIEF]), environments
-    finally:  # as the master does with containers that wait for the chief
-        os.killpg(other.pid, signal.SIGKILL)
-        other.wait()
+def straight_run(folder, row, ranks) -> Run:
+    """Train the same on one host."""
+    run = train_many(folder, {"straight": row}, ranks)["straight"]
+    assert run.code == 0, run.stderr
+    return run
 
 
-def test_a_trial_on_two_hosts(tmp_path, hosts, train):
-    """One process on each, paused and resumed: as two on one host. What a shell would read arrives as it was."""
-    (tmp_path / OTHER).mkdir()
-    (tmp_path / OTHER / "shared").symlink_to(tmp_path / CHIEF / "shared")
-    with Master(OTHER) as master:
-        run, _ = run_on_hosts(tmp_path, hosts, master, 10)
-        assert run.code == 0, run.stderr
-        saved = master.bodies("/checkpoints")[-1]
-        again = {"latest_checkpoint": saved["uuid"], "steps_completed": 10, "trial_run_id": 2}
-        rest, environments = run_on_hosts(tmp_path, hosts, master, 20, **again)
-    assert rest.code == 0, rest.stderr
-    assert master.bodies("/daemon") and list(master.metrics("training")) == [10, 20]
-    here = train(
-        *DIGITS,
-        *overrides(scheduling_unit=10, hyperparameters=json.dumps({**SMALL, "max_length": {"batches": 20}})),
-        processes=2,
-    )
-    assert master.metrics("validation")[20]["loss"] == here.summary["validation"]["loss"]
-    output = run.stdout + run.stderr
-    assert "identifier" not in output and "secret-token" not in output
-    for rank, (address, given) in enumerate(environments.items()):
-        recorded = json.loads((tmp_path / CHIEF / f"model/environment-{rank}").read_text())
-        expected = {**MINE, "HOST_OF_ITS_OWN": address, "DET_SESSION_TOKEN": "secret-token"}
-        assert expected.items() <= recorded.items()
-        assert recorded["DET_EXPERIMENT_CONFIG"] == given["DET_EXPERIMENT_CONFIG"]
-
-
-def test_what_srun_says():
-    """As `man srun` has it; a batch script's own process, and what torchrun started, are left alone."""
+def test_srun_gives_a_task_its_rank():
+    """`man srun` names the variables; a batch script's process, and ranks of torchrun, stay as they are."""
     assert slurm.first_node("a[01-03,7],b") == "a01" and slurm.first_node("b,a[1-2]") == "b"
     assert slurm.first_node("rack[2-3]n[1,4]") == "rack2n1" and slurm.first_node("10.0.0.1") == "10.0.0.1"
     assert slurm.tasks_per_node("2(x3),1") == [2, 2, 2, 1] and slurm.tasks_per_node("8") == [8]
@@ -112,104 +54,140 @@ def test_what_srun_says():
         slurm.take_ranks(started)
         assert started == {**task, **more}
     slurm.take_ranks(task)
-    assert (task["RANK"], task["LOCAL_RANK"], task["LOCAL_WORLD_SIZE"], task["GROUP_RANK"]) == (
-        "3",
-        "1",
-        "2",
-        "1",
-    )
-    assert (task["WORLD_SIZE"], task["MASTER_ADDR"], task["GROUP_WORLD_SIZE"]) == ("4", "n1", "2")
+    ranks = {"RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+    assert {**ranks, "WORLD_SIZE": "4", "MASTER_ADDR": "n1", "GROUP_WORLD_SIZE": "2"}.items() <= task.items()
 
 
-def srun_variables(nodes, node, local, job):
-    """What srun sets for a task of two on each of two nodes."""
-    return {
-        "SLURM_JOB_ID": str(job),
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(2 * node + local),
-        "SLURM_NODEID": str(node),
-        "SLURM_LOCALID": str(local),
-        "SLURM_STEP_NUM_TASKS": "4",
-        "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-        "SLURM_STEP_NODELIST": ",".join(nodes),
-    }
+def srun_variables(nodes, node, local, job) -> dict[str, str]:
+    """The variables that srun sets for a task of two on each of two nodes."""
+    task = {"JOB_ID": job, "STEP_ID": 0, "PROCID": 2 * node + local, "NODEID": node, "LOCALID": local}
+    step = {"NUM_TASKS": 4, "NUM_NODES": 2, "TASKS_PER_NODE": "2(x2)", "NODELIST": ",".join(nodes)}
+    task |= {f"STEP_{name}": value for name, value in step.items()}
+    return {f"SLURM_{name}": str(value) for name, value in task.items()}
 
 
-def srun(folder, hosts, row, **env):
-    """Runs tests/many.py in two tasks on each host, as srun would; gives the run that the first has written."""
-    table = folder / "rows.json"
-    table.write_text(json.dumps({"job": [*row, "--output", str(folder / "job")]}))
-    tasks = []
-    for node, enter in enumerate(hosts.values()):
-        for local in range(2):
-            variables = {**srun_variables([CHIEF, OTHER], node, local, 41), "PYTHONPATH": str(PROJECT), **env}
-            command = [*enter, sys.executable, "-u", "tests/many.py", str(table)]
-            tasks.append(
-                subprocess.Popen(command, cwd=PROJECT, env=environment(**variables), start_new_session=True)
-            )
-    try:
-        codes = [task.wait(TIME_LIMIT) for task in tasks]
-    finally:
-        for task in tasks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(task.pid, signal.SIGKILL)
-    assert codes == [0] * 4
-    done = json.loads((folder / "job.done.json").read_text())
-    return Run(done["code"], done["stdout"], done["stderr"], folder / "job")
-
-
+@pytest.mark.soak
 def test_a_slurm_job_is_requeued(tmp_path, hosts):
-    """Two tasks on each of two hosts; SIGUSR1 to the last, and the same command again: as four ranks on one host."""
-    row = ["--config", "experiments/zero2.yaml", *SHORT]
-    row += overrides(hyperparameters__max_length="{batches: 8}", **{f"{DEEPSPEED}train_batch_size": 32})
-    straight = train_many(tmp_path, {"straight": row}, 4)["straight"]
-    assert straight.code == 0, straight.stderr
-    job = [*row, "--resume", "auto"]
-    stopped = srun(tmp_path, hosts, job, SIGTERM_AT="3", SIGNAL="SIGUSR1")
-    assert stopped.code == 130, stopped.stderr
-    assert min(checkpoints(stopped)) in (3, 4)
-    done = srun(tmp_path, hosts, job)
-    assert done.code == 0, done.stderr
-    assert done.summary["world_size"] == 4
-    assert done.summary["weights_sha256"] == straight.summary["weights_sha256"]
+    """Two tasks on each of two hosts; SIGUSR1 to the last, and the same command again."""
+    row, made = [*ROW, *length(8)], Run(0, "", "", tmp_path / "job")
+    program = [sys.executable, "tests/faulty.py", *row, "--resume", "auto", "--output", str(made.output)]
+    for fault, code in ("SIGUSR1", 130), ("none", 0):
+        env = {"FAULT": fault, "RANK_AT_FAULT": "3", "STEP": "3", "PYTHONPATH": PATHS}
+        tasks = [
+            ([*enter, *program], {**env, **srun_variables([CHIEF, OTHER], node, local, 41)})
+            for node, enter in enumerate(hosts.values())
+            for local in range(2)
+        ]
+        with processes(tmp_path, *tasks) as started:
+            codes = [task.wait(2 * time_limit()) for task in started]
+        assert codes == [code] * 4, (tmp_path / "0.log").read_text()
+        assert code == 0 or len(losses(made)) in (3, 4)
+    assert made.summary["world_size"] == 4
+    assert made.summary["weights_sha256"] == straight_run(tmp_path, row, 4).summary["weights_sha256"]
 
 
-def test_the_host_that_is_left_goes_on(tmp_path, hosts):
-    """torchrun on two hosts, of which one is lost: the other goes on alone, with the same images, by itself."""
-    row = ["--config", "experiments/zero2.yaml", *SHORT, *LR, "--resume", "auto"]
-    row += overrides(hyperparameters__max_length="{batches: 300}", min_checkpoint_period="{batches: 10}")
-    row += overrides(**{f"{DEEPSPEED}train_batch_size": 32})
-    # The host may be lost in a collective of Determined's, which waits for so long
-    row += overrides(hyperparameters__hang_after=120)
-    straight = train_many(tmp_path, {"straight": row})["straight"]
-    assert straight.code == 0, straight.stderr
-    run, port, agents = Run(0, "", "", tmp_path / "run"), free_port(), []
+def run_on_hosts(folder, hosts, master, steps, **trial):
+    """Run the containers of a trial, one on each host; give the chief's run and the environments."""
+    containers: dict[str, Any] = {each: {"files": str(folder / each), "enter": hosts[each]} for each in hosts}
+    ports = {name: str(free_port()) for name in ("C10D_PORT", "DTRAIN_SSH_PORT")}
+    trial["config"] = {"entrypoint": "python3 -m harness.launch bash record.sh"}
+    for rank, (address, each) in enumerate(containers.items()):
+        hparams, place = {**SMALL, "max_length": {"batches": steps}}, folder / address
+        variables = container(place, master, 1, hparams, rank=rank, addresses=tuple(hosts), **trial)
+        (place / "model/record.sh").write_text(f"{RECORD}\nexec python3 train.py\n")
+        shared = {**variables, **ports, **MINE, "TEST_HOSTS": json.dumps(containers)}
+        each["environment"] = {**shared, "HOST_OF_ITS_OWN": address}
+    chief, other = (containers[address]["environment"] for address in hosts)
+    waits = ["bash", "-c", f"cd {folder}/{OTHER}/model; {ENTRYPOINT}"]
+    with processes(folder, (waits, other)):  # the master kills containers that wait for the chief, too
+        command, place = [*hosts[CHIEF], "bash", "-c", ENTRYPOINT], folder / CHIEF
+        return execute(command, place, cwd=place / "model", **chief), {CHIEF: chief, OTHER: other}
+
+
+@pytest.mark.soak
+def test_a_trial_on_two_hosts(tmp_path, hosts):
+    """One process on each, paused and resumed. A shell changes none of the variables."""
+    (tmp_path / OTHER).mkdir()
+    (tmp_path / OTHER / "shared").symlink_to(tmp_path / CHIEF / "shared")
+    with Master(OTHER) as master:
+        paused, _ = run_on_hosts(tmp_path, hosts, master, 10)
+        assert paused.code == 0, paused.stderr
+        saved = master.bodies("/checkpoints")[-1]
+        rest, environments = run_on_hosts(tmp_path, hosts, master, 20, again=(saved["uuid"], 10))
+    assert rest.code == 0, rest.stderr
+    assert master.bodies("/daemon") and list(master.metrics("training")) == [10, 20]
+    hparams = json.dumps({**SMALL, "max_length": {"batches": 20}})
+    here = straight_run(tmp_path, [*DIGITS, *overrides(scheduling_unit=10, hyperparameters=hparams)], 2)
+    assert master.metrics("validation")[20]["loss"] == here.summary["validation"]["loss"]
+    said = paused.stdout + paused.stderr
+    assert "identifier" not in said and "secret-token" not in said
+    for rank, (address, given) in enumerate(environments.items()):
+        recorded = json.loads((tmp_path / CHIEF / f"model/environment-{rank}").read_text())
+        expected = {**MINE, "HOST_OF_ITS_OWN": address, "DET_SESSION_TOKEN": "secret-token"}
+        assert expected.items() <= recorded.items()
+        assert recorded["DET_EXPERIMENT_CONFIG"] == given["DET_EXPERIMENT_CONFIG"]
+
+
+@pytest.mark.soak
+def test_torchrun_continues_without_a_lost_host(tmp_path, hosts):
+    """torchrun on two hosts loses one: the other's agent starts its rank again, alone, with the same images."""
+    # The host may be lost in a collective of Determined's, which waits as long
+    row = [*ROW, *length(300), *overrides(hyperparameters__hang_after=120)]
+    straight = straight_run(tmp_path, row, 1)
+    made, agents = Run(0, "", "", tmp_path / "run"), []
     for node, (address, enter) in enumerate(hosts.items()):
-        meeting = [f"--rdzv-endpoint={CHIEF}:{port}", "--rdzv-backend=c10d", f"--local-addr={address}"]
-        meeting += [f"--rdzv-conf=is_host={1 - node},last_call_timeout=20"]
-        launch = [*enter, sys.executable, "-m", "torch.distributed.run", *meeting]
-        command = [*launch, "--nnodes=1:2", "--max-restarts=3", "train.py", *row, "--output", str(run.output)]
-        with open(tmp_path / f"{node}.log", "w") as log:
-            agents.append(
-                subprocess.Popen(
-                    command, cwd=PROJECT, env=environment(), stdout=log, stderr=log, start_new_session=True
-                )
-            )
-    try:
-        deadline = time.monotonic() + TIME_LIMIT
-        while not checkpoints(run):
-            assert time.monotonic() < deadline and agents[0].poll() is None, (tmp_path / "0.log").read_text()
-            time.sleep(0.1)
-        for process in [agents[1].pid, *(each.pid for each in psutil.Process(agents[1].pid).children(True))]:
-            os.kill(process, signal.SIGKILL)
-        assert agents[0].wait(TIME_LIMIT) == 0, (tmp_path / "0.log").read_text()
-    finally:
-        for agent in agents:
-            for process in [*psutil.Process(agent.pid).children(True)] if agent.poll() is None else []:
-                process.kill()
-            agent.kill()
-            agent.wait()
-    assert run.summary["world_size"] == 1
-    assert len(losses(run)) == 300
-    assert losses(run)[:100] == pytest.approx(losses(straight)[:100], rel=1e-3)  # rounding grows
+        meeting = [f"--rdzv-endpoint={CHIEF}:29400", "--rdzv-backend=c10d", f"--local-addr={address}"]
+        meeting += [
+            f"--rdzv-conf=is_host={1 - node},last_call_timeout=20",
+            "--nnodes=1:2",
+            "--max-restarts=3",
+        ]
+        program = ["train.py", *row, "--resume", "auto", "--output", str(made.output)]
+        command = [*enter, sys.executable, "-m", "torch.distributed.run", *meeting, *program]
+        agents.append((command, dict[str, Any]()))
+    with processes(tmp_path, *agents) as (left, lost):
+        wait_for_step(15, made.output, [left, lost])
+        for process in [lost, *lost.children(recursive=True)]:
+            process.kill()
+        assert left.wait(2 * time_limit()) == 0, (tmp_path / "0.log").read_text()
+    assert made.summary["world_size"] == 1
+    assert len(losses(made)) == 300
+    assert losses(made)[:100] == pytest.approx(losses(straight)[:100], rel=1e-3)  # rounding grows
+
+
+SSH = """#!/bin/sh
+exec /usr/bin/ssh -i {key} -p {port} -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -q "$@"
+"""
+SSHD = """/usr/sbin/sshd -D -f /dev/null -p {port} -h {key} -o AuthorizedKeysFile={key}.pub -o PidFile=none
+-o StrictModes=no -o UsePAM=no -o PermitRootLogin=yes -o SetEnv=OMP_NUM_THREADS=1"""
+
+
+@contextlib.contextmanager
+def reached_by_ssh(hosts, folder):
+    """Run sshd on every host; give the environment in which ssh needs neither password nor port."""
+    if not (pathlib.Path("/usr/sbin/sshd").exists() and shutil.which("pdsh")):
+        pytest.skip("needs sshd and pdsh: apt-get install openssh-server pdsh")
+    pathlib.Path("/run/sshd").mkdir(exist_ok=True)  # sshd needs it
+    names = {"key": folder / "key", "port": free_port()}
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", names["key"]], check=True)
+    (folder / "ssh").write_text(SSH.format(**names))
+    (folder / "ssh").chmod(0o755)
+    with processes(folder, *(([*hosts[each], *SSHD.format(**names).split()], {}) for each in hosts)):
+        yield {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+@pytest.mark.soak
+def test_deepspeed_with_a_hostfile(tmp_path, hosts):
+    """pdsh starts by ssh one process on each of two hosts; the run is stopped and resumed."""
+    output, hostfile = tmp_path / "run", tmp_path / "hostfile"
+    hostfile.write_text(f"{CHIEF} slots=1\n{OTHER} slots=1\n")
+    launch = [*hosts[CHIEF], sys.executable, "-m", "deepspeed.launcher.runner", f"--hostfile={hostfile}"]
+    with reached_by_ssh(hosts, tmp_path) as env:
+        for steps, more in (4, []), (8, LATEST):
+            program = ["train.py", *ROW, *length(steps), *more, "--output", str(output)]
+            done = execute([*launch, *program], output, **env)
+            assert done.code == 0, done.stderr + done.stdout
+    straight = straight_run(tmp_path, [*ROW, *length(8)], 2)
+    assert done.summary["world_size"] == 2
+    assert losses(done) == losses(straight)
+    assert done.summary["weights_sha256"] == straight.summary["weights_sha256"]

@@ -1,11 +1,13 @@
-"""The plain PyTorch program, and that moving to DeepSpeed in Determined changes nothing."""
+"""The plain PyTorch program, and the trial's agreement with it."""
 
 import json
 import math
+import sys
 
 import pytest
 import torch
-from support import DIGITS, INSTRUCTIONS, Run, execute, launcher, overrides, train_many
+from modes import losses
+from support import DIGITS, INSTRUCTIONS, Run, execute, overrides, run
 
 import baseline
 from classify.config import experiment_file
@@ -14,14 +16,22 @@ from classify.images.sampler import MicroBatchSampler
 from harness.callbacks import Patience
 from net import Net
 
+FIFTY = ["--batch-size", "16", "--max-steps", "50", "--lr", "0.02"]  # rounding does not grow at this rate
+# The baseline's optimizer, and DeepSpeed's of the same steps. DeepSpeed's Adam decays weights like AdamW by default.
+OPTIMIZERS = {
+    "SGD": (["--lr", "0.02"], {"type": "SGD", "params": {"lr": 0.02, "momentum": 0.9}}),
+    "Adam": (["--lr", "0.002"], {"type": "Adam", "params": {"lr": 0.002, "adam_w_mode": False}}),
+}
 
-def run_baseline(output, *arguments, config=DIGITS):
-    code = baseline.main([*config, *arguments, "--output", str(output)])
+
+def run_baseline(output, *arguments):
+    code = baseline.main([*DIGITS, *arguments, "--output", str(output)])
     return Run(code, "", "", output)
 
 
-def losses(run):
-    return [entry["loss"] for entry in run.metrics if entry["group"] == "training"]
+def run_new(arguments, output, **env):
+    """Run a program in a new process, where torch chooses its kernels again."""
+    return execute([sys.executable, *arguments], output, **env)
 
 
 def weights_of(run):
@@ -34,43 +44,40 @@ def assert_same_weights(one, other, tolerance):
         assert torch.allclose(one[name], other[name], rtol=0, atol=tolerance), name
 
 
-# The baseline's optimizer, and the same in DeepSpeed's terms (whose Adam would decay weights apart from the gradient).
-OPTIMIZERS = {
-    "SGD": (["--lr", "0.02"], {"type": "SGD", "params": {"lr": 0.02, "momentum": 0.9}}),
-    "Adam": (["--lr", "0.002"], {"type": "Adam", "params": {"lr": 0.002, "adam_w_mode": False}}),
-}
-
-
-@pytest.mark.parametrize("instructions", ["", *INSTRUCTIONS])
-def test_the_trial_gives_the_baselines_losses_and_weights(tmp_path, instructions):
-    environment = INSTRUCTIONS.get(instructions, {})
-    rows = {}
-    for name, (_, optimizer) in OPTIMIZERS.items():
-        hparams = {
-            "train_batch_size": 16,
-            "optimizer": optimizer,
-            "gradient_clipping": 0,  # which DeepSpeed otherwise takes for 1
-            "channels_last": False,  # or convolutions are rounded otherwise, on some CPUs from the first step
-            "max_length": {"batches": 100},
-        }
-        rows[name] = [*DIGITS, *overrides(scheduling_unit=1, hyperparameters=json.dumps(hparams))]
-    for name, trial in train_many(tmp_path, rows, environment=environment).items():
-        assert trial.code == 0, trial.stderr
-        arguments = ["--batch-size", "16", "--max-steps", "100", "--optimizer", name, *OPTIMIZERS[name][0]]
-        output = tmp_path / f"plain {name}"
-        command = [*launcher("python", 1), "baseline.py", *DIGITS, *arguments, "--output", str(output)]
-        plain = execute(command, output, **environment)
-        assert len(losses(plain)) == 100
-        assert losses(plain)[-1] < 0.5 * losses(plain)[0]
-        assert losses(trial) == pytest.approx(losses(plain), abs=1e-6), name
-        assert_same_weights(weights_of(trial), weights_of(plain), 1e-5)
-        for key in ("accuracy", "loss"):
-            assert trial.summary["validation"][key] == pytest.approx(
-                plain.summary["validation"][key], abs=1e-5
-            ), key
-
-
-FIFTY = ["--batch-size", "16", "--max-steps", "50", "--lr", "0.02"]  # at which rounding does not grow
+@pytest.mark.parametrize(
+    ("start", "environment"),
+    [
+        pytest.param(run, {}, id="native"),
+        *(pytest.param(run_new, env, id=name, marks=pytest.mark.soak) for name, env in INSTRUCTIONS.items()),
+    ],
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_trial_has_the_losses_and_weights_of_the_baseline(tmp_path, start, environment, name):
+    options, optimizer = OPTIMIZERS[name]
+    hyperparameters = {
+        "train_batch_size": 16,
+        "optimizer": optimizer,
+        "gradient_clipping": 0,  # DeepSpeed's default is 1
+        "channels_last": False,  # the other memory format rounds convolutions otherwise, on some CPUs in step 1
+        "max_length": {"batches": 100},
+    }
+    settings = overrides(scheduling_unit=1, hyperparameters=json.dumps(hyperparameters))
+    steps = ["--batch-size", "16", "--max-steps", "100", "--optimizer", name, *options]
+    trial, plain = (
+        start(
+            [program, *DIGITS, *arguments, "--output", str(tmp_path / program)],
+            tmp_path / program,
+            **environment,
+        )
+        for program, arguments in (("train.py", settings), ("baseline.py", steps))
+    )
+    assert (trial.code, plain.code) == (0, 0), trial.stderr + plain.stderr
+    assert len(losses(plain)) == 100
+    assert losses(plain)[-1] < 0.5 * losses(plain)[0]
+    assert losses(trial) == pytest.approx(losses(plain), abs=1e-6)
+    assert_same_weights(weights_of(trial), weights_of(plain), 1e-5)
+    for key in ("accuracy", "loss"):
+        assert trial.summary["validation"][key] == pytest.approx(plain.summary["validation"][key], abs=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +85,8 @@ def plain(tmp_path_factory):
     return run_baseline(tmp_path_factory.mktemp("plain"), *FIFTY)
 
 
-def test_two_processes_train_as_one(tmp_path, plain):
-    command = [*launcher("torchrun", 2), "baseline.py", *DIGITS, *FIFTY, "--output", str(tmp_path)]
-    two = execute(command, tmp_path)
+def test_two_processes_train_like_one(tmp_path, plain):
+    two = run(["baseline.py", *DIGITS, *FIFTY, "--output", str(tmp_path)], tmp_path, processes=2)
     assert two.code == 0, two.stderr
     assert two.summary["world_size"] == 2
     assert two.summary["validation"]["images"] == 360
@@ -90,7 +96,7 @@ def test_two_processes_train_as_one(tmp_path, plain):
 
 
 def test_ranks_see_every_image_once():
-    """The pixels of an image tell which it is."""
+    """The pixels of an image are its number."""
     images = torch.arange(100, dtype=torch.uint8).view(100, 1, 1, 1).expand(100, 3, 32, 32).contiguous()
     source = ImageSet(images, torch.arange(100), ("a", "b"))
     seen: list[int] = []
@@ -101,7 +107,7 @@ def test_ranks_see_every_image_once():
     assert sorted(seen) == list(range(100))
 
 
-def test_accumulation_is_one_larger_batch(tmp_path, plain):
+def test_accumulated_micro_batches_are_one_batch(tmp_path, plain):
     accumulated = run_baseline(tmp_path, *FIFTY, "--accumulate", "4")
     assert len(losses(accumulated)) == 50
     assert losses(accumulated) == pytest.approx(losses(plain), abs=1e-5)
@@ -135,43 +141,28 @@ def test_schedule(schedule, rate):
         scheduler.step()
 
 
-def test_early_stopping(tmp_path):
-    """Waits for so many epochs in a row without improvement, and not for so little of it."""
+def test_early_stopping_waits_for_epochs_without_enough_improvement(tmp_path):
     waiting = Patience(patience=2, min_improvement=0.1)
-    assert [waiting.update(loss) for loss in (1.0, 0.95, 0.85, 0.8, 0.84)] == [
-        False,
-        False,
-        False,
-        False,
-        True,
-    ]
+    assert [waiting.update(loss) for loss in (1.0, 0.95, 0.85, 0.8, 0.84)] == [False] * 4 + [True]
     still = run_baseline(tmp_path, "--lr", "0", "--batch-size", "256", "--epochs", "9", "--patience", "2")
     assert still.summary["epochs"] == 3
 
 
 def test_weights_go_to_a_trial_and_back(tmp_path, plain):
-    """A trial that learns nothing hands on what it was given: the logits are the same bits."""
+    """A trial at learning rate 0 returns the weights that it was given, bit for bit."""
     settings = overrides(
         hyperparameters__weights=plain.output / "net.pt",
         hyperparameters__max_length="{batches: 1}",
         hyperparameters__overwrite_deepspeed_args__optimizer__params="{lr: 0, weight_decay: 0}",
     )
-    trial = train_many(tmp_path, {"trial": [*DIGITS, *settings]})["trial"]
+    output = tmp_path / "trial"
+    trial = run(["train.py", *DIGITS, *settings, "--output", str(output)], output)
     assert trial.code == 0, trial.stderr
-    given = trial.output / "net.pt"
-    back = run_baseline(tmp_path / "back", "--weights", str(given), "--lr", "0", "--max-steps", "1")
-    x = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    logits = []
-    for run in (plain, trial, back):
-        net = Net()
-        net.load_state_dict(weights_of(run))
-        logits.append(net(x))
-    assert torch.equal(logits[0], logits[1])
-    assert torch.equal(logits[0], logits[2])
-    assert (
-        trial.summary["weights_sha256"] == plain.summary["weights_sha256"] == back.summary["weights_sha256"]
-    )
-    assert trial.summary["validation"]["accuracy"] == plain.summary["validation"]["accuracy"]
+    back = run_baseline(tmp_path / "back", "--weights", f"{output}/net.pt", "--lr", "0", "--max-steps", "1")
+    for made in (trial, back):
+        assert_same_weights(weights_of(made), weights_of(plain), 0)
+        assert made.summary["weights_sha256"] == plain.summary["weights_sha256"]
+        assert made.summary["validation"]["accuracy"] == plain.summary["validation"]["accuracy"]
 
 
 def test_bad_input(tmp_path, capsys):
@@ -193,8 +184,8 @@ def test_bad_input(tmp_path, capsys):
         (["--set", "data.dataset=mnist"], "'mnist'"),
     ]:
         assert run_baseline(tmp_path / "run", *arguments).code == 2
-        lines = capsys.readouterr().err.splitlines()
-        assert len(lines) == 1 and lines[0].startswith("baseline.py: ") and named in lines[0], lines
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("baseline.py: ") and named in line
     wrong = ["--set", "data.dataset=mnist", "--set", "nam=x", "--epochs", "0", "--lr", "-1"]
     assert run_baseline(tmp_path / "run", *wrong, "--weights", str(text)).code == 2
     keys = [line.split(": ")[1] for line in capsys.readouterr().err.splitlines()]
@@ -207,7 +198,7 @@ def test_bad_input(tmp_path, capsys):
         assert f"--output: {output}: {named}" in capsys.readouterr().err
 
 
-def test_the_tutorials_recipe_is_the_default():
+def test_the_defaults_are_the_recipe_of_the_tutorial():
     args = baseline.parse([])
     assert (args.optimizer, args.lr, args.momentum, args.batch_size, args.epochs) == ("SGD", 0.001, 0.9, 4, 2)
     assert (args.schedule, args.accumulate, args.amp, args.patience) == ("constant", 1, None, None)

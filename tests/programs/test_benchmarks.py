@@ -1,4 +1,4 @@
-"""The benchmark runs every contender and every program for real, and its report holds what was measured."""
+"""The benchmarks time every contender and every program; their report holds the measurements."""
 
 import types
 
@@ -30,6 +30,7 @@ def other(image_folder):
     return costs.measure("const.yaml", ["data.dataset=imagefolder", f"data.root={image_folder}"], repeats=1)
 
 
+@pytest.mark.soak
 def test_every_contender_is_timed(row):
     assert set(row["rates"]) == set(steps.CONTENDERS)
     for name, rates in row["rates"].items():
@@ -37,8 +38,9 @@ def test_every_contender_is_timed(row):
         assert row["images_per_second"][name] == sorted(rates)[1]
 
 
-def test_the_images_are_those_that_were_trained():
-    """An epoch's last step has fewer."""
+@pytest.mark.soak
+def test_the_rate_counts_the_trained_images():
+    """The last step of an epoch has fewer images."""
     batch = "hyperparameters.overwrite_deepspeed_args.train_batch_size=1024"
     request = {"config": "const.yaml", "overrides": [*DIGITS, batch], "steps": 3}
     for name, images in {"trial": 1024 + 413 + 1024, "example": 3 * 1024}.items():
@@ -69,13 +71,14 @@ def test_the_bare_loops_have_the_memory_format_of_the_trial(asked):
     ],
     ids=str,
 )
-def test_what_cannot_be_compared_is_refused_before_anything_is_measured(capsys, arguments, parts):
+def test_refusals_come_before_any_measurement(capsys, arguments, parts):
     digits = [] if "--set" in arguments else ["--set", "data.dataset=digits"]
     assert main([*digits, *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and [part for part in parts if part not in captured.err] == []
 
 
+@pytest.mark.soak
 def test_every_program_reaches_an_accuracy_and_is_timed_from_its_start(whole):
     runs = programs.parsed(whole)
     assert set(runs) == set(programs.PEERS)
@@ -89,7 +92,7 @@ def test_every_program_reaches_an_accuracy_and_is_timed_from_its_start(whole):
         assert len(runs[name][0].reached) == 11, name  # 18 epochs of 12 steps: after every 20, and at the end
 
 
-def test_time_to_an_accuracy_is_that_of_the_first_validation_with_it():
+def test_the_first_validation_that_reaches_an_accuracy_gives_its_time():
     one, other = ([(5.0, 0.4), (7.0, 0.6), (9.0, 0.5)], [(6.0, 0.7)])
     runs = {"trial": [programs.Watched(10, one, 2.0), programs.Watched(10, other, 2.0)]}
     assert programs.times(runs, "trial", 0.55) == 6.5
@@ -97,7 +100,8 @@ def test_time_to_an_accuracy_is_that_of_the_first_validation_with_it():
     assert programs.times(runs, "trial", 0.65) is None
 
 
-def test_the_start_is_that_of_train_py_beside_its_libraries_alone(other):
+@pytest.mark.soak
+def test_the_start_of_train_py_is_compared_with_its_libraries_alone(other):
     for each in other["start"]:
         assert set(each) == {"libraries", "imports", "first_step"}
         for imports, first_step in zip(each["imports"], each["first_step"], strict=True):
@@ -105,6 +109,7 @@ def test_the_start_is_that_of_train_py_beside_its_libraries_alone(other):
     assert "torch" in other["packages"] and "`torch`" in costs.start_lines(other)[1]
 
 
+@pytest.mark.soak
 def test_two_ranks_hold_the_decoded_images_once(other):
     held = other["images"]
     assert held["ranks"] == 2 and 0.9 < held["held"] / held["files"] < 1.1
@@ -113,15 +118,10 @@ def test_two_ranks_hold_the_decoded_images_once(other):
     assert "their own" in costs.lines(embedded)[-1]
 
 
-def test_the_results_say_what_was_measured(row, whole, other, tmp_path):
-    results = {
-        "command": "c",
-        "machine": machine.describe(),
-        "steps": [row],
-        "programs": whole,
-        "costs": other,
-    }
-    report.write(results, tmp_path)
+@pytest.mark.soak
+def test_the_results_hold_the_measurements(row, whole, other, tmp_path):
+    measured = {"steps": [row], "programs": whole, "costs": other}
+    report.write({"command": "c", "machine": machine.describe(), **measured}, tmp_path)
     text = (tmp_path / "RESULTS.md").read_text()
     ratios = steps.ratios(row)
     assert list(ratios) == ["pytorch", "engine", "example"]

@@ -1,154 +1,123 @@
-"""From a folder of photographs to a classifier: nothing is chosen by the test images, in any form of the file."""
+"""From a folder of photographs to a classifier: test images decide nothing, and short options suffice."""
 
 import json
 import math
+import shutil
 
+import matrix
 import numpy as np
 import pytest
 import torch
-from folders import save
-from modes import DEEPSPEED
+from folders import save, table
+from matrix import DEEPSPEED, ROWS, write_photos
 from PIL import Image
 from sklearn.datasets import load_digits
-from support import LATEST, checkpoints, overrides, train_many
+from support import DIGITS, LATEST, checkpoints, overrides, train_many
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
 
-STEPS = 24
-FLAT = overrides(
-    data="{dataset: imagefolder, root: FOLDER, image_size: 32, validation: 0.2, sampling: balanced}",
-    hyperparameters__max_length=f"{{batches: {STEPS}}}",
-    hyperparameters__early_stopping="{metric: macro_f1, patience: 3}",
-    hyperparameters__test_time_augmentation="{mirror: true}",
-    hyperparameters__weight_average="{decay: 0.9}",
-    min_validation_period="{batches: 4}",
-    searcher="{name: single, metric: macro_recall, smaller_is_better: false}",
-    scheduling_unit=4,
-    **{f"{DEEPSPEED}train_batch_size": 16, f"{DEEPSPEED}scheduler": "null"},
-)
-CONFIG = ["--config", "experiments/digits.yaml"]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Two folders that differ in their test images alone."""
-    bunch, found = load_digits(), {}
-    for name in ("one", "other"):
-        root = found[name] = tmp_path_factory.mktemp("photos") / name
-        for label in range(4):
-            pictures = bunch.images[bunch.target == label]
-            for index, picture in enumerate(pictures[: 60 if label else 12]):
-                part = "test" if index % 4 == 3 else "train"
-                if name == "other" and part == "test":
-                    picture = np.random.default_rng(index).integers(0, 17, (8, 8))
-                grey = Image.fromarray((picture * 15.9).astype(np.uint8))
-                save(root / part / str(label) / f"{index}.png", grey.resize((40, 33)))
-    return found
-
-
-def row(folder):
-    return [*CONFIG, *(each.replace("FOLDER", str(folder)) for each in FLAT)]
-
 
 def chosen(run):
-    """All that validations say and decide: the test and the clock left out."""
+    """Everything that a run validates and decides, without the tests and the clock."""
+    timed = ("time", "images_per_second", "flops_per_second")
     entries = [entry for entry in run.metrics if entry["group"] != "test"]
-    kept = [
-        {key: value for key, value in each.items() if key not in ("time", "images_per_second")}
-        for each in entries
-    ]
+    kept = [{key: value for key, value in entry.items() if key not in timed} for entry in entries]
     return kept, run.summary["weights_sha256"], run.summary["validation"], sorted(checkpoints(run))
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_nothing_is_chosen_by_the_test_images(folders, tmp_path, processes):
-    """Whatever these are, a run validates, keeps and stops alike; they are judged once, at its end."""
-    rows = {name: row(folder) for name, folder in folders.items()}
-    runs = train_many(tmp_path, rows, processes)
-    for run in runs.values():
-        assert run.code == 0, run.stderr
-        tests = [entry for entry in run.metrics if entry["group"] == "test"]
-        assert len(tests) == 1 and tests[0]["steps_completed"] == run.summary["steps"]
-        assert run.metrics[-1] == tests[0] and "images_per_second" not in tests[0]
-        assert run.summary["chosen_on"] == "validation images"
-        assert (run.summary["validation"]["images"], run.summary["test"]["images"]) == (29, 48)
-        for key in ("accuracy", "accuracy_tta", "macro_f1", "calibration_error", "loss"):
-            assert run.summary["test"][key] == tests[0][key]
-        *_, tested, _, _ = run.stdout.splitlines()
-        assert tested == f"test accuracy {tests[0]['accuracy']:.4f}"
-        events = EventAccumulator(str(run.output)).Reload()
-        assert events.Scalars("accuracy/test")[-1].value == pytest.approx(tests[0]["accuracy"])
-        assert events.Scalars("accuracy/test_tta")[-1].value == pytest.approx(tests[0]["accuracy_tta"])
-        confusion = json.loads((run.output / "classification.json").read_text())["confusion"]
-        assert np.sum(confusion) == 29  # of the validation, not of the test
-    one, other = runs["one"], runs["other"]
+def assert_tested_once(run):
+    assert run.code == 0, run.stderr
+    (test,) = [entry for entry in run.metrics if entry["group"] == "test"]
+    assert test["steps_completed"] == run.summary["steps"]
+    assert run.metrics[-1] == test and "images_per_second" not in test
+    assert run.summary["chosen_on"] == "validation images"
+    assert (run.summary["validation"]["images"], run.summary["test"]["images"]) == (29, 48)
+    for key in ("accuracy", "accuracy_tta", "macro_f1", "calibration_error", "loss"):
+        assert run.summary["test"][key] == test[key]
+    assert run.stdout.splitlines()[-3] == f"test accuracy {test['accuracy']:.4f}"
+    events = EventAccumulator(str(run.output)).Reload()
+    assert events.Scalars("accuracy/test")[-1].value == pytest.approx(test["accuracy"])
+    assert events.Scalars("accuracy/test_tta")[-1].value == pytest.approx(test["accuracy_tta"])
+    confusion = json.loads((run.output / "classification.json").read_text())["confusion"]
+    assert np.sum(confusion) == 29  # validation images
+
+
+def test_test_images_decide_nothing(runs, tmp_path):
+    """A run validates, keeps and stops alike with other test images; it sees them once, at its end."""
+    files = runs.files
+    more = overrides(
+        hyperparameters__max_length="{batches: 24}",
+        hyperparameters__early_stopping="{metric: macro_f1, patience: 2}",
+        min_validation_period="{batches: 2}",
+    )
+    write_photos(tmp_path / "photos")
+    for file in tmp_path.glob("photos/test/*/*"):
+        noise = np.random.default_rng(0).integers(0, 256, (33, 40), dtype=np.uint8)
+        Image.fromarray(noise).save(file)
+    one = matrix.train(ROWS["photos"], 2, tmp_path / "one", files, (*more,))
+    other = matrix.train(
+        ROWS["photos"], 2, tmp_path / "other", {**files, "photos": tmp_path / "photos"}, (*more,)
+    )
+    for run in (one, other):
+        assert_tested_once(run)
     assert chosen(one) == chosen(other)
     assert one.summary["test"]["accuracy"] > other.summary["test"]["accuracy"]
-    # The same run stopped and gone on with is tested once more, to the same numbers
-    (tmp_path / "stopped").mkdir()
-    stopped = train_many(tmp_path / "stopped", {"one": rows["one"]}, processes, sigterm_at=9)["one"]
-    assert stopped.code == 130 and not any(entry["group"] == "test" for entry in stopped.metrics)
-    again = train_many(tmp_path / "stopped", {"one": [*rows["one"], *LATEST]}, processes)["one"]
-    assert again.code == 0 and chosen(again)[1:3] == chosen(one)[1:3]
-    assert again.summary["test"] == one.summary["test"]
-    # And one that had ended
-    ended = train_many(tmp_path, {"one": [*rows["one"], *LATEST]}, processes)["one"]
-    assert ended.summary["test"] == one.summary["test"]
-    assert [entry["group"] for entry in ended.metrics].count("test") == 1
 
 
-FORMS: dict[str, dict] = {
-    "file": {"deepspeed_config": "ds_config.json"},
-    "overrides": {
-        "deepspeed_config": "ds_config.json",
-        "overwrite_deepspeed_args": {"optimizer": {"params": {"lr": 0.5}}, "train_batch_size": 4},
-    },
-    "inline": {
-        "train_batch_size": 4,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 3}},
-    },
-    "inline, for a cluster": {
-        "train_batch_size": 4,
-        "optimizer": {"type": "const", "val": {"type": "Adam", "params": {"lr": 0.5}}},
-        "scheduler": {"type": "const", "val": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}},
-    },
+def test_a_finished_run_is_tested_again_to_the_same_numbers(runs, tmp_path):
+    finished = runs.straight("photos", 1)
+    output = shutil.copytree(finished.output, tmp_path / "run")
+    again = matrix.train(ROWS["photos"], 1, output, runs.files, (*LATEST,))
+    assert_tested_once(again)
+    assert again.summary["test"] == finished.summary["test"]
+
+
+FILE = {"deepspeed_config": "ds_config.json"}
+ADAM = {"type": "Adam", "params": {"lr": 0.5}}
+WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
+TO_HALF = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5, "warmup_num_steps": 3}}
+CONST = {
+    name: {"type": "const", "val": value} for name, value in {"optimizer": ADAM, "scheduler": WARMUP}.items()
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
+@table(
+    "form",
+    file=(FILE,),
+    overrides=(
+        {**FILE, "overwrite_deepspeed_args": {"optimizer": {"params": {"lr": 0.5}}, "train_batch_size": 4}},
+    ),
+    inline=({"train_batch_size": 4, "optimizer": ADAM, "scheduler": TO_HALF},),
+    constants=({"train_batch_size": 4, **CONST},),
+)
 def test_short_forms_reach_every_form_of_the_configuration(form, capsys):
-    hyperparameters = {"max_length": {"batches": 3}, **FORMS[form]}
-    file = ["--config", "experiments/digits.yaml", "--set", f"hyperparameters={json.dumps(hyperparameters)}"]
-    short = ["--lr", "0.003", "--batch-size", "48", "--epochs", "5", "--net", "resnet18"]
+    file = [*DIGITS, *overrides(hyperparameters=json.dumps({"max_length": {"batches": 3}, **form}))]
+    short = ["--lr", "0.003", "--batch-size", "48", "--epochs", "5"]
     assert train.main([*file, *short, "--check"]) == 0
     config = json.loads(capsys.readouterr().out)
     assert config["train_batch_size"] == 48
     assert config["optimizer"]["params"]["lr"] == 0.003
     assert config["scheduler"]["params"]["warmup_max_lr"] == 0.003
-    experiment = train.load(train.parse([*file, *short]))
+    experiment = train.load(train.parse([*file, *short, "--net", "resnet18"]))
     assert experiment.hyperparameters["max_length"] == {"epochs": 5}
     assert experiment.hyperparameters["net"] == "resnet18"
 
 
 @pytest.mark.parametrize(
-    ("short", "line"),
+    ("option", "value", "line"),
     [
-        (["--epochs", "0"], "hyperparameters.max_length.epochs: 0: must be a whole number of at least 1"),
-        (["--epochs", "many"], "hyperparameters.max_length.epochs: 'many': must be a whole number"),
-        (["--lr", "fast"], "optimizer.params.lr: 'fast': must be"),
-        (["--batch-size", "2.5"], "train_batch_size: 2.5: must be"),
-        (["--net", "resnet19"], "hyperparameters.net: 'resnet19': no such network; did you mean 'resnet18'?"),
-        (["--net", ""], "hyperparameters.net: None: no such network"),
-        (
-            ["--lr", "[1"],
-            "--set hyperparameters.overwrite_deepspeed_args.optimizer.params.lr: '[1': not YAML",
-        ),
+        ("--epochs", "0", "hyperparameters.max_length.epochs: 0: must be a whole number of at least 1"),
+        ("--epochs", "many", "hyperparameters.max_length.epochs: 'many': must be a whole number"),
+        ("--lr", "fast", "optimizer.params.lr: 'fast': must be"),
+        ("--lr", "[1", "--set hyperparameters.overwrite_deepspeed_args.optimizer.params.lr: '[1': not YAML"),
+        ("--batch-size", "2.5", "train_batch_size: 2.5: must be"),
+        ("--net", "resnet19", "hyperparameters.net: 'resnet19': no such network; did you mean 'resnet18'?"),
+        ("--net", "", "hyperparameters.net: None: no such network"),
     ],
 )
-def test_a_wrong_short_form_is_one_line(short, line, capsys):
-    assert train.main([*CONFIG, *short, "--check"]) == 2
+def test_a_wrong_short_form_is_one_line(option, value, line, capsys):
+    assert train.main([*DIGITS, option, value, "--check"]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"train.py: {line}")
 
@@ -157,13 +126,8 @@ def test_too_few_images_for_the_processes_are_refused_by_name(tmp_path, capsys):
     for index in range(12):
         save(tmp_path / str(index % 2) / f"{index}.png", Image.new("L", (32, 32), index))
     section = f"{{dataset: imagefolder, root: {tmp_path}, validation: 0.2}}"
-    short = [
-        *CONFIG,
-        *overrides(data=section, **{f"{DEEPSPEED}train_batch_size": 4}),
-        "--check",
-        "--slots",
-        "4",
-    ]
+    settings = overrides(data=section, **{f"{DEEPSPEED}train_batch_size": 4})
+    short = [*DIGITS, *settings, "--check", "--slots", "4"]
     assert train.main(short) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" images")[2][:40] for line in lines] == [
@@ -172,16 +136,15 @@ def test_too_few_images_for_the_processes_are_refused_by_name(tmp_path, capsys):
     assert train.main([*short[:-1], "2"]) == 0
 
 
-def test_weights_of_classes_lift_the_recall_of_a_skewed_folder(tmp_path):
-    """50 to 1: what weights, or balanced epochs, are for."""
-    bunch = load_digits()
+def test_class_weights_and_balanced_sampling_lift_the_recall_of_a_skewed_folder(tmp_path):
+    """Two classes have 50 times the images of the other two."""
+    digits = load_digits()
     for label, size in enumerate((150, 150, 3, 3)):
-        pictures = bunch.images[bunch.target == label]
-        for index, picture in enumerate(pictures[: size + 25]):
+        for index, picture in enumerate(digits.images[digits.target == label][: size + 25]):
             part = "train" if index < size else "test"
             grey = Image.fromarray((picture * 15.9).astype(np.uint8))
             save(tmp_path / "photos" / part / str(label) / f"{index}.png", grey.resize((32, 32)))
-    plain = [*CONFIG, *overrides(
+    plain = [*DIGITS, *overrides(
         data=f"{{dataset: imagefolder, root: {tmp_path / 'photos'}, image_size: 32}}",
         hyperparameters__max_length="{batches: 60}",
         **{f"{DEEPSPEED}train_batch_size": 32, f"{DEEPSPEED}scheduler": "null",
@@ -197,13 +160,11 @@ def test_weights_of_classes_lift_the_recall_of_a_skewed_folder(tmp_path):
     assert all(math.isfinite(each) for each in recall.values())
     assert recall["weights"] > recall["plain"] + 0.1 and recall["sampling"] > recall["plain"] + 0.1, recall
     assert runs["plain"].summary["chosen_on"] == "test images" and "test" not in runs["plain"].summary
-    assert (
-        torch.load(runs["plain"].output / "net.pt").keys()
-        == torch.load(runs["weights"].output / "net.pt").keys()
-    )
+    keys = [torch.load(runs[name].output / "net.pt").keys() for name in ("plain", "weights")]
+    assert keys[0] == keys[1]
 
 
-def test_three_grey_images_of_any_size_in_each_of_200_classes_train_by_one_command(tmp_path):
+def test_200_classes_of_three_grey_images_of_any_size_train_by_one_command(tmp_path):
     random = np.random.default_rng(0)
     for label in range(200):
         for index in range(3):

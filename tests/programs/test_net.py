@@ -1,9 +1,8 @@
-import pytest
 import torch
 
 from net import Net
 
-# Layer, type, input shape, output shape, parameters: the table of the PyTorch tutorial's network.
+# The network of the PyTorch tutorial. Columns: layer, type, input shape, output shape, parameters.
 TABLE = [
     ("conv1", "Conv2d", (2, 3, 32, 32), (2, 6, 28, 28), 456),
     ("pool", "MaxPool2d", (2, 6, 28, 28), (2, 6, 14, 14), 0),
@@ -15,38 +14,22 @@ TABLE = [
 ]
 
 
-@pytest.fixture(scope="module")
-def calls():
-    """What each layer was given and gave, in the order of the forward pass."""
-    net, seen = Net(), []
-    names = {module: name for name, module in net.named_children()}
-    for module in names:
-        module.register_forward_hook(
-            lambda m, i, o: seen.append((names[m], tuple(i[0].shape), tuple(o.shape)))
-        )
-    logits = net(torch.zeros(2, 3, 32, 32))
-    assert logits.shape == (2, 10)
-    return net, seen
+def test_layers():
+    net, called = Net(), []
+    for name, module in net.named_children():
 
+        def note(layer, given, got, name=name):
+            parameters = sum(each.numel() for each in layer.parameters())
+            called.append((name, type(layer).__name__, tuple(given[0].shape), tuple(got.shape), parameters))
 
-@pytest.mark.parametrize("row", range(len(TABLE)))
-def test_layer(calls, row):
-    name, kind, taken, given, parameters = TABLE[row]
-    net, seen = calls
-    layer = getattr(net, name)
-    assert type(layer).__name__ == kind
-    assert seen[row] == (name, taken, given)
-    assert sum(p.numel() for p in layer.parameters()) == parameters
-
-
-def test_total(calls):
-    net, seen = calls
-    assert len(seen) == len(TABLE)
-    assert sum(p.numel() for p in net.parameters()) == 62_006
+        module.register_forward_hook(note)
+    net(torch.zeros(2, 3, 32, 32))
+    assert called == TABLE
+    assert sum(each.numel() for each in net.parameters()) == 62_006
     assert [name for name, _ in net.named_children()] == ["conv1", "pool", "conv2", "fc1", "fc2", "fc3"]
 
 
-def test_forward_is_the_tutorials():
+def test_the_forward_pass_is_the_tutorials():
     torch.manual_seed(0)
     net, x = Net(7), torch.randn(3, 3, 32, 32)
     f = torch.nn.functional

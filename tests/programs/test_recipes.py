@@ -1,26 +1,30 @@
-"""The recipes of ``experiments/``: those of their bare PyTorch loop, at every ZeRO stage, in one process and two."""
+"""The recipes of ``experiments/`` against a bare PyTorch loop, and the tables of their results."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
 from modes import DEEPSPEED, losses
-from support import INSTRUCTIONS, LATEST, Run, execute, launcher, overrides, train_many
+from support import INSTRUCTIONS, Run, execute, overrides, run, train_many
 
 from benchmarks import recipes, report
 from harness import machine
 
-RECIPE = ["--config", "experiments/cifar10-90.yaml"]
-SMALL = overrides(
+STEPS = 30
+SMALL = ["--config", "experiments/cifar10-90.yaml"]
+SMALL += overrides(
     data="{dataset: digits, image_size: 24, normalize: dataset, augment: {crop: 2, edge: reflection}}",
     hyperparameters__net_args__width=4,
-    hyperparameters__max_length="{batches: 100}",
+    hyperparameters__max_length=f"{{batches: {STEPS}}}",
     hyperparameters__progressive_resizing="{scale: 0.75, until: 0.5}",
     scheduling_unit=1,
-    **{f"{DEEPSPEED}train_batch_size": 64, f"{DEEPSPEED}torch_autocast": "null"},  # or rounding would grow
+    **{
+        f"{DEEPSPEED}train_batch_size": 64,
+        f"{DEEPSPEED}torch_autocast": "null",
+    },  # rounding would grow in bf16
 )
-AUTOCAST = overrides(**{f"{DEEPSPEED}torch_autocast": "{enabled: true, dtype: bfloat16}"})
-# Of the same net as airbench94 trains it: https://github.com/KellerJordan/cifar10-airbench
+# The network and the optimizer of airbench94: https://github.com/KellerJordan/cifar10-airbench
 SGD = overrides(
     hyperparameters__parameter_groups="[{match: bias, lr_factor: 64, weight_decay: 0}]",
     hyperparameters__weight_decay_on="all",
@@ -30,63 +34,54 @@ SGD = overrides(
 )
 
 
-@pytest.mark.parametrize("instructions", ["", "AVX2"])
-def test_the_trial_gives_the_bare_loops_losses(tmp_path, instructions):
-    """Of the same network, images, Muon and schedule."""
-    environment = INSTRUCTIONS.get(instructions, {})
-    run = train_many(tmp_path, {"trial": [*RECIPE, *SMALL]}, environment=environment)["trial"]
-    assert run.code == 0, run.stderr
-    command = [*launcher("python", 1), "-m", "benchmarks.bare_recipe", *RECIPE, *SMALL]
-    plain = execute(command, tmp_path / "plain", **environment)
-    bare = json.loads(plain.stdout)
-    assert len(bare) == 100 and bare[-1] < 0.7 * bare[0]
-    assert losses(run) == pytest.approx(bare, rel=1e-6)
+def run_new(arguments: list[str], output, **env) -> Run:
+    """Run a program in a new process, where torch chooses its kernels again."""
+    return execute([sys.executable, *arguments], output, **env)
 
 
-@pytest.mark.parametrize("optimizer", [[], SGD], ids=["Muon", "SGD"])
-def test_every_stage_and_number_of_processes_learns_alike(tmp_path, optimizer):
-    """Two ranks normalise the micro-batches that one process accumulates."""
-    length = overrides(hyperparameters__max_length="{batches: 30}")
-    found: dict[str, Run] = {}
-    for processes in (1, 2):
-        rows = {
-            f"zero{stage} in {processes}": [
-                *RECIPE,
-                *SMALL,
-                *optimizer,
-                *length,
-                *overrides(
-                    **{
-                        f"{DEEPSPEED}zero_optimization__stage": stage,
-                        f"{DEEPSPEED}gradient_accumulation_steps": 3 - processes,
-                    }
-                ),
-            ]
-            for stage in range(4)
-        }
-        found |= train_many(tmp_path, rows, processes)
-    for name, run in found.items():
-        assert run.code == 0, f"{name}: {run.stderr}"
-        assert losses(run) == pytest.approx(losses(found["zero0 in 1"]), rel=1e-4), name
-    assert losses(run)[-1] < losses(run)[0] - 0.1
+@pytest.mark.parametrize(
+    ("start", "environment"),
+    [
+        pytest.param(run, {}, id="native"),
+        pytest.param(run_new, INSTRUCTIONS["AVX2"], id="AVX2", marks=pytest.mark.soak),
+    ],
+)
+def test_the_trial_has_the_losses_of_the_bare_loop(tmp_path, start, environment):
+    """Both have the same network, images, Muon and schedule."""
+    trial = start(["train.py", *SMALL, "--output", str(tmp_path)], tmp_path, **environment)
+    assert trial.code == 0, trial.stderr
+    plain = start(["-m", "benchmarks.bare_recipe", *SMALL], tmp_path, **environment)
+    assert plain.code == 0, plain.stderr
+    bare = json.loads(plain.stdout)[:STEPS]
+    assert len(bare) == STEPS and bare[-1] < 0.9 * bare[0]
+    assert losses(trial) == pytest.approx(bare, rel=1e-6)
 
 
-def test_a_recipe_resumes_to_the_same_bits(tmp_path):
-    """In bf16 by autocast, in the midst of the smaller images."""
-    rows = {"recipe": [*RECIPE, *SMALL, *AUTOCAST, *overrides(hyperparameters__max_length="{batches: 30}")]}
-    for name in ("straight", "stopped"):
-        (tmp_path / name).mkdir()
-    straight = train_many(tmp_path / "straight", rows)["recipe"]
-    stopped = train_many(tmp_path / "stopped", rows, sigterm_at=11)["recipe"]
-    assert (straight.code, stopped.code) == (0, 130), straight.stderr
-    resumed = train_many(tmp_path / "stopped", {"recipe": [*rows["recipe"], *LATEST]})["recipe"]
-    assert resumed.code == 0, resumed.stderr
-    assert losses(resumed) == losses(straight)
-    assert resumed.summary["validation"] == straight.summary["validation"]
-    assert resumed.summary["weights_sha256"] == straight.summary["weights_sha256"]
+EVERYWHERE = [(processes, stage) for processes in (1, 2) for stage in range(4)]
 
 
-def test_the_table_has_every_recipe_that_was_ever_measured(tmp_path):
+@pytest.mark.parametrize(
+    ("optimizer", "modes"),
+    [
+        pytest.param([], [(1, 0), (2, 2)], id="Muon"),
+        pytest.param([], EVERYWHERE, id="Muon everywhere", marks=pytest.mark.soak),
+        pytest.param(SGD, EVERYWHERE, id="SGD everywhere", marks=pytest.mark.soak),
+    ],
+)
+def test_stages_and_numbers_of_processes_learn_alike(tmp_path, optimizer, modes):
+    """Two ranks normalise the same micro-batches that one process accumulates."""
+    expected: list[float] = []
+    for processes, stage in modes:
+        mode = {"gradient_accumulation_steps": 3 - processes, "zero_optimization__stage": stage}
+        row = [*SMALL, *optimizer, *overrides(**{f"{DEEPSPEED}{key}": value for key, value in mode.items()})]
+        (made,) = train_many(tmp_path, {f"zero{stage} in {processes}": row}, processes).values()
+        assert made.code == 0, made.stderr
+        expected = expected or losses(made)
+        assert losses(made) == pytest.approx(expected, rel=1e-4), (processes, stage)
+        assert losses(made)[-1] < losses(made)[0] - 0.1
+
+
+def test_the_table_has_every_measured_recipe(tmp_path):
     where = {"cores": 2, "processor": "P", "python": "3", **dict.fromkeys(machine.PACKAGES, "1")}
     for seed, accuracy in enumerate((0.5, 0.7)):
         validation = {"accuracy_tta": accuracy, "accuracy": accuracy - 0.1}
@@ -96,21 +91,12 @@ def test_the_table_has_every_recipe_that_was_ever_measured(tmp_path):
     speed |= {"operations": 1e10, "images": 500, "what": "width 1"}
     (tmp_path / "one-speed.json").write_text(json.dumps(speed))
     (row,) = [line for line in recipes.lines(recipes.read(tmp_path)) if line.startswith("| `one.yaml`")]
-    cells = [cell.strip() for cell in row.split("|")[1:-1]]
-    assert cells == [
-        "`one.yaml`: width 1",
-        "0 1",
-        "60.00% (50.00% to 70.00%)",
-        "50.00% (40.00% to 60.00%)",
-        "20",
-        "30",
-        "2.0 of 10 s",
-        "1.050",
-        "2000, 50% of an fp32 matrix product's",
-    ]
+    expected = "`one.yaml`: width 1 | 0 1 | 60.00% (50.00% to 70.00%) | 50.00% (40.00% to 60.00%) | 20 | 30"
+    expected += " | 2.0 of 10 s | 1.050 | 2000, 50% of an fp32 matrix product's"
+    assert [cell.strip() for cell in row.split("|")[1:-1]] == expected.split(" | ")
 
 
-def test_a_section_of_the_results_replaces_its_older_self_alone(tmp_path):
+def test_a_new_section_replaces_the_old_one_alone(tmp_path):
     file = tmp_path / "RESULTS.md"
     file.write_text("# Results\n\nFirst.\n\n## One\n\n1\n\n## Two\n\n2\n")
     report.put_section(file, "One", "one\n")

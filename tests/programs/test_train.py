@@ -1,26 +1,25 @@
-"""Whole runs of train.py: real processes, the real trainer and engine, real images."""
+"""train.py on the command line: summary, periods, notes and bad input."""
 
 import gc
 import json
+import socket
 import subprocess
 import sys
 
 import pytest
 import torch
-from folders import caches
-from support import DIGITS, PROJECT, TIME_LIMIT, Run, free_port, overrides, train_many
+from folders import caches, table
+from matrix import BATCH, EPOCH
+from support import DIGITS, PROJECT, Run, execute, overrides, run, time_limit, train_many
 
 import baseline
 import search
+import train
 from classify.config import command_line
 from net import Net
 
-SHORT = overrides(hyperparameters__max_length="{epochs: 2}", min_validation_period="{epochs: 1}")
-
-
-BATCH = "hyperparameters__overwrite_deepspeed_args__train_batch_size"
-
-
+D = "hyperparameters__overwrite_deepspeed_args__"
+LENGTH = "hyperparameters__max_length"
 KEYS = {
     "steps", "epochs", "world_size", "zero_stage", "dtype", "seconds", "images_per_second", "validation",
     "weights_sha256", "checkpoint", "peak_memory_mib", "parameter_groups", "chosen_on",
@@ -28,83 +27,73 @@ KEYS = {
 }  # fmt: skip
 
 
-START = ["starting:", "images", "network", "engine", "batch", "length", "folder"]
-
-
-def test_summary_lines_and_seeds(train):
-    first, again = train(*DIGITS, *SHORT), train(*DIGITS, *SHORT)
-    other = train(*DIGITS, *SHORT, *overrides(reproducibility__experiment_seed=1))
-    for run in (first, again, other):
-        assert run.code == 0, run.stderr
+def test_summary_lines_and_seeds(tmp_path):
+    arguments = [
+        "train.py",
+        *DIGITS,
+        *overrides(**{LENGTH: "{epochs: 2}"}, min_validation_period="{epochs: 1}"),
+    ]
+    output = tmp_path / "first"
+    first = execute([sys.executable, *arguments, "--output", str(output)], output)
+    rows = {"again": arguments[1:], "other": [*arguments[1:], *overrides(reproducibility__experiment_seed=1)]}
+    again, other = train_many(tmp_path, rows).values()
+    for made in (first, again, other):
+        assert made.code == 0, made.stderr
     summary = first.summary
     assert set(summary) == KEYS
-    assert (summary["steps"], summary["epochs"], summary["world_size"]) == (90, 2, 1)
-    assert (summary["zero_stage"], summary["dtype"]) == (0, "float32")
+    assert (summary["steps"], summary["epochs"]) == (90, 2)
     validation = summary["validation"]
-    assert validation["images"] == 360
     assert validation["accuracy"] > 0.5
-    # The classes are of about equal size, so the mean over them is near the accuracy over the images.
-    assert list(validation["per_class_accuracy"]) == [str(digit) for digit in range(10)]
-    assert sum(validation["per_class_accuracy"].values()) / 10 == pytest.approx(
-        validation["accuracy"], abs=0.01
-    )
+    # The classes have nearly equal sizes, so the mean over them is near the accuracy over the images.
+    each = validation["per_class_accuracy"]
+    assert list(each) == [str(digit) for digit in range(10)]
+    assert sum(each.values()) / 10 == pytest.approx(validation["accuracy"], abs=0.01)
     lines = first.stdout.splitlines()
-    assert [line.split()[0] for line in lines[:7]] == START
+    assert [
+        line.split()[0] for line in lines[:7]
+    ] == "starting: images network engine batch length folder".split()
     assert "1,437 to train, 360 to validate, 10 classes, 32x32 pixels" in lines[1]
     assert lines[2].endswith("net: 62,006 parameters, 62,006 trainable, 1.3 MFLOP an image")
     assert lines[3].endswith("1 process on cpu, 1 thread, float32, ZeRO stage 0")
     assert lines[4].endswith("32 images = micro-batch 32 x accumulation 1 x 1 process")
     assert lines[5].endswith("90 steps: 2 epochs of 45")
-    assert lines[6].endswith(str(first.output))
-    assert lines[-2].endswith(f"report: python3 checkpoint.py report {first.output}")
+    assert lines[6].endswith(str(output))
+    assert lines[-2].endswith(f"report: python3 checkpoint.py report {output}")
     assert lines[-1] == f"accuracy {validation['accuracy']:.4f}"
-    checkpoint = first.output / "checkpoints" / summary["checkpoint"]
+    checkpoint = output / "checkpoints" / summary["checkpoint"]
     assert json.loads((checkpoint / "metadata.json").read_text())["steps_completed"] == 90
     assert again.summary["weights_sha256"] == summary["weights_sha256"] != other.summary["weights_sha256"]
-    assert "deprecated" not in first.stdout + first.stderr
-    assert "WARNING" not in first.stdout + first.stderr
+    assert not [word for word in ("deprecated", "WARNING") if word in first.stdout + first.stderr]
 
 
-# A period and the steps at which it validates; there are 45 steps an epoch.
-PERIODS = {
-    "one and a half epochs": ("{batches: 67}", 2, [67, 90]),
-    "two epochs": ("{epochs: 2}", 3, [90, 135]),
-    "images": ("{records: 1440}", 3, [45, 90, 135]),
-    "never": ("{epochs: 0}", 2, [90]),
-}
-
-
-def test_validation_periods(tmp_path):
-    rows = {
-        name: [
-            *DIGITS,
-            *overrides(hyperparameters__max_length=f"{{epochs: {epochs}}}", min_validation_period=period),
-        ]
-        for name, (period, epochs, _) in PERIODS.items()
+@table(
+    "period, epochs, validated_at",
+    one_and_a_half_epochs=(f"{{batches: {EPOCH + 2}}}", 2, [EPOCH + 2, 2 * EPOCH]),
+    two_epochs=("{epochs: 2}", 3, [2 * EPOCH, 3 * EPOCH]),
+    images=(f"{{records: {EPOCH * BATCH}}}", 3, [EPOCH, 2 * EPOCH, 3 * EPOCH]),
+    never=("{epochs: 0}", 2, [2 * EPOCH]),
+)
+def test_validation_periods(tmp_path, period, epochs, validated_at):
+    settings = {
+        LENGTH: f"{{epochs: {epochs}}}",
+        "min_validation_period": period,
+        f"{D}train_batch_size": BATCH,
     }
-    for name, run in train_many(tmp_path, rows).items():
-        assert run.code == 0, run.stderr
-        assert run.validated_at == PERIODS[name][2], name
+    (made,) = train_many(tmp_path, {"run": [*DIGITS, *overrides(**settings)]}).values()
+    assert made.code == 0, made.stderr
+    assert made.validated_at == validated_at
 
 
 def test_one_set_of_weights_has_one_accuracy(tmp_path, image_folder):
-    """52 images, judged by the initial weights in 1, 2 and 3 processes and micro-batches of 2 to 30."""
+    """The initial weights judge 52 images in 1, 2 and 3 processes and in micro-batches of 3 to 30."""
     runs: list[Run] = []
-    for processes in (1, 2, 3):
-        rows = {}
-        for batch in (6, 30):
-            settings = overrides(
-                data__dataset="imagefolder",
-                data__root=image_folder,
-                hyperparameters__max_length="{batches: 1}",
-                hyperparameters__overwrite_deepspeed_args__optimizer__params__lr=0,
-                **{BATCH: batch},
-            )
-            rows[f"{processes}-{batch}"] = [*DIGITS, *settings]
-        runs += train_many(tmp_path, rows, processes).values()
-    for run in runs:
-        assert run.code == 0, run.stderr
-        validation, expected = run.summary["validation"], runs[0].summary["validation"]
+    for processes, batch in ((1, 30), (2, 6), (3, 30)):
+        settings = {f"{D}train_batch_size": batch, f"{D}optimizer__params__lr": 0, LENGTH: "{batches: 1}"}
+        settings |= {"data__dataset": "imagefolder", "data__root": image_folder}
+        runs += train_many(tmp_path, {str(processes): [*DIGITS, *overrides(**settings)]}, processes).values()
+    for made in runs:
+        assert made.code == 0, made.stderr
+        validation, expected = made.summary["validation"], runs[0].summary["validation"]
         assert validation["images"] == 52
         assert list(validation["per_class_accuracy"]) == [f"digit {label}" for label in range(4)]
         assert validation["loss"] == pytest.approx(expected["loss"], rel=1e-6)
@@ -112,183 +101,154 @@ def test_one_set_of_weights_has_one_accuracy(tmp_path, image_folder):
         assert validation["per_class_accuracy"] == expected["per_class_accuracy"]
 
 
-def test_the_first_line_comes_before_the_slow_imports():
+def test_imports_come_after_the_first_line_and_without_garbage_collection():
     script = "import sys, train; train.parse([]); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", script], cwd=PROJECT, check=True, timeout=TIME_LIMIT)
-
-
-def test_garbage_is_collected_again_after_the_imports():
+    subprocess.run([sys.executable, "-c", script], cwd=PROJECT, check=True, timeout=time_limit())
     with pytest.raises(ImportError), command_line.importing():
         assert not gc.isenabled()
         raise ImportError
     assert gc.isenabled()
 
 
-def test_test_mode_is_one_batch_of_everything(train):
-    run = train(*DIGITS, "--test")
-    assert run.code == 0, run.stderr
-    assert (run.summary["steps"], run.summary["validation"]["images"]) == (
-        1,
-        360,
-    )  # one batch of the validation's
-    assert (run.output / "checkpoints" / run.summary["checkpoint"] / "metadata.json").exists()
-    assert "length   1 step, for it is a test" in run.stdout.splitlines()
+def test_test_mode_takes_one_batch(tmp_path):
+    made = run(["train.py", *DIGITS, "--test", "--output", str(tmp_path)], tmp_path)
+    assert made.code == 0, made.stderr
+    assert made.summary["steps"] == 1
+    assert made.summary["validation"]["images"] == 360  # they are one batch
+    assert (tmp_path / "checkpoints" / made.summary["checkpoint"] / "metadata.json").exists()
+    assert "length   1 step, for it is a test" in made.stdout.splitlines()
     note = "train.py: note: --test: the schedule begins with a learning rate of 0; the step changes no weight"
-    assert run.stderr.splitlines() == [note]
+    assert made.stderr.splitlines() == [note]
 
 
-def test_check_prints_the_configuration(tmp_path):
-    files = [*PROJECT.glob("*.yaml"), *PROJECT.glob("experiments/*.yaml")]
-    single = [file for file in files if not file.stem.startswith(("search-", "photos"))]  # photos needs some
-    rows = {file.stem: ["--config", str(file), "--check", "--slots", "2"] for file in single}
-    assert {"const", "distributed", "digits"} <= set(rows)
-    for name, run in train_many(tmp_path, rows).items():
-        assert run.code == 0, run.stderr
-        resolved = json.loads(run.stdout)
-        replicas = 1 if name == "pipeline" else 2
+def test_check_prints_the_configuration(tmp_path, capsys):
+    files = [*PROJECT.glob("[!.]*.yaml"), *PROJECT.glob("experiments/*.yaml")]
+    single = [
+        file for file in files if not file.stem.startswith(("search-", "photos"))
+    ]  # photos has no images
+    assert {"const", "distributed", "digits"} <= {file.stem for file in single}
+    for file in single:
+        arguments = ["--config", str(file), "--check", "--slots", "2", "--output", str(tmp_path / "run")]
+        assert train.main(arguments) == 0
+        resolved = json.loads(capsys.readouterr().out)
+        replicas = 1 if file.stem == "pipeline" else 2
         micro = resolved["train_micro_batch_size_per_gpu"]
         assert resolved["train_batch_size"] == replicas * micro * resolved["gradient_accumulation_steps"]
-        assert not run.output.exists()
+        assert not (tmp_path / "run").exists()
 
 
-# What works but is not as it was meant, with 45 steps an epoch, and what the one line on stderr must name.
-D = "hyperparameters__overwrite_deepspeed_args__"
-LENGTH = "hyperparameters__max_length"
-NOTES = {
-    "warm-up": (
-        {LENGTH: "{epochs: 1}"},
+EPOCHS_1, TWO_EPOCHS = {LENGTH: "{epochs: 1}"}, {"min_validation_period": "{epochs: 2}"}
+
+
+@table(
+    "settings, expected",  # of 45 steps an epoch
+    warm_up=(
+        EPOCHS_1,
         "scheduler.params.warmup_num_steps: 90: the training has 45 steps, so the learning rate never gets to its"
         " peak; use less, e.g. 4, or train for longer",
     ),
-    "cycle": (
-        {LENGTH: "{epochs: 1}", f"{D}scheduler": "{type: OneCycle, params: {cycle_first_step_size: 46}}"},
+    cycle=(
+        {**EPOCHS_1, f"{D}scheduler": "{type: OneCycle, params: {cycle_first_step_size: 46}}"},
         "scheduler.params.cycle_first_step_size: 46: the training has 45 steps",
     ),
-    "decay": (
+    decay=(
         {
-            LENGTH: "{epochs: 1}",
+            **EPOCHS_1,
             f"{D}scheduler": "{type: WarmupDecayLR, params: {total_num_steps: 99, warmup_num_steps: 46}}",
         },
         "scheduler.params.warmup_num_steps: 46: the training has 45 steps",
     ),
-    "end": (
-        {LENGTH: "{batches: 93}", "min_validation_period": "{epochs: 2}"},
+    end=(
+        {LENGTH: "{batches: 93}", **TWO_EPOCHS},
         "hyperparameters.max_length: 93 steps: ends 3 steps after the validation of step 90, with another; 90 spare it",
     ),
-    "end in images": (
+    end_in_images=(
         {LENGTH: "{batches: 93}", "min_validation_period": "{records: 2880}"},
         "hyperparameters.max_length: 93 steps: ends 3 steps after",
     ),
-    "none": ({LENGTH: "{batches: 90}", "min_validation_period": "{epochs: 1}"}, None),
-    "none at half a period": ({LENGTH: "{batches: 135}", "min_validation_period": "{epochs: 2}"}, None),
-    "none without a period": ({LENGTH: "{batches: 93}", "min_validation_period": "{epochs: 0}"}, None),
-}
+    none=({LENGTH: "{batches: 90}", "min_validation_period": "{epochs: 1}"}, None),
+    none_at_half_a_period=({LENGTH: "{batches: 135}", **TWO_EPOCHS}, None),
+    none_without_a_period=({LENGTH: "{batches: 93}", "min_validation_period": "{epochs: 0}"}, None),
+)
+def test_surprises_are_noted(settings, expected, capsys):
+    assert train.main([*DIGITS, "--check", *overrides(**settings)]) == 0
+    said = capsys.readouterr().err.splitlines()
+    images, *notes = reversed([line for line in said if not line.startswith("train.py: memory ")])
+    assert images.startswith("train.py: images digits: 1,437 to train, ")
+    assert len(notes) == (expected is not None)
+    assert all(note.startswith(f"train.py: note: {expected}") for note in notes)
 
 
-def test_what_is_hardly_meant_is_noted(tmp_path):
-    rows = {name: [*DIGITS, "--check", *overrides(**settings)] for name, (settings, _) in NOTES.items()}
-    for name, run in train_many(tmp_path, rows).items():
-        assert run.code == 0, run.stderr
-        lines = [line for line in run.stderr.splitlines() if not line.startswith("train.py: memory ")]
-        (images, *notes), expected = reversed(lines), NOTES[name][1]
-        assert images.startswith("train.py: images digits: 1,437 to train, "), (name, images)
-        assert len(notes) == (expected is not None), (name, notes)
-        assert all(note.startswith(f"train.py: note: {expected}") for note in notes), (name, notes)
-
-
-# What is wrong on the command line, and what the one line on stderr must name.
-BAD = {
-    "no network": (
-        ["--set", "data.dataset=cifar10", "--set", "data.root={tmp}/none"],
-        ["data.root", "{tmp}/none", "missing"],
-    ),
-    "no folder": (
-        ["--set", "data.dataset=imagefolder", "--set", "data.root={tmp}/none"],
-        ["data.root", "{tmp}/none"],
-    ),
-    "unknown dataset": (["--set", "data.dataset=mnist"], ["data.dataset", "'mnist'", "digits"]),
-    "unknown data key": (["--set", "data.rot=x"], ["data.rot", "'root'"]),
-    "unknown path": (["--set", "dta.root=x"], ["dta", "'data'"]),
-    "path through a value": (["--set", "name.x=1"], ["name.x", "digits-deepspeed"]),
-    "no value": (["--set", "data.dataset"], ["--set", "PATH=VALUE"]),
-    "not YAML": (["--set", "name=[1"], ["--set name", "[1"]),
-    "no such file": (["--config", "nothing.yaml"], ["--config", "nothing.yaml"]),
-    "batch size": (
-        ["--set", "hyperparameters.overwrite_deepspeed_args.train_batch_size=0"],
-        ["train_batch_size", "0"],
-    ),
-    "length": (
-        ["--set", "hyperparameters.max_length={epochs: -1}"],
-        ["hyperparameters.max_length.epochs", "-1"],
-    ),
-    "period": (["--set", "min_validation_period={hours: 1}"], ["min_validation_period", "batches"]),
-    "seed": (["--set", "reproducibility.experiment_seed=x"], ["reproducibility.experiment_seed", "'x'"]),
-    "slots to train on": (["--slots", "4"], ["--slots", "4", "--check"]),
-    "no checkpoint": (["--resume", "latest"], ["--resume", "latest", "no checkpoint"]),
-}
-
-
-def test_nothing_is_decoded_before_all_else_is_known_to_be_right(tmp_path, folder, monkeypatch, capsys):
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "weights"))
-    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.delenv("no_proxy", raising=False)
-    torch.save(Net(3).state_dict(), tmp_path / "other.pt")
-    images = overrides(data__dataset="imagefolder", data__root=folder)
-    short = overrides(hyperparameters__max_length="{batches: 1}")
+def test_images_are_decoded_after_all_other_checks(tmp_path, folder, capsys):
+    other, small = tmp_path / "other.pt", tmp_path / "small.pt"
+    torch.save(Net(3).state_dict(), other)
+    torch.save({"conv1.weight": torch.zeros(6, 3, 3, 3)}, small)
+    images = [*DIGITS, *overrides(data__dataset="imagefolder", data__root=folder)]
+    short = [*images, *overrides(**{LENGTH: "{batches: 1}"})]
     rows = {
-        "weights that cannot be had": ["hyperparameters.net=resnet18", "hyperparameters.weights=DEFAULT"],
-        "experts' weights of another network": [
-            "hyperparameters.moe=true",
-            f"hyperparameters.weights={tmp_path}/other.pt",
-        ],
+        "weights out of reach": overrides(
+            hyperparameters__net="resnet18", hyperparameters__weights="DEFAULT"
+        ),
+        "weights of another network": overrides(hyperparameters__moe="true", hyperparameters__weights=other),
+        "run": [],
     }
-    runs = train_many(
-        tmp_path,
-        {name: [*DIGITS, *images, *short, *(f"--set={each}" for each in row)] for name, row in rows.items()}
-        | {"run": [*DIGITS, *images, *short]},
-    )
-    assert runs["run"].code == 0, runs["run"].stderr
-    for name in rows:
-        assert runs[name].code == 2, runs[name].stderr
-        assert runs[name].stderr.splitlines()[-1].startswith("train.py: hyperparameters.weights: ")
-        assert "are kept decoded" not in runs[name].stderr
-    assert runs["run"].stderr.count("are kept decoded") == 2
+    with socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))  # without a listener
+        env = {
+            "TORCH_HOME": str(tmp_path),
+            "https_proxy": f"http://127.0.0.1:{refusing.getsockname()[1]}",
+            "no_proxy": "",
+        }
+        runs = train_many(tmp_path, {name: [*short, *row] for name, row in rows.items()}, environment=env)
+    made = runs.pop("run")
+    assert made.code == 0, made.stderr
+    assert made.stderr.count("are kept decoded") == 2
+    for refused in runs.values():
+        assert refused.code == 2, refused.stderr
+        assert refused.stderr.splitlines()[-1].startswith("train.py: hyperparameters.weights: ")
+        assert "are kept decoded" not in refused.stderr
     before = caches(folder)
-    resumed = train_many(
-        tmp_path, {"run": [*DIGITS, *images, *short, "--set=data.resize=40", "--resume=latest"]}
-    )
-    errors = [line for line in resumed["run"].stderr.splitlines() if "note: " not in line]
-    assert (resumed["run"].code, len(errors)) == (2, 1), resumed["run"].stderr
-    assert "data.resize: [40, 40]: checkpoint" in resumed["run"].stderr
-    larger = [*images, "--set", "data.resize=40"]
-    weights = ["--weights", str(tmp_path / "other.pt"), "--output", str(tmp_path / "baseline")]
-    torch.save({"conv1.weight": torch.zeros(6, 3, 3, 3)}, tmp_path / "other.pt")
-    assert baseline.main([*DIGITS, *larger, *weights]) == 2
+    larger = overrides(data__resize=40)
+    resumed = train_many(tmp_path, {"run": [*short, *larger, "--resume=latest"]})["run"]
+    (error,) = [line for line in resumed.stderr.splitlines() if "note: " not in line]
+    assert resumed.code == 2
+    assert "data.resize: [40, 40]: checkpoint" in error
+    weights = ["--weights", str(small), "--output", str(tmp_path / "baseline")]
+    assert baseline.main([*images, *larger, *weights]) == 2
     assert not (tmp_path / "baseline").exists()
-    stage = "hyperparameters.overwrite_deepspeed_args.zero_optimization.stage={type: categorical, vals: [4]}"
-    grid = ["--config", "experiments/search-grid.yaml", "--set", stage, "--output", str(tmp_path / "search")]
-    assert search.main([*grid, *larger]) == 2
+    stage = overrides(**{f"{D}zero_optimization__stage": "{type: categorical, vals: [4]}"})
+    grid = ["--config", "experiments/search-grid.yaml", *stage, "--output", str(tmp_path / "search")]
+    assert search.main([*images, *grid, *larger]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
     assert caches(folder) == before
 
 
-def fill(texts, folder):
-    return [text.replace("{tmp}", str(folder)) for text in texts]
-
-
-@pytest.fixture(scope="module")
-def bad_runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bad")
-    rows = {case: fill([*DIGITS, *arguments], folder) for case, (arguments, _) in BAD.items()}
-    return folder, train_many(folder, rows)
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_exit_code_2(bad_runs, case):
-    folder, runs = bad_runs
-    run = runs[case]
-    assert run.code == 2, run.stderr
-    assert len(run.stderr.splitlines()) == 1, run.stderr
-    for name in fill(BAD[case][1], folder):
-        assert name in run.stderr
-    assert not list(run.output.glob("checkpoints/*"))
+@table(
+    "arguments, parts",
+    no_network=(
+        ["--set=data.dataset=cifar10", "--set=data.root={tmp}/none"],
+        ["data.root", "{tmp}/none", "missing"],
+    ),
+    no_folder=(["--set=data.dataset=imagefolder", "--set=data.root={tmp}/none"], ["data.root", "{tmp}/none"]),
+    unknown_dataset=(["--set=data.dataset=mnist"], ["data.dataset", "'mnist'", "digits"]),
+    unknown_data_key=(["--set=data.rot=x"], ["data.rot", "'root'"]),
+    unknown_path=(["--set=dta.root=x"], ["dta", "'data'"]),
+    path_through_a_value=(["--set=name.x=1"], ["name.x", "digits-deepspeed"]),
+    no_value=(["--set=data.dataset"], ["--set", "PATH=VALUE"]),
+    not_yaml=(["--set=name=[1"], ["--set name", "[1"]),
+    no_such_file=(["--config", "nothing.yaml"], ["--config", "nothing.yaml"]),
+    batch_size=(overrides(**{f"{D}train_batch_size": 0}), ["train_batch_size", "0"]),
+    length=(overrides(**{LENGTH: "{epochs: -1}"}), ["hyperparameters.max_length.epochs", "-1"]),
+    period=(["--set=min_validation_period={hours: 1}"], ["min_validation_period", "batches"]),
+    seed=(["--set=reproducibility.experiment_seed=x"], ["reproducibility.experiment_seed", "'x'"]),
+    slots_to_train_on=(["--slots", "4"], ["--slots", "4", "--check"]),
+    no_checkpoint=(["--resume", "latest"], ["--resume", "latest", "no checkpoint"]),
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, parts, tmp_path, capsys):
+    arguments, parts = (
+        [each.replace("{tmp}", str(tmp_path)) for each in those] for those in (arguments, parts)
+    )
+    assert train.main([*DIGITS, *arguments, "--output", str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert not [part for part in parts if part not in line]
+    assert not list(tmp_path.glob("run/checkpoints/*"))

@@ -2,7 +2,9 @@
 
 import copy
 import json
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support import DIGITS
@@ -24,59 +26,35 @@ GOOD: dict = {
 }
 
 
+CHOSEN: list[Any] = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    2,
+    3,
+    -1,
+    0.5,
+    1e9,
+    "",
+    "cpu",
+    "none",
+    "SGD",
+    "AdamW",
+    "WarmupCosineLR",
+    "OneCycle",
+]
+CHOSEN += [[], [1, 2], {}, {"enabled": True}, {"device": "cpu"}, {"stage": 2}]
 VALUES = st.one_of(
-    st.sampled_from(
-        [
-            None,
-            True,
-            False,
-            0,
-            1,
-            2,
-            3,
-            -1,
-            0.5,
-            1e9,
-            "",
-            "cpu",
-            "none",
-            "SGD",
-            "AdamW",
-            "WarmupCosineLR",
-            "OneCycle",
-            [],
-            [1, 2],
-            {},
-            {"enabled": True},
-            {"device": "cpu"},
-            {"stage": 2},
-        ]
-    ),
+    st.sampled_from(CHOSEN),
     st.integers(-2, 40),
     st.floats(allow_nan=False, allow_infinity=False),
     st.text("abc.{}[]'\"=: ", max_size=4),
 )
-
-
-KEYS = st.one_of(
-    st.sampled_from(
-        [
-            "moe",
-            "num_experts",
-            "top_k",
-            "stage",
-            "lr",
-            "type",
-            "params",
-            "offload_param",
-            "prescale_gradients",
-            "communication_data_type",
-            "pipe_parallel_size",
-            "gradient_accumulation_steps",
-        ]
-    ),
-    st.text("abcdefgh_.", min_size=1, max_size=6),
-)
+KNOWN = """moe num_experts top_k stage lr type params offload_param prescale_gradients communication_data_type
+    pipe_parallel_size gradient_accumulation_steps""".split()
+KEYS = st.one_of(st.sampled_from(KNOWN), st.text("abcdefgh_.", min_size=1, max_size=6))
 
 
 def paths(config, prefix=()):
@@ -88,7 +66,7 @@ def paths(config, prefix=()):
 
 @st.composite
 def mutated(draw):
-    """A good configuration of which one to three entries are replaced, removed or added."""
+    """A good configuration with one to three entries replaced, removed or added."""
     config = copy.deepcopy(GOOD)
     for _ in range(draw(st.integers(1, 3))):
         *parents, last = draw(st.sampled_from(sorted(paths(config))))
@@ -101,21 +79,37 @@ def mutated(draw):
         elif change == "replace":
             inner[last] = copy.deepcopy(draw(VALUES))
         else:
-            target = inner[last] if isinstance(inner[last], dict) else inner
-            target[draw(KEYS)] = copy.deepcopy(draw(VALUES))
+            (inner[last] if isinstance(inner[last], dict) else inner)[draw(KEYS)] = copy.deepcopy(
+                draw(VALUES)
+            )
     return config
 
 
-@settings(max_examples=120, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(hparams=mutated())
-def test_any_configuration_runs_or_is_refused(tmp_path_factory, capfd, hparams):
+def drawn(examples):
+    checks = list(HealthCheck)
+    return settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=checks)
+
+
+def runs_or_is_refused(tmp_path_factory, capfd, hparams):
     output = tmp_path_factory.mktemp("any")
-    code = train.main(
-        [*DIGITS, "--test", "--set", f"hyperparameters={json.dumps(hparams)}", "--output", str(output)]
-    )
+    chosen = f"hyperparameters={json.dumps(hparams)}"
+    code = train.main([*DIGITS, "--test", "--set", chosen, "--output", str(output)])
     lines = capfd.readouterr().err.splitlines()
     assert code in (0, 2)
     assert (output / "summary.json").exists() == (code == 0)
     if code == 2:
         assert lines and all(line.startswith("train.py: ") and ": " in line[10:] for line in lines), lines
         assert not list(output.glob("checkpoints/*"))
+
+
+@drawn(30)
+@given(hparams=mutated())
+def test_any_configuration_runs_or_is_refused(tmp_path_factory, capfd, hparams):
+    runs_or_is_refused(tmp_path_factory, capfd, hparams)
+
+
+@pytest.mark.soak
+@drawn(500)
+@given(hparams=mutated())
+def test_hundreds_of_configurations_run_or_are_refused(tmp_path_factory, capfd, hparams):
+    runs_or_is_refused(tmp_path_factory, capfd, hparams)

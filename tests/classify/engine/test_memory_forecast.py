@@ -1,10 +1,11 @@
-"""The forecast of memory: states by hand, activations by another way, and beside a run."""
+"""The forecast of memory: states by hand, activations by another way, and a run's own measure."""
 
 import json
 
 import pytest
 import torch
-from modes import DEEPSPEED, SMALL
+from matrix import DEEPSPEED
+from matrix import VIT as SMALL
 from support import DIGITS, execute, launcher, overrides
 
 import train
@@ -34,7 +35,7 @@ def resolve(processes=1, device="cpu", **changes) -> TrialConfig:
     ("stage", "weights", "gradients", "optimizer"),
     [
         (0, 4 * NET, 4 * NET, 8 * NET),
-        (1, 4 * NET, 4 * NET, 12 * NET // 2),  # fp32 weights of the partition beside Adam's two numbers
+        (1, 4 * NET, 4 * NET, 12 * NET // 2),  # fp32 weights of the partition, and Adam's two numbers
         (2, 4 * NET, 4 * NET // 2, 12 * NET // 2),
         (3, 4 * NET // 2, 4 * NET // 2, 12 * NET // 2),
     ],
@@ -43,7 +44,7 @@ def test_states_of_two_processes_by_hand(stage, weights, gradients, optimizer):
     config = resolve(2, **{f"{DEEPSPEED}zero_optimization__stage": stage})
     assert model_states(config) == {"weights": weights, "gradients": gradients, "optimizer": optimizer}
     parts = Forecaster(config)(32).parts
-    # At the peak there are fewer gradients; ZeRO 3 has the weights gathered, beside its half.
+    # At the peak there are fewer gradients; ZeRO 3 has its half and the gathered weights
     assert parts["weights"] == (4 * NET if stage < 3 else 6 * NET)
     assert parts["optimizer"] == pytest.approx(optimizer, rel=0.01)  # and counts of steps
 
@@ -107,6 +108,7 @@ def test_what_does_not_fit_says_what_does():
     assert whole and half and 2 * half <= whole < 2 * half + 2
 
 
+@pytest.mark.soak
 def test_a_run_takes_what_was_forecast(tmp_path):
     chosen = {
         "hyperparameters__net": "resnet50",

@@ -1,187 +1,128 @@
-"""Averages of the weights: by their formula in every mode, the same for any ranks, and after a resume."""
+"""Averages of the weights: by their formula in every mode, and with running statistics."""
 
 import json
 import shutil
 
 import pytest
 import torch
-from modes import DEEPSPEED, losses, mode_rows
-from support import DIGITS, LATEST, checkpoints, overrides, train_many
+from matrix import ROWS, STEPS, STOP
+from support import DIGITS, LATEST, checkpoints, overrides, run
+from test_matrix import each
 from torch.nn import functional as F
 
 import data
 from classify.config.options import WeightAverage
 from classify.images.settings import DataSettings
 from classify.models import registry
-from data import as_inputs
 
-STEPS, STOP = 8, 5
-EMA = {"decay": 0.3}
-PAIRS = {"decay": 0.6, "every": 2}  # of steps, so that a run may stop between two updates
-LOOKAHEAD = {"decay": 0.5, "every": 2, "lookahead": True}
-RISING = {"decay": 0.9, "every": 3, "lookahead": True, "rising": True}
-
-# Mode and average of a run, by its number of processes.
-CASES = {
-    1: {
-        "digits": ("digits", EMA),
-        "fp16": ("fp16", EMA),
-        "fp16 lookahead": ("fp16", LOOKAHEAD),
-        "offload": ("offload", PAIRS),
-        "zero3": ("zero3", PAIRS),
-    },
-    2: {
-        "zero2": ("zero2", EMA),
-        "zero3": ("zero3", PAIRS),
-        "zero3 lookahead": ("zero3", RISING),
-        "bf16": ("bf16", PAIRS),
-        "experts": ("experts on two ranks", EMA),
-        "pipeline": ("pipeline", PAIRS),
-    },
-}
-# Those that go on with 2 processes instead, and with 1.
-ELASTIC = {1: ("digits", "zero3"), 2: ("zero2", "zero3")}
-
-
-def averaging(options):
-    return overrides(hyperparameters__weight_average=json.dumps(options))
-
-
-def rows_of(processes):
-    modes = mode_rows(processes)
-    # fp16 skips some steps, which do not count
-    skips = overrides(**{f"{DEEPSPEED}fp16__initial_scale_power": 21, f"{DEEPSPEED}fp16__hysteresis": 1})
-    return {
-        name: [
-            *modes[mode],
-            *overrides(hyperparameters__max_length=f"{{batches: {STEPS}}}"),
-            *(skips if mode == "fp16" else []),
-            *averaging(options),
-        ]
-        for name, (mode, options) in CASES[processes].items()
-    }
+AVERAGES = {name: row for name, row in ROWS.items() if name.startswith("average") and "resnet" not in name}
+SKIPPING = "average of some steps"  # fp16 skips the others
+# The row of a training without the average, where another precision or network than zero0's trains
+TRAINED = {"average bf16": "bf16", "average experts": "experts", SKIPPING: SKIPPING}
+KEPT = overrides(min_checkpoint_period="{batches: 1}", checkpoint_storage__save_trial_latest=STEPS)
+NO_AVERAGE = overrides(hyperparameters__weight_average="null")
 
 
 def network(folder):
     return torch.load(folder / "net.pt", weights_only=True)
 
 
-@pytest.fixture(scope="module", params=CASES)
-def straight(request, tmp_path_factory):
-    """Runs with an average, and as many without, with a checkpoint of every step."""
-    processes, folder = request.param, tmp_path_factory.mktemp("straight")
-    kept = overrides(min_checkpoint_period="{batches: 1}", checkpoint_storage__save_trial_latest=STEPS)
-    rows = {name: [*row, *kept] for name, row in rows_of(processes).items()}
-    plain = {
-        f"plain {name}": [*row, *overrides(hyperparameters__weight_average="null")]
-        for name, row in rows.items()
-        if "lookahead" not in name
-    }
-    # A pipeline comes last, for DeepSpeed keeps its stages for the rest of the process
-    runs = train_many(
-        folder, dict(sorted({**plain, **rows}.items(), key=lambda each: "pipeline" in each[0])), processes
-    )
-    for name, run in runs.items():
-        assert run.code == 0, f"{name}: {run.stderr}"
-    return processes, runs
+def options(name) -> WeightAverage:
+    (chosen,) = (each for each in ROWS[name].arguments if each.startswith("hyperparameters.weight_average="))
+    return WeightAverage.parse("", json.loads(chosen.partition("=")[2]))
 
 
-def test_the_average_follows_the_weights_of_the_same_training(straight):
-    processes, runs = straight
-    for name, (_, chosen) in CASES[processes].items():
-        run, how = runs[name], WeightAverage.parse("", chosen)
-        assert json.loads((run.output / "net.json").read_text())["provenance"]["weight_average"] == vars(how)
-        averages = {step: network(folder) for step, folder in checkpoints(run).items()}
-        assert len(averages) == STEPS, name
-        assert "\naverage  of the weights, which is validated and kept: " in run.stdout
-        if how.lookahead:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The weights after each step of a training without an average, and the number of skipped steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    made: dict[str, dict] = {}
+
+    def of(name):
+        source = TRAINED.get(name, "zero0")
+        if source not in made:
+            arguments = [*ROWS[source].arguments, *NO_AVERAGE, *KEPT, "--output", str(folder / source)]
+            ranks = 2 if source in ("bf16", "experts") else 0
+            plain = run(["train.py", *arguments], folder / source, processes=ranks)
+            assert plain.code == 0, plain.stderr
+            made[source] = {}
+            for step, checkpoint in checkpoints(plain).items():
+                counts = json.loads((checkpoint / "identity.json").read_text())["progress"]["engines"][0]
+                made[source][step] = network(checkpoint), counts["skipped_steps"]
+        return made[source]
+
+    return of
+
+
+def averaged(weights, how, last, start=1):
+    """The average after a step by the formula; the first step has a rate of 0 and changes no weight."""
+    average = {key: weight.double() for key, weight in weights[start][0].items()}
+    done = start - weights[start][1]
+    for step in range(start + 1, last + 1):
+        before, done = done, step - weights[step][1]
+        if done == before or done % how.every:
             continue
-        plain = runs[f"plain {name}"]
-        assert losses(run) == losses(plain), name
-        done, skipped = 0, 0
-        for step, folder in sorted(checkpoints(plain).items()):
-            counts = json.loads((folder / "identity.json").read_text())["progress"]["engines"][0]
-            is_update = counts["skipped_steps"] == skipped and (done + 1) % how.every == 0
-            done, skipped = step - counts["skipped_steps"], counts["skipped_steps"]
-            if step == 1:
-                continue  # of the weights before which nothing tells
-            for key, weight in network(folder).items():
-                before = averages[step - 1][key].double()
-                decay = how.decay_after(done, STEPS) if is_update else 1.0
-                expected = decay * before + (1 - decay) * weight.double()
-                assert torch.allclose(averages[step][key].double(), expected, rtol=1e-6, atol=1e-7), (
-                    name,
-                    key,
-                )
-        assert skipped if name == "fp16" else not skipped
-        assert averages[STEPS].keys() == network(plain.output).keys()
-        assert run.summary["weights_sha256"] != plain.summary["weights_sha256"]
-        assert run.summary["validation"]["loss"] != plain.summary["validation"]["loss"], name
-
-
-def test_a_resume_gives_the_same_bits_also_between_two_updates(straight, tmp_path):
-    """With other processes the same but for rounding; switched on, it starts from the checkpoint's weights."""
-    processes, runs = straight
-    rows = rows_of(processes)
-    for name, run in train_many(tmp_path, rows, processes, sigterm_at=STOP).items():
-        assert run.code == 130, f"{name}: {run.stderr}"
-    for name in ELASTIC[processes]:
-        shutil.copytree(tmp_path / name, tmp_path / f"{name} elsewhere")
-    # An average switched on, and another switched off, one step before the end
-    first = next(iter(rows))
-    changed = {}
-    for name, (source, more) in {
-        "on": (f"plain {first}", []),
-        "off": (first, overrides(hyperparameters__weight_average="null")),
-    }.items():
-        shutil.copytree(runs[source].output, tmp_path / name)
-        uuid = checkpoints(runs[source])[STEPS - 1].name
-        changed[name] = [*rows[first], *more, "--resume", uuid]
-    resumed = {**changed, **{name: [*row, *LATEST] for name, row in rows.items()}}
-    done = train_many(tmp_path, resumed, processes)
-    for name, run in done.items():
-        assert run.code == 0, f"{name}: {run.stderr}"
-    before, after = (network(checkpoints(runs[f"plain {first}"])[step]) for step in (STEPS - 1, STEPS))
-    decay = EMA["decay"]
-    expected = {name: decay * before[name] + (1 - decay) * after[name] for name in after}
-    assert_close(network(done.pop("on").output), expected, 1e-6)
-    plain = runs[f"plain {first}"].summary
-    assert done.pop("off").summary["weights_sha256"] == plain["weights_sha256"]
-    for name, run in done.items():
-        assert losses(run) == losses(runs[name]), name
-        assert run.summary["validation"] == runs[name].summary["validation"], name
-        assert run.summary["weights_sha256"] == runs[name].summary["weights_sha256"], name
-    elsewhere = {f"{name} elsewhere": [*rows[name], *LATEST] for name in ELASTIC[processes]}
-    for name, run in train_many(tmp_path, elsewhere, 3 - processes).items():
-        assert run.code == 0, f"{name}: {run.stderr}"
-        assert_close(network(run.output), network(runs[name.split()[0]].output), 1e-5)
+        decay = how.decay_after(done, STEPS)
+        average = {
+            key: decay * average[key] + (1 - decay) * weights[step][0][key].double() for key in average
+        }
+    return average
 
 
 def assert_close(found, expected, tolerance):
-    """The same but for so much of the largest of a tensor's weights."""
+    """The tolerance is relative to the largest weight of a tensor."""
     assert found.keys() == expected.keys()
     for name, weight in found.items():
         difference = (weight.double() - expected[name].double()).abs().max()
         assert difference <= tolerance * expected[name].abs().max(), name
 
 
-PLAIN = {
-    "train_batch_size": 32,
-    "gradient_clipping": 0,  # which DeepSpeed otherwise takes for 1
-    "channels_last": False,
-    "max_length": {"batches": STEPS},
+@each(AVERAGES)
+def test_the_average_follows_the_weights_of_the_same_training(runs, trained, name, ranks):
+    made, how, weights = runs.straight(name, ranks), options(name), trained(name)
+    assert sorted(weights) == list(range(1, STEPS + 1))
+    assert json.loads((made.output / "net.json").read_text())["provenance"]["weight_average"] == vars(how)
+    assert "\naverage  of the weights, which is validated and kept: " in made.stdout
+    ((stopped, checkpoint),) = checkpoints(runs.stopped(name, ranks)).items()
+    assert (0 < weights[STEPS][1] < STOP) == (name == SKIPPING)
+    for step, folder in ((stopped, checkpoint), (STEPS, made.output)):
+        assert_close(network(folder), averaged(weights, how, step), 1e-5)
+
+
+def test_an_average_is_switched_on_and_off_by_a_resume(runs, trained, tmp_path):
+    """A new average starts from the checkpoint's weights."""
+    decay, made = 0.6, {}
+    on = overrides(hyperparameters__weight_average=f"{{decay: {decay}}}")
+    for name, more in (("zero0", on), ("average", NO_AVERAGE)):
+        output = shutil.copytree(runs.stopped(name, 1).output, tmp_path / name)
+        made[name] = run(["train.py", *ROWS[name].arguments, *more, *LATEST, "--output", str(output)], output)
+        assert made[name].code == 0, made[name].stderr
+    how = WeightAverage.parse("", {"decay": decay})
+    assert_close(network(made["zero0"].output), averaged(trained("zero0"), how, STEPS, STOP), 1e-6)
+    plain = runs.straight("zero0", 1).summary
+    assert made["average"].summary["weights_sha256"] == plain["weights_sha256"]
+
+
+LOOKAHEAD = {"decay": 0.5, "every": 2, "lookahead": True}
+RISING = {"decay": 0.9, "every": 3, "lookahead": True, "rising": True}
+# Network, average, ZeRO stage and processes of a training that a plain loop repeats
+LOOPS: dict[str, tuple[str, dict, int, int]] = {
+    "lookahead": ("net", LOOKAHEAD, 0, 0),
+    "lookahead zero3": ("net", LOOKAHEAD, 3, 2),
+    "rising zero3": ("net", RISING, 3, 2),
+    "statistics": ("shufflenet_v2_x0_5", {"decay": 0.9}, 0, 0),
+    "statistics of lookahead": ("shufflenet_v2_x0_5", LOOKAHEAD, 0, 0),
 }
-AVERAGES = {"ema": {"decay": 0.9, "every": 2}, "lookahead": LOOKAHEAD, "rising": RISING}
 
 
 def plain_loop(net, how, images, lr):
     """Trains a network by bare torch; gives the average of its weights and running statistics."""
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
     average = {name: weight.clone() for name, weight in net.state_dict().items()}
-    loader = images.training_loader(images.training_sampler(32, 1)).get_data_loader()
-    for step, (inputs, labels) in zip(range(1, STEPS + 1), loader, strict=False):
+    for step, indices in enumerate([*images.training_sampler(32, 1)][:STEPS], start=1):
         optimizer.zero_grad()
-        F.cross_entropy(net(as_inputs(inputs)), labels).backward()
+        inputs = images.inputs(images.train.images[indices], False)
+        F.cross_entropy(net(inputs), images.train.labels[indices]).backward()
         optimizer.step()
         if step % how.get("every", 1):
             continue
@@ -198,38 +139,34 @@ def plain_loop(net, how, images, lr):
     return average
 
 
-def test_it_equals_that_of_a_plain_loop(tmp_path):
-    """The average is that which is validated and kept, at ZeRO 3 in two processes as at ZeRO 0 in one."""
+@pytest.mark.parametrize("name", LOOPS)
+def test_it_equals_that_of_a_plain_loop(tmp_path, name):
+    """The run validates and keeps the average, running statistics included."""
+    net_name, how, stage, processes = LOOPS[name]
     settings = DataSettings.parse({"dataset": "digits"})
     images = data.Images(settings, settings.open_source(), 0, torch.device("cpu"))
-    rows, expected, expected_losses = {}, {}, {}
-    for name, net_name, chosen in [
-        *((name, "net", chosen) for name, chosen in AVERAGES.items()),
-        ("statistics", "shufflenet_v2_x0_5", {"decay": 0.9}),
-        ("statistics gone back to", "shufflenet_v2_x0_5", LOOKAHEAD),
-    ]:
-        torch.manual_seed(1)
-        net = registry.build(registry.NetSpec(net_name, 10, (32, 32)))
-        torch.save(net.state_dict(), tmp_path / f"{name}.pt")
-        lr = 0.02 if net_name == "net" else 1e-7  # at which rounding does not grow
-        optimizer = {"type": "SGD", "params": {"lr": lr, "momentum": 0.9}}
-        hparams = {
-            **PLAIN,
-            "optimizer": optimizer,
-            "net": net_name,
-            "weights": str(tmp_path / f"{name}.pt"),
-            "weight_average": chosen,
-        }
-        rows[name] = [*DIGITS, *overrides(hyperparameters=json.dumps(hparams))]
-        expected[name] = plain_loop(net, chosen, images, lr)
-        net.load_state_dict(expected[name])
-        with torch.no_grad():
-            outputs = net.eval()(as_inputs(images.test.images))
-        expected_losses[name] = F.cross_entropy(outputs, images.test.labels).item()
-    zero3 = overrides(hyperparameters__zero_optimization="{stage: 3}")
-    two = {f"{name} zero3": [*rows[name], *zero3] for name in AVERAGES}
-    for name, run in [*train_many(tmp_path, rows).items(), *train_many(tmp_path, two, 2).items()]:
-        assert run.code == 0, f"{name}: {run.stderr}"
-        of = name.removesuffix(" zero3")
-        assert_close(network(run.output), expected[of], 1e-5 if "statistics" in name else 1e-6)
-        assert run.summary["validation"]["loss"] == pytest.approx(expected_losses[of], rel=1e-5), name
+    torch.manual_seed(1)
+    net = registry.build(registry.NetSpec(net_name, 10, (32, 32)))
+    torch.save(net.state_dict(), tmp_path / "first.pt")
+    lr = 0.02 if net_name == "net" else 1e-7  # at which rounding does not grow
+    hparams = {
+        "net": net_name,
+        "weights": str(tmp_path / "first.pt"),
+        "weight_average": how,
+        "train_batch_size": 32,
+        "optimizer": {"type": "SGD", "params": {"lr": lr, "momentum": 0.9}},
+        "gradient_clipping": 0,  # which DeepSpeed otherwise takes for 1
+        "zero_optimization": {"stage": stage},
+        "channels_last": False,
+        "max_length": {"batches": STEPS},
+    }
+    row = [*DIGITS, *overrides(hyperparameters=json.dumps(hparams), scheduling_unit=1)]
+    made = run(["train.py", *row, "--output", str(tmp_path / "run")], tmp_path / "run", processes=processes)
+    assert made.code == 0, made.stderr
+    expected = plain_loop(net, how, images, lr)
+    assert_close(network(made.output), expected, 1e-5 if "statistics" in name else 1e-6)
+    net.load_state_dict(expected)
+    with torch.no_grad():
+        outputs = net.eval()(images.inputs(images.test.images, False))
+    loss = F.cross_entropy(outputs, images.test.labels).item()
+    assert made.summary["validation"]["loss"] == pytest.approx(loss, rel=1e-5)

@@ -1,22 +1,22 @@
-"""CIFAR-10 from a real web server: the archive, its download, its mending and the lock around them."""
+"""CIFAR-10 from a real web server: the archive, its download, its repair and the lock around them."""
 
 import hashlib
-import http.server
 import io
 import os
 import pathlib
 import pickle
 import signal
+import socket
 import tarfile
-import threading
-import time
 from multiprocessing import get_context
 
 import numpy as np
 import pytest
 import torch
 import torchvision
-from support import all_at_once, error_line, fork, free_port
+from folders import table
+from sources import served
+from support import all_at_once, error_line, fork
 
 import data
 from classify.images.image_set import ImageSet
@@ -24,31 +24,26 @@ from classify.images.settings import DataSettings
 from classify.images.sources.cifar10 import Cifar10
 from harness import host_lock
 
+ARCHIVE = "cifar-10-python.tar.gz"
+A_DOWNLOAD = 2  # requests: torchvision first asks for redirects
+
 
 class Cifar:
-    """A miniature CIFAR-10 in its real format and the web server that has it."""
+    """A miniature CIFAR-10 in its real format."""
 
     def __init__(self, root: pathlib.Path) -> None:
-        self.root = root
-        self.mishap = ""  # how the server misbehaves
-        self.requests = self.downloads = 0
+        self.root, self.unpacked, self.archive = root, root / "cifar-10-batches-py", root / ARCHIVE
         self.splits: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.classes = Cifar10.classes
         random, buffer, contents = np.random.default_rng(0), io.BytesIO(), {}
         for split, batches in [("train", [f"data_batch_{i}" for i in range(1, 6)]), ("test", ["test_batch"])]:
             pixels = random.integers(0, 256, (len(batches), 4, 3072), dtype=np.uint8)
             labels = random.integers(0, 10, (len(batches), 4))
-            self.splits[split] = (
-                torch.from_numpy(pixels.reshape(-1, 3, 32, 32)),
-                torch.from_numpy(labels.reshape(-1)),
-            )
+            images = torch.from_numpy(pixels.reshape(-1, 3, 32, 32))
+            self.splits[split] = images, torch.from_numpy(labels.reshape(-1))
             for name, rows, row_labels in zip(batches, pixels, labels, strict=True):
                 contents[name] = {"batch_label": name, "data": rows, "labels": row_labels.tolist()}
-        contents["batches.meta"] = {
-            "num_cases_per_batch": 4,
-            "label_names": list(self.classes),
-            "num_vis": 3072,
-        }
+        meta = {"num_cases_per_batch": 4, "label_names": [*Cifar10.classes], "num_vis": 3072}
+        contents["batches.meta"] = meta
         files = {name: pickle.dumps(content, protocol=2) for name, content in contents.items()}
         with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
             for name, content in files.items():
@@ -57,12 +52,10 @@ class Cifar:
                 tar.addfile(entry, io.BytesIO(content))
         self.archive_bytes = buffer.getvalue()
         self.md5 = {name: hashlib.md5(content).hexdigest() for name, content in files.items()}
-        self.unpacked = root / "cifar-10-batches-py"
-        self.archive = root / "cifar-10-python.tar.gz"
 
     @property
     def names(self) -> set[str]:
-        """What is in the root, but for locks and caches."""
+        """The files of the root without locks and caches."""
         return {path.name for path in self.root.iterdir() if path.suffix not in (".lock", ".pt", ".raw")}
 
     def load(self, split: str = "train", download: bool = True) -> ImageSet:
@@ -73,170 +66,135 @@ class Cifar:
         assert kept.images.is_contiguous()
         assert torch.equal(kept.images, images)
         assert torch.equal(kept.labels, labels)
-        assert kept.classes == self.classes
-
-    def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
-        self.requests += 1
-        body = b"<html>moved</html>" if self.mishap == "another file" else self.archive_bytes
-        if self.mishap == "not HTTP":
-            request.wfile.write(b"garbage\r\n\r\n")
-        elif self.mishap == "not found":
-            request.send_error(404)
-        elif self.mishap == "cut in chunks":
-            request.send_response(200)
-            request.send_header("Transfer-Encoding", "chunked")
-            request.end_headers()
-            request.wfile.write(b"%x\r\n%b\r\n" % (len(body), body[: len(body) // 2]))
-        else:
-            request.send_response(200)
-            request.send_header("Content-Length", str(len(body)))
-            request.end_headers()
-            if request.headers["Method"] == "HEAD":  # torchvision only asks where redirects lead
-                return
-            self.downloads += 1
-            time.sleep(0.2)
-            request.wfile.write(body[: len(body) // 2] if self.mishap == "cut" else body)
+        assert kept.classes == Cifar10.classes
 
 
 @pytest.fixture
-def cifar(tmp_path, monkeypatch):
-    cifar = Cifar(tmp_path / "cifar")
-    cifar.root.mkdir()
+def cifar(tmp_path) -> Cifar:
+    (tmp_path / "cifar").mkdir()
+    return Cifar(tmp_path / "cifar")
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            cifar.answer(self)
 
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+@pytest.fixture
+def server(cifar, tmp_path, monkeypatch):
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / ARCHIVE).write_bytes(cifar.archive_bytes)
     batches = sorted(cifar.md5.items())
-    for name, value in {
-        "url": f"http://127.0.0.1:{server.server_port}/{cifar.archive.name}",
-        "tgz_md5": hashlib.md5(cifar.archive_bytes).hexdigest(),
-        "train_list": [list(item) for item in batches if item[0].startswith("data")],
-        "test_list": [["test_batch", cifar.md5["test_batch"]]],
-        "meta": {"filename": "batches.meta", "key": "label_names", "md5": cifar.md5["batches.meta"]},
-    }.items():
-        monkeypatch.setattr(torchvision.datasets.CIFAR10, name, value)
-    monkeypatch.setenv("no_proxy", "*")
-    yield cifar
-    server.shutdown()
-    server.server_close()
+    with served(tmp_path / "served") as (server, url):
+        for name, value in {
+            "url": f"{url}/{ARCHIVE}",
+            "tgz_md5": hashlib.md5(cifar.archive_bytes).hexdigest(),
+            "train_list": [list(item) for item in batches if item[0].startswith("data")],
+            "test_list": [["test_batch", cifar.md5["test_batch"]]],
+            "meta": {"filename": "batches.meta", "key": "label_names", "md5": cifar.md5["batches.meta"]},
+        }.items():
+            monkeypatch.setattr(torchvision.datasets.CIFAR10, name, value)
+        monkeypatch.setenv("no_proxy", "*")
+        yield server
 
 
 @pytest.fixture
-def no_server(monkeypatch):
-    monkeypatch.setattr(torchvision.datasets.CIFAR10, "url", f"http://127.0.0.1:{free_port()}/x.tar.gz")
+def no_server(server, monkeypatch):
+    with socket.socket() as deaf:  # it never listens
+        deaf.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{deaf.getsockname()[1]}/{ARCHIVE}"
+        monkeypatch.setattr(torchvision.datasets.CIFAR10, "url", url)
+        yield
 
 
-def test_one_download_for_all_processes(cifar):
+def test_processes_share_one_download(cifar, server):
     all_at_once(*[lambda split=split: cifar.check(split) for split in [*cifar.splits] * 2])
-    assert cifar.downloads == 1
     assert cifar.names == {cifar.unpacked.name}
-    before = cifar.requests
     for split in cifar.splits:
         cifar.check(split, download=False)
         cifar.check(split)
-    assert cifar.requests == before
+    assert len(server.asked) == A_DOWNLOAD
     assert cifar.names == {cifar.unpacked.name}
 
 
-@pytest.mark.parametrize(
-    ("file", "damage"),
-    [("data_batch_3", "truncated"), ("test_batch", "removed"), ("batches.meta", "truncated")],
+@table(
+    "file, truncated",
+    batch=("data_batch_3", True),
+    lost=("test_batch", False),
+    meta=("batches.meta", True),
 )
-def test_damaged_file_is_mended_by_one_download(cifar, file, damage):
+def test_one_download_repairs_a_damaged_file(cifar, server, file, truncated):
     cifar.check()
     path = cifar.unpacked / file
-    if damage == "truncated":
-        path.write_bytes(path.read_bytes()[:-7])
-    else:
-        path.unlink()
+    content = path.read_bytes()
+    path.unlink()
+    if truncated:
+        path.write_bytes(content[:-7])
     assert f"{cifar.unpacked} is damaged" in error_line(cifar.load, "train", False)
     for split in cifar.splits:
         cifar.check(split)
-    assert cifar.downloads == 2
+    assert len(server.asked) == 2 * A_DOWNLOAD
     assert cifar.names == {cifar.unpacked.name}
 
 
 @pytest.mark.parametrize("link", [None, "../shared.tar.gz"])
-def test_whole_archive_is_unpacked_without_a_request(cifar, link):
+def test_a_whole_archive_is_unpacked_without_a_request(cifar, server, link):
     if link:
         cifar.archive.symlink_to(link)
     cifar.archive.write_bytes(cifar.archive_bytes)
     for split in cifar.splits:
         cifar.check(split, download=False)
-    assert cifar.requests == 0
-    assert cifar.names == {cifar.unpacked.name, cifar.archive.name}
+    assert server.asked == []
+    assert cifar.names == {cifar.unpacked.name, ARCHIVE}
     assert cifar.archive.read_bytes() == cifar.archive_bytes
 
 
-def test_truncated_archive_without_a_server(cifar, no_server):
+def test_a_truncated_archive_is_refused_without_a_server(cifar, no_server):
     cifar.archive.write_bytes(cifar.archive_bytes[:-100])
     for download in (True, False):
         assert f"{cifar.archive} is truncated" in error_line(cifar.load, "train", download)
         assert cifar.archive.read_bytes() == cifar.archive_bytes[:-100]
-        assert cifar.names == {cifar.archive.name}
+        assert cifar.names == {ARCHIVE}
 
 
-def test_truncated_archive_with_a_server(cifar):
+def test_a_download_replaces_a_truncated_archive(cifar, server):
     cifar.archive.write_bytes(cifar.archive_bytes[:-100])
     error_line(cifar.load, "train", False)
-    assert cifar.requests == 0
+    assert server.asked == []
     cifar.check()
-    assert cifar.downloads == 1
-    assert cifar.names == {cifar.unpacked.name, cifar.archive.name}
+    assert len(server.asked) == A_DOWNLOAD
+    assert cifar.names == {cifar.unpacked.name, ARCHIVE}
 
 
-def test_no_download_allowed(cifar):
+def test_missing_images_are_one_line(cifar, server, no_server):
     line = error_line(cifar.load, "train", False)
-    assert f"data.root: {cifar.root}:" in line
-    assert f"{cifar.unpacked} is missing" in line
-    assert "data.download is false" in line
-    assert cifar.requests == 0
-    assert cifar.names == set()
-
-
-def test_unreachable_server(cifar, no_server):
+    for part in (f"data.root: {cifar.root}:", f"{cifar.unpacked} is missing", "data.download is false"):
+        assert part in line
     line = error_line(cifar.load)
-    assert f"data.root: {cifar.root}:" in line
-    assert "refused" in line
-    assert cifar.names == set()
-
-
-@pytest.mark.parametrize("how", ["cut", "cut in chunks", "another file", "not found", "not HTTP"])
-def test_bad_server(cifar, how):
-    cifar.mishap = how
-    assert f"data.root: {cifar.root}:" in error_line(cifar.load)
-    assert cifar.names == set()
-    cifar.mishap = ""
-    cifar.check()
-
-
-def test_root_is_a_file(cifar):
-    cifar.root.rmdir()
+    assert f"data.root: {cifar.root}:" in line and "refused" in line
+    assert server.asked == [] and cifar.names == set()
+    cifar.root.rename(cifar.root.with_name("elsewhere"))
     cifar.root.write_text("x")
     assert f"data.root: {cifar.root}:" in error_line(cifar.load)
 
 
-def test_read_only_root(cifar, tmp_path, monkeypatch):
+@pytest.mark.parametrize("fault", ["dies", "dies in a chunk", "alters", "404", "garbage"])
+def test_a_bad_server_is_one_line(cifar, server, fault):
+    server.faults = {ARCHIVE: (fault, 99)}
+    assert f"data.root: {cifar.root}:" in error_line(cifar.load)
+    assert cifar.names == set()
+    server.faults = {}
+    cifar.check()
+
+
+def test_a_read_only_root_is_read(cifar, server, tmp_path, monkeypatch):
     cifar.check()
     for path in cifar.root.glob(".*.lock"):
         path.unlink()
     monkeypatch.setattr(host_lock.os, "access", lambda *_: False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = {path.name for path in cifar.root.iterdir()}
     cifar.check("test")
-    assert {path.name for path in cifar.root.iterdir()} == {
-        cifar.unpacked.name,
-        ".cifar10-train-32x32.pt",
-        ".cifar10-train-32x32.raw",
-    }
+    assert {path.name for path in cifar.root.iterdir()} == before
+    assert before == {cifar.unpacked.name, ".cifar10-train-32x32.pt", ".cifar10-train-32x32.raw"}
 
 
-def test_killed_holder_of_the_lock_blocks_nobody(cifar):
+def test_a_killed_holder_of_the_lock_blocks_nobody(cifar, server):
     held = get_context("fork").Event()
 
     def hold():
@@ -245,17 +203,17 @@ def test_killed_holder_of_the_lock_blocks_nobody(cifar):
             half.mkdir(parents=True)
             (half / "data_batch_1").write_bytes(b"half")
             held.set()
-            time.sleep(30)
+            signal.pause()
 
     (holder,) = fork(hold)
-    assert held.wait(30)
+    assert held.wait(60)
     (waiting,) = fork(cifar.check)
     waiting.join(0.5)
     assert waiting.is_alive()
-    assert cifar.requests == 0
+    assert server.asked == []
     os.kill(holder.pid, signal.SIGKILL)
-    waiting.join(30)
+    waiting.join(60)
     assert waiting.exitcode == 0
-    holder.join(30)
-    assert cifar.downloads == 1
+    holder.join(60)
+    assert len(server.asked) == A_DOWNLOAD
     assert cifar.names == {cifar.unpacked.name}

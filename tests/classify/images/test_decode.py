@@ -1,4 +1,4 @@
-"""Which files of an image folder count, and how they are decoded."""
+"""The image files of a folder, and how they are decoded."""
 
 import io
 import itertools
@@ -6,30 +6,21 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from folders import LEFT, RIGHT, TRAIN, greys, read, save
+from folders import LEFT, RIGHT, TRAIN, greys, read, save, table
 from PIL import Image
 
 from classify.images.decode import decode
 
 
 @pytest.mark.parametrize(
-    ("file", "mode", "size"),
+    "file, mode, size",
     [
-        ("0.JPG", "RGB", (64, 64)),
-        ("0.jpg", "CMYK", (64, 64)),
-        ("0.jpeg", "L", (20, 50)),
-        ("0.png", "RGB", (50, 20)),
-        ("0.png", "P transparent", (32, 32)),
-        ("0.PNG", "RGBA", (20, 50)),
-        ("0.webp", "RGB", (64, 64)),
-        ("0.bmp", "RGB", (20, 50)),
-        ("0.gif", "P", (64, 64)),
-        ("0.tif", "1", (32, 32)),
-        ("0.tiff", "CMYK", (64, 64)),
-        ("0.ppm", "RGB", (20, 50)),
-        ("0.pgm", "L", (64, 64)),
+        ("0.JPG", "RGB", (64, 64)), ("0.jpg", "CMYK", (64, 64)), ("0.jpeg", "L", (20, 50)), ("0.png", "RGB", (50, 20)),
+        ("0.png", "P transparent", (32, 32)), ("0.PNG", "RGBA", (20, 50)), ("0.webp", "RGB", (64, 64)),
+        ("0.bmp", "RGB", (20, 50)), ("0.gif", "P", (64, 64)), ("0.tif", "1", (32, 32)), ("0.tiff", "CMYK", (64, 64)),
+        ("0.ppm", "RGB", (20, 50)), ("0.pgm", "L", (64, 64)),
     ],
-)
+)  # fmt: skip
 def test_formats_modes_and_sizes(folder, file, mode, size):
     options: dict = {"quality": 95} if file.endswith(("jpg", "JPG", "jpeg", "webp")) else {}
     image = Image.new("RGB", size, LEFT)
@@ -51,29 +42,24 @@ def test_formats_modes_and_sizes(folder, file, mode, size):
         assert (kept.images[0, :, :, columns].int() - wanted).abs().max() <= 10
 
 
-def test_32_by_32_pixels_are_kept(folder):
+def test_pixels_keep_their_values_and_of_16_bits_the_high_ones(folder):
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     save(folder / "train/a/0.png", Image.fromarray(pixels))
     assert np.array_equal(read(folder).images[0].permute(1, 2, 0), pixels)
-
-
-@pytest.mark.parametrize("extension", ["png", "tiff"])
-def test_16_bits_a_pixel(folder, extension):
     values = np.repeat(np.array([0, 0x0100, 0x8000, 0xFFFF], np.uint16), 256).reshape(32, 32)
-    save(folder / f"train/a/0.{extension}", Image.fromarray(values))
-    assert read(folder).images[0, :, ::8, 5].tolist() == [[0, 1, 128, 255]] * 3
+    for number, extension in enumerate(("png", "tiff")):
+        save(folder / f"train/a/0{number}.{extension}", Image.fromarray(values))
+        assert read(folder).images[1 + number, :, ::8, 5].tolist() == [[0, 1, 128, 255]] * 3
 
 
-@pytest.mark.parametrize(
-    ("file", "orientation", "stored"),
-    [
-        ("0.jpg", 2, Image.Transpose.FLIP_LEFT_RIGHT),
-        ("0.jpg", 3, Image.Transpose.ROTATE_180),
-        ("0.jpg", 6, Image.Transpose.ROTATE_90),
-        ("0.webp", 8, Image.Transpose.ROTATE_270),
-    ],
+@table(
+    "file, orientation, stored",
+    mirrored=("0.jpg", 2, Image.Transpose.FLIP_LEFT_RIGHT),
+    half_turn=("0.jpg", 3, Image.Transpose.ROTATE_180),
+    left=("0.jpg", 6, Image.Transpose.ROTATE_90),
+    right=("0.webp", 8, Image.Transpose.ROTATE_270),
 )
-def test_upright(folder, file, orientation, stored):
+def test_exif_turns_an_image_upright(folder, file, orientation, stored):
     upright = Image.new("RGB", (64, 96), LEFT)
     upright.paste(RIGHT, (0, 0, 32, 48))
     exif = Image.Exif()
@@ -89,7 +75,7 @@ def test_damaged_exif_is_no_damaged_image(folder):
     assert greys(read(folder)) == [(77, 0), *TRAIN]
 
 
-def test_ignored(folder):
+def test_hidden_and_other_files_are_no_images(folder):
     for path in ["train/.hidden/1.bmp", "train/a/.ipynb_checkpoints/1.bmp", "train/a/._1.bmp"]:
         save(folder / path, 99)
     for path in ["train/a/notes.txt", "train/a/.DS_Store", "train/notes.bmp"]:
@@ -99,11 +85,11 @@ def test_ignored(folder):
     assert greys(kept) == TRAIN
 
 
-def test_classes_and_files_in_sorted_order_whichever_worker_decodes_them(tmp_path):
+def test_classes_and_files_are_sorted_whichever_worker_decodes_them(tmp_path):
     classes = ["zebra", "Cat 2", "ant"]
     for split, count in [("test", 1), ("train", 53)]:
         for number, name in itertools.product(reversed(range(count)), classes):
-            side = 1500 if name == "Cat 2" and number < 8 else 8  # the first chunk is the last to be done
+            side = 1500 if name == "Cat 2" and number < 8 else 8  # the first chunk is done last
             image = Image.new("RGB", (side, side), (sorted(classes).index(name), number, 200))
             save(tmp_path / split / name / f"{number:03}.png", image)
     kept = read(tmp_path)
@@ -116,7 +102,7 @@ def test_classes_and_files_in_sorted_order_whichever_worker_decodes_them(tmp_pat
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_a_jpeg_has_the_pixels_that_pillow_gives_it(mode):
+def test_a_jpeg_has_the_pixels_that_pillow_decodes(mode):
     random = np.random.default_rng(0)
     for height, width, options in ((40, 31, {"quality": 75}), (64, 48, {"quality": 95, "progressive": True})):
         written = io.BytesIO()

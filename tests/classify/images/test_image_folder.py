@@ -1,4 +1,4 @@
-"""The cache of an image folder, and folders that cannot be used."""
+"""The cache of an image folder, and invalid folders."""
 
 import contextlib
 import os
@@ -21,23 +21,27 @@ from harness import host_lock
 from harness.errors import InvalidInput
 
 
-def test_counted_without_decoding(folder):
-    config = DataSettings("imagefolder", str(folder))
-    assert [config.open_source().count(split) for split in ("train", "test")] == [4, 2]
+@pytest.fixture
+def read_only(tmp_path, monkeypatch) -> pathlib.Path:
+    """No folder can be written to: the place of the caches instead."""
+    monkeypatch.setattr(host_lock.os, "access", lambda *_: False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_images_are_counted_without_and_decoded_with_a_cache(folder):
+    source = DataSettings("imagefolder", str(folder)).open_source()
+    assert [source.count(split) for split in ("train", "test")] == [4, 2]
     assert caches(folder) == {}
-
-
-def test_decoded_once(folder):
-    for split, wanted in [("train", TRAIN), ("test", [(50, 0), (60, 1)])]:
-        assert greys(read(folder, split)) == wanted
-    before = caches(folder)
+    for _ in range(2):
+        for split, wanted in [("train", TRAIN), ("test", [(50, 0), (60, 1)])]:
+            assert greys(read(folder, split)) == wanted
+        before = caches(folder)
     assert len(before) == 2
-    assert greys(read(folder, "test")) == [(50, 0), (60, 1)]
-    assert greys(read(folder)) == TRAIN
     assert caches(folder) == before
 
 
-def test_decoded_by_one_of_many_processes(folder):
+def test_one_of_many_processes_decodes(folder):
     def work():
         assert greys(read(folder)) == TRAIN
 
@@ -45,25 +49,24 @@ def test_decoded_by_one_of_many_processes(folder):
     assert len(caches(folder)) == 1
 
 
-@pytest.mark.parametrize("place", ["the folder", "a stand-in"])
-def test_only_who_wants_the_same_images_waits(folder, tmp_path, monkeypatch, place):
-    if place == "a stand-in":
-        monkeypatch.setattr(host_lock.os, "access", lambda *_: False)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+@pytest.mark.parametrize("place", ["the folder", "another place"])
+def test_a_process_waits_only_for_its_own_images(folder, request, place):
+    if place == "another place":
+        request.getfixturevalue("read_only")
     read(folder, "test")
-    with contextlib.ExitStack() as held:  # by others that decode the training images, and the test's anew
+    with contextlib.ExitStack() as held:  # other processes decode the training images and the test images
         for name in ("images-train-32x32", "images-test-32x32"):
             held.enter_context(host_lock.host_lock(folder, name, "data.root"))
         larger = DataSettings("imagefolder", str(folder), image_size=64)
         all_at_once(lambda: data.load(larger, "train"), lambda: read(folder, "test"))
         (waiting,) = fork(lambda: read(folder))
-        waiting.join(1)
+        waiting.join(0.5)
         assert waiting.is_alive()
     waiting.join(60)
     assert waiting.exitcode == 0
 
 
-def test_where_images_are_kept_is_said_and_they_are_listed_and_cleared(folder, tmp_path, monkeypatch, capsys):
+def test_the_place_of_a_cache_is_shown_listed_and_cleared(folder, tmp_path, monkeypatch, capsys):
     read(folder)
     said = capsys.readouterr().err
     raw = folder / ".images-train-32x32.raw"
@@ -72,8 +75,8 @@ def test_where_images_are_kept_is_said_and_they_are_listed_and_cleared(folder, t
     kept = read(folder)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with monkeypatch.context() as read_only:
-        read_only.setattr(host_lock.os, "access", lambda *_: False)
+    with monkeypatch.context() as patch:
+        patch.setattr(host_lock.os, "access", lambda *_: False)
         read(folder, "test")
     stand_in = host_lock.stand_in(folder) / ".images-test-32x32.raw"
     (folder / ".images-other.pt").write_text("another's")
@@ -89,7 +92,7 @@ def test_where_images_are_kept_is_said_and_they_are_listed_and_cleared(folder, t
     assert raw.exists() and not stand_in.exists()
     assert checkpoint.main(["caches", str(folder), "--clear"]) == 0
     assert "0.0 MiB of decoded images are kept, 0.0 MiB removed" in capsys.readouterr().out
-    assert greys(kept) == TRAIN  # what a training has mapped stays
+    assert greys(kept) == TRAIN  # a training has the file open
     left = {path.name for path in folder.iterdir() if path.suffix != ".lock"}
     assert left == {"train", "test", ".images-other.pt"}
 
@@ -99,16 +102,13 @@ def test_where_images_are_kept_is_said_and_they_are_listed_and_cleared(folder, t
     rewritten=(lambda root: save(root / "train/a/1.bmp", 99), [(99, 0), *TRAIN[1:]]),
     added=(lambda root: save(root / "train/a/3.bmp", 99), [*TRAIN[:2], (99, 0), *TRAIN[2:]]),
     removed=(lambda root: (root / "train/a/1.bmp").unlink(), TRAIN[1:]),
-    moved=(
-        lambda root: (root / "train/a/2.bmp").rename(root / "train/b/0.bmp"),
-        [(10, 0), (20, 1), *TRAIN[2:]],
-    ),
+    moved=(lambda root: (root / "train/a/2.bmp").rename(root / "train/b/0.bmp"), [(10, 0), (20, 1), *TRAIN[2:]]),
     new_class=(
         lambda root: [save(root / split / "Z/1.bmp", 99) for split in ("train", "test")],
         [(99, 0), *((grey, label + 1) for grey, label in TRAIN)],
     ),
-)
-def test_change_is_noticed(folder, change, wanted):
+)  # fmt: skip
+def test_a_change_of_the_folder_is_noticed(folder, change, wanted):
     assert greys(read(folder)) == TRAIN
     change(folder)
     assert greys(read(folder)) == wanted
@@ -119,36 +119,36 @@ def changed(cache, **values):
     torch.save({**torch.load(cache, weights_only=True), **values}, cache)
 
 
-@table(
-    "damage",
-    half=(lambda cache: os.truncate(cache, cache.stat().st_size // 2),),
-    empty=(lambda cache: cache.write_bytes(b""),),
-    garbage=(lambda cache: cache.write_bytes(b"garbage" * 1000),),
-    no_fingerprint=(
-        lambda cache: torch.save({"images": torch.zeros(4, 3, 32, 32), "labels": torch.zeros(4)}, cache),
+DAMAGE = {
+    "half": lambda cache: os.truncate(cache, cache.stat().st_size // 2),
+    "empty": lambda cache: cache.write_bytes(b""),
+    "garbage": lambda cache: cache.write_bytes(b"garbage" * 1000),
+    "no fingerprint": lambda c: torch.save(
+        {"images": torch.zeros(4, 3, 32, 32), "labels": torch.zeros(4)}, c
     ),
-    no_cache=(lambda cache: torch.save([1, 2], cache),),
-    half_of_the_pixels=(lambda cache: os.truncate(cache.with_suffix(".raw"), 100),),
-    no_pixels=(lambda cache: cache.with_suffix(".raw").unlink(),),
-    other_labels=(lambda cache: changed(cache, labels=torch.tensor([1, 1, 0, 0])),),
-    labels_of_no_class=(lambda cache: changed(cache, labels=torch.full((4,), 9)),),
-    fewer_labels=(lambda cache: changed(cache, labels=torch.tensor([1])),),
-    another_shape=(lambda cache: changed(cache, shape=[8, 3, 16, 32]),),
-    a_pipe=(lambda cache: [make(cache) for make in (os.unlink, os.mkfifo)],),
-)
-def test_damaged_cache_is_mended(folder, damage):
+    "no cache": lambda cache: torch.save([1, 2], cache),
+    "half of the pixels": lambda cache: os.truncate(cache.with_suffix(".raw"), 100),
+    "no pixels": lambda cache: cache.with_suffix(".raw").unlink(),
+    "other labels": lambda cache: changed(cache, labels=torch.tensor([1, 1, 0, 0])),
+    "labels of no class": lambda cache: changed(cache, labels=torch.full((4,), 9)),
+    "fewer labels": lambda cache: changed(cache, labels=torch.tensor([1])),
+    "another shape": lambda cache: changed(cache, shape=[8, 3, 16, 32]),
+    "a pipe": lambda cache: [make(cache) for make in (os.unlink, os.mkfifo)],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_cache_is_replaced(folder, damage):
     read(folder)
     (cache,) = folder.glob(".*.pt")
-    damage(cache)
+    DAMAGE[damage](cache)
     assert greys(read(folder)) == TRAIN
-    mended = caches(folder)
+    after = caches(folder)
     assert greys(read(folder)) == TRAIN
-    assert caches(folder) == mended
+    assert caches(folder) == after
 
 
-def test_read_only_root(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(host_lock.os, "access", lambda *_: False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_caches_of_read_only_folders_are_kept_elsewhere(folder, tmp_path, read_only):
     other = tmp_path / "other"
     shutil.copytree(folder, other)
     save(other / "train/a/1.bmp", 99)
@@ -156,33 +156,20 @@ def test_read_only_root(folder, tmp_path, monkeypatch):
     for _ in range(2):
         assert greys(read(folder)) == TRAIN
         assert greys(read(other)) == [(99, 0), *TRAIN[1:]]
-        kept.append(caches(tmp_path / "cache"))
+        kept.append(caches(read_only))
     assert sorted(folder.rglob("*")) == before
     assert len(kept[0]) == 2
     assert kept[1] == kept[0]
 
 
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(folder, monkeypatch):
+def test_a_small_disk_is_refused_before_a_file_is_written(folder, monkeypatch):
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10_000))
     line = error_line(read, folder)
     assert "4 images of 32x32 need" in line and "only 0.0 MiB are free" in line and "make room" in line
     assert caches(folder) == {} and list(folder.rglob("*.raw")) == []
 
 
-def gone(*paths: str):
-    def damage(root):
-        for path in paths:
-            shutil.rmtree(root / path)
-
-    return damage
-
-
-def cut(path: pathlib.Path) -> None:
-    save(path, Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)))
-    path.write_bytes(path.read_bytes()[:-1500])
-
-
-def test_every_file_that_cannot_be_read_is_named_at_once(folder):
+def test_all_unreadable_files_are_named_at_once(folder):
     for index in range(decode_once.SHOWN + 3):
         (folder / f"train/b/bad{index:02}.png").write_text("no image")
     with pytest.raises(InvalidInput) as caught:
@@ -195,20 +182,30 @@ def test_every_file_that_cannot_be_read_is_named_at_once(folder):
     assert caches(folder) == {}
 
 
-def test_a_folder_in_the_caches_place_is_named(folder):
+def test_a_folder_or_a_link_in_place_of_the_cache(folder, tmp_path):
     for ending in ("raw", "sidecar"):
         file = folder / f".images-train-32x32.{ending}"
         file.mkdir()
         assert error_line(read, folder).startswith(f"{file}: is a folder")
         file.rmdir()
-
-
-def test_a_link_in_the_caches_place_is_not_followed(folder, tmp_path):
     other = tmp_path / "other"
     other.write_text("kept")
     (folder / ".images-train-32x32.sidecar").symlink_to(other)
     assert greys(read(folder)) == TRAIN
     assert other.read_text() == "kept"
+
+
+def gone(*paths: str):
+    def remove(root: pathlib.Path) -> None:
+        for path in paths:
+            shutil.rmtree(root / path)
+
+    return remove
+
+
+def cut(path: pathlib.Path) -> None:
+    save(path, Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)))
+    path.write_bytes(path.read_bytes()[:-1500])
 
 
 @table(
@@ -217,36 +214,21 @@ def test_a_link_in_the_caches_place_is_not_followed(folder, tmp_path):
     no_test=(gone("test"), ["data.root: {}:", "'test'"]),
     no_class=(gone("train/a", "train/b"), ["{}/train:", "no class"]),
     one_class=(gone("train/b"), ["{}/train:", "only the class 'a'"]),
-    empty_class=(
-        lambda root: [path.unlink() for path in root.glob("train/b/*")],
-        ["{}/train/b:", "no image"],
-    ),
+    empty_class=(lambda root: [path.unlink() for path in root.glob("train/b/*")], ["{}/train/b:", "no image"]),
     class_not_in_test=(gone("test/b"), ["data.root: {}:", "only in train: b;", "only in test: none"]),
-    class_not_in_train=(
-        lambda root: save(root / "test/c/1.png", 1),
-        ["only in train: none;", "only in test: c"],
-    ),
-    truncated=(
-        lambda root: cut(root / "train/b/0.jpg"),
-        ["{}/train/b/0.jpg:", "not a readable image", "truncated"],
-    ),
+    class_not_in_train=(lambda root: save(root / "test/c/1.png", 1), ["only in train: none;", "only in test: c"]),
+    truncated=(lambda root: cut(root / "train/b/0.jpg"), ["{}/train/b/0.jpg:", "not a readable image", "truncated"]),
     link=(lambda root: (root / "train/b/0.png").symlink_to("nowhere"), ["{}/train/b/0.png:", "No such file"]),
     pipe=(lambda root: os.mkfifo(root / "train/b/0.png"), ["{}/train/b/0.png:", "is no file"]),
     name=(lambda root: os.mkdir(os.fsencode(root / "train") + b"/\xff"), ["{}/train:", "no UTF-8 name"]),
-    loop=(
-        lambda root: (root / "train/a/again").symlink_to(".."),
-        ["data.root: {}:", "that it lies in", "a/again"],
-    ),
+    loop=(lambda root: (root / "train/a/again").symlink_to(".."), ["data.root: {}:", "that it lies in", "a/again"]),
     loops=(
         lambda root: [(root / "train/a" / name).symlink_to(".") for name in ("one", "two")],
         ["data.root: {}:", "a link to a folder that it lies in"],
     ),
-    text=(
-        lambda root: (root / "train/b/0.png").write_text("a\nb"),
-        ["{}/train/b/0.png:", "not a readable image"],
-    ),
-)
-def test_bad_folder(folder, damage, parts):
+    text=(lambda root: (root / "train/b/0.png").write_text("a\nb"), ["{}/train/b/0.png:", "not a readable image"]),
+)  # fmt: skip
+def test_an_invalid_folder_is_one_line(folder, damage, parts):
     damage(folder)
     there = folder.exists()
     line = error_line(read, folder)

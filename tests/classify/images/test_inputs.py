@@ -1,4 +1,4 @@
-"""Images as inputs: mixed, and normalised."""
+"""Images as inputs of the network: mixed, normalised, resized, and on the GPU if they fit."""
 
 from typing import Any
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 from support import error_line
 
+import data
+from classify.engine.trial_config import TrialConfig
 from classify.images import mixup
 from classify.images.image_set import ImageSet, places
 from classify.images.settings import DataSettings
@@ -25,10 +27,23 @@ def test_mixing_depends_on_its_place_alone():
     assert mixup.make_mixup(None, 0, 4) is None
 
 
+@pytest.mark.parametrize(("alpha", "cut"), [(1.0, None), (None, 1.0), (1.0, 1.0)])
+def test_labels_are_mixed_by_the_shares_of_the_pixels(alpha, cut):
+    """The pixels of an image are its label."""
+    labels = torch.tensor([0, 1, 1, 0, 1, 0])
+    inputs = labels.float()[:, None, None, None].expand(6, 3, 16, 16)
+    mixer: Any = mixup.make_mixup(alpha, cut, 2)
+    shares = set()
+    for step in range(8):
+        mixed, soft = mixup.apply_mixup(mixer, inputs, labels, (0, step, 0, 0))
+        assert torch.allclose(soft[:, 1], mixed.mean((1, 2, 3)), atol=1e-5)
+        shares |= set(soft[:, 1].tolist())
+    assert len(shares) > 8
+
+
 def test_inputs_are_normalised_by_the_statistics_of_the_dataset():
-    images = torch.randint(
-        0, 256, (50, 3, 8, 8), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
-    )
+    random = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (50, 3, 8, 8), dtype=torch.uint8, generator=random)
     images[:, 1] //= 2
     source = ImageSet(images, torch.zeros(50, dtype=torch.int64), ("a",))
     mean, std = normalization(DataSettings(normalize="dataset"), lambda: source)
@@ -39,18 +54,41 @@ def test_inputs_are_normalised_by_the_statistics_of_the_dataset():
     assert pretrained.normalization("inception_v3") == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
-def test_where_images_go_is_decided_by_their_sizes(monkeypatch):
+def test_a_gpu_keeps_images_that_fit(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 200))
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     assert places([60, 10], DataSettings(device="auto"), gpu) == [cpu, gpu]
     assert places([49, 30], DataSettings(device="auto"), gpu) == [
         gpu,
         cpu,
-    ]  # half of what is left after the first
+    ]  # half of the rest after the first
     assert places([60, 40], DataSettings(device="cuda"), gpu) == [gpu, gpu]
     assert (
         places([1, 1], DataSettings(device="cpu"), gpu) == places([1, 1], DataSettings(), cpu) == [cpu, cpu]
     )
-    assert "data.device: 'cuda': 0 MiB of images" in error_line(
-        places, [60, 41], DataSettings(device="cuda"), gpu
-    )
+    line = error_line(places, [60, 41], DataSettings(device="cuda"), gpu)
+    assert "data.device: 'cuda': 0 MiB of images" in line
+
+
+def test_progressive_resizing_makes_images_smaller_in_the_first_steps_alone():
+    hyper = {
+        "net": "airbench",
+        "net_args": {"width": 2},
+        "train_batch_size": 32,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "max_length": {"batches": 10},
+        "progressive_resizing": {"scale": 0.75, "until": 0.5},
+    }
+    config = TrialConfig.resolve(hyper, {"data": {"dataset": "digits", "image_size": [24, 32]}}, 1, "cpu")
+    assert [config.input_size(step) for step in (0, 4)] == [(18, 24)] * 2
+    assert [config.input_size(step) for step in (5, 9, None)] == [(24, 32)] * 3
+    images = data.Images(config.data, config.source, 0, torch.device("cpu"))
+    pixels = images.train.images[:4]
+    full = images.inputs(pixels, False, config.input_size(5))
+    assert torch.equal(full, images.inputs(pixels, False))
+    smaller = images.inputs(pixels, True, config.input_size(0))
+    assert smaller.shape == (4, 3, 18, 24) and smaller.is_contiguous(memory_format=torch.channels_last)
+    # An image of one colour keeps it, and the mean of any image changes little
+    grey = torch.full_like(pixels, 100)
+    assert torch.allclose(images.inputs(grey, False, (18, 24)), torch.tensor(100 / 127.5 - 1), atol=1e-5)
+    assert torch.allclose(smaller.mean((1, 2, 3)), full.mean((1, 2, 3)), atol=0.02)

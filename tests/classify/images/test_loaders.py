@@ -1,4 +1,4 @@
-"""The sampler that cuts epochs into micro-batches, and the loaders."""
+"""The sampler cuts epochs into micro-batches, and the loaders give them."""
 
 import itertools
 
@@ -19,16 +19,14 @@ from harness.errors import InvalidInput
 
 @pytest.fixture(scope="module")
 def all_values():
-    """Images in which every channel takes all 256 values."""
+    """Every channel of an image has all 256 values."""
     values = np.random.default_rng(0).permuted(np.tile(np.arange(256, dtype=np.uint8), (7, 3, 4)), axis=2)
     return ImageSet(torch.from_numpy(values.reshape(7, 3, 32, 32)), torch.arange(7) * 11, ("a",))
 
 
 def test_batches_are_torchvisions_bit_for_bit(all_values):
-    to_tensor, normalize = (
-        torchvision.transforms.ToTensor(),
-        torchvision.transforms.Normalize((0.5,) * 3, (0.5,) * 3),
-    )
+    to_tensor = torchvision.transforms.ToTensor()
+    normalize = torchvision.transforms.Normalize((0.5,) * 3, (0.5,) * 3)
     pictures = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in all_values.images]
     wanted = torch.stack([normalize(to_tensor(picture)) for picture in pictures])
     batches, before = MicroBatchDataset(all_values), all_values.images.clone()
@@ -43,7 +41,7 @@ def test_batches_are_torchvisions_bit_for_bit(all_values):
     assert torch.equal(all_values.images, before)
 
 
-def test_a_whole_micro_batch_a_fetch(all_values, monkeypatch):
+def test_a_fetch_is_a_whole_micro_batch(all_values, monkeypatch):
     monkeypatch.delattr(MicroBatchDataset, "__getitem__")
     fetching = MicroBatchLoader(all_values, MicroBatchSampler(7, 4, 1)).get_data_loader()
     fetched = [(images.shape, images.dtype, labels.shape, labels.dtype) for images, labels in fetching]
@@ -54,51 +52,50 @@ def micro_batches(sampler) -> list[list[int]]:
     return [micro_batch.tolist() for micro_batch in sampler]
 
 
+def joined(parts) -> list[int]:
+    return [image for part in parts for image in part]
+
+
 def steps(sampler) -> list[list[list[int]]]:
-    dealt = micro_batches(sampler)
-    return [
-        dealt[i : i + sampler.micro_batches_per_step]
-        for i in range(0, len(dealt), sampler.micro_batches_per_step)
-    ]
+    dealt, parts = micro_batches(sampler), sampler.micro_batches_per_step
+    return [dealt[i : i + parts] for i in range(0, len(dealt), parts)]
 
 
+@pytest.mark.parametrize("seed", [3, None])
 @pytest.mark.parametrize(
     ("size", "batch_size", "parts"),
     [
         (1437, 16, 1),
         (1437, 32, 4),
         (100, 16, 4),  # the rest gives every micro-batch just one image
-        (17, 8, 4),  # the rest is too little for a step of its own
+        (17, 8, 4),  # the rest is too small for another step
         (360, 4, 4),  # no rest
         (7, 16, 4),  # a rest alone
         (4, 16, 4),
     ],
 )
-def test_cut(size, batch_size, parts):
-    sampler = MicroBatchSampler(size, batch_size, parts, seed=3)
+def test_an_epoch_is_cut_into_even_micro_batches_of_each_image_once(size, batch_size, parts, seed):
+    sampler = MicroBatchSampler(size, batch_size, parts, seed=seed)
     for _ in range(3):
         epoch = steps(sampler)
         assert len(sampler) == len(epoch) * parts
-        assert sorted(image for step in epoch for part in step for image in part) == list(range(size))
+        assert sorted(joined(joined(epoch))) == list(range(size))
         for step in epoch:
             lengths = [len(part) for part in step]
             assert len(lengths) == parts
-            assert min(lengths) >= 1
-            assert max(lengths) - min(lengths) <= 1
-            assert max(lengths) <= batch_size // parts
-        left = size % batch_size
-        shared = 0 < left < parts  # too few for a step of their own
-        full = [sum(len(part) for part in step) for step in epoch[: size // batch_size - shared]]
+            assert 1 <= min(lengths) <= max(lengths) <= min(min(lengths) + 1, batch_size // parts)
+        is_shared = 0 < size % batch_size < parts  # the rest is too small for another step
+        full = [len(joined(step)) for step in epoch[: size // batch_size - is_shared]]
         assert full == [batch_size] * len(full)
         assert len(epoch) == -(-size // batch_size)
 
 
 @pytest.mark.parametrize(("size", "batch_size", "parts"), [(5, 2, 2), (11, 4, 4)])
-def test_images_too_few_for_micro_batches_of_one_rest(size, batch_size, parts):
+def test_a_rest_too_small_for_all_micro_batches_is_left_out(size, batch_size, parts):
     sampler = MicroBatchSampler(size, batch_size, parts, seed=0)
     seen: set[int] = set()
     for _ in range(20):
-        epoch = [image for part in micro_batches(sampler) for image in part]
+        epoch = joined(micro_batches(sampler))
         assert len(set(epoch)) == len(epoch)
         assert 0 < size - len(epoch) < parts
         seen.update(epoch)
@@ -106,14 +103,13 @@ def test_images_too_few_for_micro_batches_of_one_rest(size, batch_size, parts):
 
 
 @pytest.mark.parametrize(("size", "parts"), [(3, 4), (0, 1)])
-def test_fewer_images_than_micro_batches(size, parts):
+def test_fewer_images_than_micro_batches_are_refused(size, parts):
     line = error_line(MicroBatchSampler, size, 8, parts)
-    assert "train_batch_size: 8" in line
-    assert f"{parts} micro-batches" in line
-    assert f"only {size} images" in line
+    for part in ("train_batch_size: 8", f"{parts} micro-batches", f"only {size} images"):
+        assert part in line
 
 
-def test_order_is_a_function_of_seed_and_epoch():
+def test_the_order_is_a_function_of_seed_and_epoch():
     def epochs(seed, count=4):
         sampler = MicroBatchSampler(100, 16, 2, seed)
         torch.manual_seed(count)
@@ -126,28 +122,24 @@ def test_order_is_a_function_of_seed_and_epoch():
     later = MicroBatchSampler(100, 16, 2, 7)
     later.set_epoch(3)
     assert micro_batches(later) == first[3]
-    in_order = list(range(100))
-    assert [[image for part in epoch for image in part] for epoch in epochs(None, 2)] == [in_order, in_order]
+    assert [joined(epoch) for epoch in epochs(None, 2)] == [list(range(100))] * 2
 
 
 @pytest.mark.parametrize(("size", "batch_size"), [(100, 16), (64, 8)])
 def test_steps_are_the_same_for_any_parts(size, batch_size):
     def images(parts):
         sampler = MicroBatchSampler(size, batch_size, parts, seed=1)
-        return [
-            [sorted(image for part in step for image in part) for step in steps(sampler)] for _ in range(2)
-        ]
+        return [[sorted(joined(step)) for step in steps(sampler)] for _ in range(2)]
 
     assert images(1) == images(2) == images(4)
 
 
 def dealt(micro_batches=None, size=91, batch_size=24, parts=6, **how) -> list[list[int]]:
-    """The images that Determined's loader deals out; each one's pixels and label are its number."""
+    """The images from Determined's loader; the pixels and the label of each are its number."""
     numbers = torch.arange(size)
     source = ImageSet(numbers.to(torch.uint8)[:, None, None, None].expand(-1, 3, 32, 32), numbers, ("a",))
-    fetching = MicroBatchLoader(source, MicroBatchSampler(size, batch_size, parts, seed=2)).get_data_loader(
-        **how
-    )
+    sampler = MicroBatchSampler(size, batch_size, parts, seed=2)
+    fetching = MicroBatchLoader(source, sampler).get_data_loader(**how)
     given = []
     for images, labels in itertools.islice(fetching, micro_batches):
         assert torch.equal(images.long(), labels[:, None, None, None].expand(-1, 3, 32, 32))
@@ -156,19 +148,15 @@ def dealt(micro_batches=None, size=91, batch_size=24, parts=6, **how) -> list[li
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_ranks_share_an_epoch(replicas):
-    shards = [dealt(num_replicas=replicas, rank=rank) for rank in range(replicas)]
-    assert {len(shard) for shard in shards} == {4 * 6 // replicas}
-    assert sorted(image for shard in shards for part in shard for image in part) == list(range(91))
+def test_ranks_share_an_epoch_and_resume_at_any_micro_batch(replicas):
     accumulated = 6 // replicas
+    epoch = 4 * accumulated
+    shards = [dealt(num_replicas=replicas, rank=rank) for rank in range(replicas)]
+    assert {len(shard) for shard in shards} == {epoch}
+    assert sorted(joined(joined(shards))) == list(range(91))
     for step, wanted in enumerate(steps(MicroBatchSampler(91, 24, 6, seed=2))):
         mine = [part for shard in shards for part in shard[step * accumulated : (step + 1) * accumulated]]
         assert sorted(mine) == sorted(wanted)
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_skip_resumes_at_that_micro_batch(replicas):
-    epoch = 4 * 6 // replicas
     for rank in range(replicas):
         how = {"repeat": True, "num_replicas": replicas, "rank": rank}
         whole = dealt(3 * epoch, **how)
@@ -178,17 +166,16 @@ def test_skip_resumes_at_that_micro_batch(replicas):
             assert dealt(len(whole) - skip, skip=skip, **how) == whole[skip:]
 
 
-def test_a_thread_fetches_ahead_what_the_loader_gives():
-    """The same images with the same augmentation, epoch by epoch, and no more than it may."""
+def test_a_thread_fetches_the_next_images_of_the_loader():
+    """The prefetcher gives the augmented images of the loader, and fetches two ahead."""
     torch.manual_seed(0)
     source = ImageSet(torch.randint(0, 256, (50, 3, 8, 8), dtype=torch.uint8), torch.arange(50), ("one",))
 
     def epochs():
         sampler = MicroBatchSampler(50, 16, 1, seed=3)
-        fetched = MicroBatchLoader(
-            source, sampler, Augmenter(Augmentation(flip=True, crop=2), 50, (8, 8), (8, 8), 3)
-        )
-        return sampler, fetched.get_data_loader(repeat=True, skip=2, num_replicas=1, rank=0)
+        augmenter = Augmenter(Augmentation(flip=True, crop=2), 50, (8, 8), (8, 8), 3)
+        loader = MicroBatchLoader(source, sampler, augmenter)
+        return sampler, loader.get_data_loader(repeat=True, skip=2, num_replicas=1, rank=0)
 
     _, plain = epochs()
     sampler, ahead = epochs()
@@ -199,10 +186,10 @@ def test_a_thread_fetches_ahead_what_the_loader_gives():
         assert labels.tolist() == order.tolist()
     assert (
         sampler.next_epoch == 5
-    )  # of 4 micro-batches each; the twelfth is number 14, and two more are fetched
+    )  # an epoch has 4 micro-batches; the twelfth is number 14, the last fetched is 16
 
 
-def test_what_goes_wrong_in_the_thread_is_raised():
+def test_the_thread_passes_errors_on():
     def micro_batches():
         yield 1
         yield 2

@@ -1,12 +1,10 @@
-"""Shards that are fetched while a training goes on: windows of them, the cache and its limit, faults on the way."""
+"""A training fetches shards in windows while it reads others: the cache, its limit, and lost servers."""
 
-import json
 import pathlib
 import random
 import resource
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from typing import Any
@@ -14,19 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matrix import ROWS, Runs, train
 from sources import copied, load, refused, served
-from support import (
-    DIGITS,
-    LATEST,
-    PROJECT,
-    TIME_LIMIT,
-    execute,
-    fork,
-    launcher,
-    overrides,
-    train_many,
-    wait_for_checkpoint,
-)
+from support import LATEST, fork, overrides, run, started, time_limit, wait_for_checkpoint
 
 from classify.images.sampler import MicroBatchSampler
 from classify.images.settings import DataSettings
@@ -36,7 +24,7 @@ from classify.images.windows import Windows
 
 
 def in_windows(count: int = 60, shards: int = 10, size: int = 3) -> Windows:
-    """Images that lie in their shards in another order than that of their indices."""
+    """The shards hold the images in another order than the indices."""
     places = np.random.default_rng(0).permutation(count)
     return Windows(places, places * shards // count, size)
 
@@ -53,7 +41,7 @@ def test_an_order_is_a_function_of_seed_and_epoch_and_mixes_a_few_shards_at_a_ti
             assert [len(each) for each in groups] == [3, 3, 3, 1]
             assert set.union(*groups) == set(range(10))
             within = windows.shards[order[:18]]
-            assert (np.diff(within) != 0).sum() > 6  # one shard after the other would be 2
+            assert (np.diff(within) != 0).sum() > 6  # without mixing it would be 2
     first, second = (MicroBatchSampler(60, 12, 1, 5, windows=windows).order(epoch) for epoch in (0, 1))
     assert not torch.equal(first, second)
     other = MicroBatchSampler(60, 12, 1, 6, windows=windows).order(0)
@@ -68,9 +56,7 @@ def test_a_window_and_the_next_one_are_fetched_before_they_are_read():
     asked: list[list[int]] = []
     sampler = MicroBatchSampler(60, 7, 1, seed=5, windows=windows, ahead=asked.append)
     for _ in range(2):
-        seen: set[int] = set()
         for indices in sampler:
-            seen |= set(windows.shards[indices].tolist())
             assert set(windows.shards[indices].tolist()) <= {each for every in asked[-2:] for each in every}
             assert len(asked[-1]) <= 6
     assert [len(each) for each in asked] == [6, 6, 4, 4, 6, 6, 4, 4]
@@ -90,7 +76,7 @@ def held(folder: pathlib.Path) -> list[int]:
     return sorted(each.stat().st_size for each in folder.iterdir() if not each.name.startswith("."))
 
 
-def test_the_shards_read_last_stay(tmp_path):
+def test_the_cache_keeps_the_shards_read_last(tmp_path):
     kept, fetched = ShardCache(tmp_path, LIMIT), []
 
     def fetch(shard: Shard, target: pathlib.Path) -> None:
@@ -99,10 +85,10 @@ def test_the_shards_read_last_stay(tmp_path):
 
     for number in (0, 1, 2, 3, 0, 4, 0, 5, 0):
         assert kept.file(SHARDS[number], fetch).stat().st_size == SHARDS[number].size
-        time.sleep(0.01)  # of which file systems' clocks may know no parts
+        time.sleep(0.01)  # clocks of file systems are coarse
     assert fetched == [100, 101, 102, 103, 104, 105]
     assert held(tmp_path) == [100, 103, 104, 105]
-    (tmp_path / f"{'0' * 24}.400.partial").touch()  # of a process that was killed
+    (tmp_path / f"{'0' * 24}.400.partial").touch()  # of a killed process
     kept.file(SHARDS[6], fetch)
     assert held(tmp_path) == [100, 104, 105, 106]
 
@@ -122,7 +108,7 @@ def test_processes_share_shards_under_the_limit(tmp_path):
                 shard = choose.choice(SHARDS)
                 try:
                     content = kept.file(shard, fetch).read_bytes()
-                except FileNotFoundError:  # the other one has made room of it
+                except FileNotFoundError:  # the other process has removed it
                     continue
                 assert content == bytes([shard.size % 256]) * shard.size
 
@@ -134,136 +120,141 @@ def test_processes_share_shards_under_the_limit(tmp_path):
     assert [process.exitcode for process in processes] == [0, 0]
 
 
-def test_what_is_wanted_last_is_fetched_first():
-    fetched, may_go, done = [], threading.Event(), threading.Event()
+def test_the_newest_request_is_fetched_first():
+    fetched, begun, may_go, done = [], threading.Event(), threading.Event(), threading.Event()
 
     def fetch(shard: Shard) -> None:
-        may_go.wait(30)
+        begun.set()
+        may_go.wait(60)
         fetched.append(shard)
         if shard is SHARDS[9]:
             done.set()
         if shard is SHARDS[7]:
-            raise ValueError("which the reader will say")
+            raise ValueError("the reader will raise it")
 
     ahead = ShardsAhead(fetch, 1)
     ahead.want(SHARDS[:4])
-    while ahead._wanted and len(ahead._wanted) == 4:
-        time.sleep(0.001)
+    assert begun.wait(60)
     ahead.want(SHARDS[7:10])
     may_go.set()
-    assert done.wait(30)
+    assert done.wait(60)
     assert fetched == [SHARDS[0], *SHARDS[7:10]]
 
 
 def test_a_limit_has_to_hold_two_windows(written, tmp_path):
-    cache = {"folder": str(tmp_path / "cache")}
+    folder = {"folder": str(tmp_path / "cache")}
     sizes = sorted(each.stat().st_size for each in written.glob("*.tar"))
+    section: dict[str, Any] = {"decode": "stream", "window": 1}
     with served(written) as (_, url):
-        section: dict[str, Any] = {"decode": "stream", "window": 1}
-        line = refused("webdataset", url, **section, cache={**cache, "limit": sizes[-1]})
-        assert (
-            line.startswith("data.cache.limit: 0.0 MiB: ") and "have to be there at a time; raise it" in line
-        )
+        line = refused("webdataset", url, **section, cache={**folder, "limit": sizes[-1]})
+        assert line.startswith("data.cache.limit: 0.0 MiB: ")
+        assert "have to be there at a time; raise it" in line
         assert DataSettings.parse({"cache": {"limit": sum(sizes)}}).cache_limit == sum(sizes)
-        assert load("webdataset", url, **section, cache={**cache, "limit": sum(sizes)}).is_streamed
+        assert load("webdataset", url, **section, cache={**folder, "limit": sum(sizes)}).is_streamed
 
 
 def test_a_full_disk_of_the_cache_is_one_line_and_leaves_no_shard(written, tmp_path):
+    cache = tmp_path / "cache"
+
     def full() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
-        line = refused("webdataset", url, cache={"folder": str(tmp_path / "cache")})
-        assert line.startswith(f"data.cache.folder: {tmp_path / 'cache'}/shards: no room for {url}/t")
+        line = refused("webdataset", url, cache={"folder": str(cache)})
+        assert line.startswith(f"data.cache.folder: {cache}/shards: no room for {url}/t")
         assert line.endswith("; free some, set data.cache.limit, or give another folder")
 
     with served(written) as (_, url):
         (process,) = fork(full)
         process.join(60)
     assert process.exitcode == 0
-    assert all(
-        each.suffix == ".partial" for each in (tmp_path / "cache/shards").iterdir() if each.name[0] != "."
+    assert {each.suffix for each in (cache / "shards").iterdir() if each.name[0] != "."} <= {".partial"}
+
+
+# ------------------------------------------------------------------------------------------------- trainings
+
+
+@pytest.fixture
+def remote(runs: Runs, tmp_path):
+    """(server, images and cache for rows of the matrix, limit that holds two windows)."""
+    shards = copied(runs.files["shards"], tmp_path / "served")
+    limit = sum(sorted(each.stat().st_size for each in shards.glob("*.tar"))[-8:])
+    with served(shards) as (server, url):
+        files: dict[str, Any] = {**runs.files, "shards": url, "cache": tmp_path / "cache"}
+        yield server, files, overrides(data__cache__limit=limit), limit
+
+
+def losses(made) -> list[float]:
+    return [entry["loss"] for entry in made.metrics if entry["group"] == "training"]
+
+
+def test_ranks_train_on_shards_of_a_server_as_on_the_folder(runs: Runs, remote, tmp_path):
+    server, files, _, _ = remote
+    made = train(ROWS["shards"], 2, tmp_path / "run", files, tuple(overrides(data__window="all")))
+    assert made.code == 0, made.stderr
+    assert losses(made) == pytest.approx(losses(runs.straight("folder", 1)), rel=1e-5)
+    assert server.tars() == sorted(each.name for each in runs.files["shards"].glob("*.tar"))
+    assert list((tmp_path / "cache").rglob("*.raw"))
+    assert "decoded when they are needed, then kept" in made.stdout
+
+
+def test_a_limited_cache_and_no_workers_train_to_the_same_bits(runs: Runs, remote, tmp_path):
+    server, files, limited, limit = remote
+    row = ROWS["windows"]
+    made = train(row, 1, tmp_path / "run", files, (*limited, *overrides(data__workers=0)))
+    assert made.code == 0, made.stderr
+    assert made.summary["weights_sha256"] == runs.straight("windows", 1).summary["weights_sha256"]
+    assert losses(made) != losses(runs.straight("shards", 1))
+    shards = tmp_path / "cache/shards"
+    assert 0 < sum(each.stat().st_size for each in shards.iterdir()) <= limit
+    assert len(server.tars()) > len(set(server.tars()))
+    assert not list((tmp_path / "cache").rglob("*.raw"))
+    assert "shuffled 1 shard at a time" in made.stdout
+
+
+def lost_line(files, server) -> str:
+    lost = sorted(each.name for each in pathlib.Path(server.folder).glob("train-*.tar"))[-1]
+    server.faults = {lost: ("404", 99)}
+    return f"train.py: {files['shards']}/{lost}: no such file; mend data.root, or put it there"
+
+
+def test_ranks_end_with_one_line_for_a_lost_shard_or_a_missing_table(remote, tmp_path):
+    server, files, limited, _ = remote
+    line = lost_line(files, server)
+    failed = train(ROWS["windows"], 2, tmp_path / "run", files, tuple(limited))
+    assert failed.code == 2
+    assert line in failed.stderr.splitlines(), failed.stderr
+    table = overrides(
+        data=f"{{dataset: table, root: '{files['shards']}', cache: {{folder: {files['cache']}}}}}"
     )
+    refusal = run(["train.py", *table, "--config", "experiments/digits.yaml"], tmp_path, processes=2)
+    assert refusal.code == 2
+    assert [each for each in refusal.stderr.splitlines() if "holds no table" in each] == [
+        f"train.py: data.root: {files['shards']}: holds no table of training images; it needs train.csv or train.jsonl,"
+        " and may have the same of val and test"
+    ]
 
 
-def rows_of(places: dict[str, dict[str, Any]], **more: Any) -> dict[str, list[str]]:
-    """Trainings of the digits' network on images in shards."""
-    deepspeed = "hyperparameters__overwrite_deepspeed_args__"
-    common: dict[str, Any] = {"dataset": "webdataset", "image_size": 32, "augment": {"flip": True}}
-    return {
-        name: [
-            *DIGITS,
-            *overrides(
-                data=json.dumps({**common, **section}),
-                **{"hyperparameters__max_length": "{epochs: 3}", f"{deepspeed}train_batch_size": 6, **more},
-            ),
-        ]
-        for name, section in places.items()
-    }
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_trains_to_the_bits_of_the_folder_in_the_same_order(photos, written, tmp_path, processes):
-    """From a server, with all shards kept, with room for a few, and with a change of the number of workers."""
-    with served(copied(written, tmp_path / "served")) as (server, url):
-        sizes = sorted(each.stat().st_size for each in written.glob("*.tar"))
-        limit = sum(sizes[-8:])
-        remote: dict[str, Any] = {"root": url, "decode": "stream"}
-        every = {"window": "all", "cache": {"folder": str(tmp_path / "a")}}
-        few = {"window": 1, "cache": {"folder": str(tmp_path / "b"), "limit": limit}}
-        runs = train_many(
-            tmp_path,
-            rows_of(
-                {
-                    "folder": {"dataset": "imagefolder", "root": str(copied(photos, tmp_path / "f"))},
-                    "all": {**remote, **every},
-                    "again": {**remote, **every},  # from what the run before has decoded
-                    "windows": {"root": str(copied(written, tmp_path / "s")), "window": 1},
-                    "few": {**remote, **few},
-                    "alone": {**remote, **few, "workers": 0},
-                }
-            ),
-            processes,
-        )
-        fetched = len([name for name in server.asked if name.endswith(".tar")])
-    assert all(run.code == 0 for run in runs.values()), [run.stderr for run in runs.values()]
-    weights = {name: run.summary["weights_sha256"] for name, run in runs.items()}
-    assert weights["folder"] == weights["all"] == weights["again"]
-    assert weights["windows"] == weights["few"] == weights["alone"] != weights["all"]
-    assert sum(each.stat().st_size for each in (tmp_path / "b/shards").iterdir()) <= limit
-    assert fetched >= len(sizes) * 2
-    assert not list((tmp_path / "b").rglob("*.raw")) and list((tmp_path / "a").rglob("*.raw"))
-    assert "shuffled 1 shard at a time" in runs["few"].stdout
-    assert "decoded when they are needed, then kept" in runs["all"].stdout
-
-
-def train(output: pathlib.Path, row: list[str], *more: str):
-    command = [*launcher("torchrun", 2), "train.py", *row, "--output", str(output), *more]
-    return execute(command, output)
-
-
-def test_neither_a_lost_server_nor_a_kill_costs_more_than_a_resume(written, tmp_path):
-    """A line that names the shard, from whichever rank needs it; then on to the same bits, killed once more."""
-    sizes, output = [each.stat().st_size for each in written.glob("*.tar")], tmp_path / "run"
-    lost = sorted(each.name for each in written.glob("train-*.tar"))[-1]
-    with served(copied(written, tmp_path / "served")) as (server, url):
-        cache = {"folder": str(tmp_path / "cache"), "limit": sum(sorted(sizes)[-8:])}
-        section = {"root": url, "decode": "stream", "window": 1, "cache": cache}
-        long = {"hyperparameters__max_length": "{epochs: 12}", "min_checkpoint_period": "{batches: 1}"}
-        (row,) = rows_of({"run": section}, **long).values()
-        server.faults = {lost: ("404", 99)}
-        failed = train(output, row)
-        lines = [each for each in failed.stderr.splitlines() if each.startswith("train.py: ")]
-        assert f"train.py: {url}/{lost}: no such file; mend data.root, or put it there" in lines, (
-            failed.stderr
-        )
-        assert failed.code == 1 and "exitcode  : 2" in failed.stderr  # that of torchrun, and of the rank
-        server.faults = {}
-        shutil.rmtree(tmp_path / "cache")
-        resume = LATEST if list(output.glob("checkpoints/*/metadata.json")) else []
-        command = [*launcher("torchrun", 2), "train.py", *row, "--output", str(output), *resume]
-        process = subprocess.Popen(command, cwd=PROJECT, stderr=subprocess.PIPE)
-        for each in wait_for_checkpoint(process, output):
-            each.send_signal(signal.SIGKILL)
-        assert process.wait(TIME_LIMIT) != 0
-        last, straight = train(output, row, *LATEST), train(tmp_path / "straight", row)
+@pytest.mark.soak
+def test_neither_a_lost_server_nor_a_kill_costs_more_than_a_resume(remote, tmp_path):
+    server, files, limited, _ = remote
+    row, output = ROWS["windows"], tmp_path / "run"
+    long = (
+        *limited,
+        *overrides(hyperparameters__max_length="{batches: 60}", min_checkpoint_period="{batches: 1}"),
+    )
+    line = lost_line(files, server)
+    failed = train(row, 2, output, files, long)
+    assert failed.code == 2 and line in failed.stderr.splitlines(), failed.stderr
+    server.faults = {}
+    shutil.rmtree(tmp_path / "cache")
+    resume = LATEST if list(output.glob("checkpoints/*/metadata.json")) else []
+    arguments = [*row.arguments, *long, *resume, "--output", str(output)]
+    for name, file in files.items():
+        arguments = [each.replace(f"{{{name}}}", str(file)) for each in arguments]
+    with started(["train.py", *arguments], processes=2) as program:
+        for rank in wait_for_checkpoint(program, output):
+            rank.send_signal(signal.SIGKILL)
+        assert program.wait(time_limit()) != 0
+    last = train(row, 2, output, files, (*long, *LATEST))
+    straight = train(row, 2, tmp_path / "straight", files, long)
     assert last.code == straight.code == 0, last.stderr
     assert last.summary["weights_sha256"] == straight.summary["weights_sha256"]

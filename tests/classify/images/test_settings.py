@@ -11,42 +11,36 @@ from classify.images.settings import DataSettings
 from harness.errors import InvalidInput
 
 
-def test_images_are_kept_as_much_larger_as_resize_says():
+def test_defaults_and_sizes():
+    assert DataSettings.parse(None) == DataSettings.parse({}) == DataSettings("cifar10", "data", True, 32)
+    section = {"dataset": "imagefolder", "root": "/x", "download": False, "image_size": 32}
+    assert DataSettings.parse(section) == DataSettings("imagefolder", "/x", False, 32)
     assert DataSettings(image_size=32).stored_size == (32, 32)
     assert DataSettings(image_size=[32, 48], resize=40).stored_size == (40, 60)
 
 
-def test_config():
-    assert DataSettings.parse(None) == DataSettings.parse({}) == DataSettings("cifar10", "data", True, 32)
-    section = {"dataset": "imagefolder", "root": "/x", "download": False, "image_size": 32}
-    assert DataSettings.parse(section) == DataSettings("imagefolder", "/x", False, 32)
+KEYS = (
+    "augment, cache, dataset, decode, device, download, image_size, normalize, resize, root, sampling,"
+    " split_seed, storage, test, validation, window, workers"
+)
 
 
 @pytest.mark.parametrize(
     ("section", "parts"),
     [
+        ("digits", ["data: 'digits'", "mapping"]),
+        ({"colour": 1}, ["data.colour", KEYS]),
+        ({7: 1}, ["data.7", "unknown key"]),
         ({"dataset": "mnist"}, ["data.dataset", "'mnist'", "cifar10", "digits", "imagefolder"]),
         ({"dataset": None}, ["data.dataset", "None"]),
         ({"dataset": ["digits"]}, ["data.dataset", "['digits']"]),
         ({"datset": "digits"}, ["data.datset", "'digits'", "did you mean 'dataset'"]),
-        (
-            {"colour": 1},
-            [
-                "data.colour",
-                "augment, cache, dataset, decode, device, download, image_size, normalize, resize, root, sampling,"
-                " split_seed, storage, test, validation, window, workers",
-            ],
-        ),
-        ({7: 1}, ["data.7", "unknown key"]),
         ({"root": None}, ["data.root", "None"]),
         ({"root": ""}, ["data.root", "''"]),
+        ({"root": "ftp://me:x@host/photos"}, ["data.root: holds a password"]),
         ({"storage": "s3"}, ["data.storage", "'s3'", "mapping"]),
         ({"storage": {"secret": "x"}}, ["data.storage.secret: holds a password", "environment"]),
-        (
-            {"storage": {"client_kwargs": {"aws_session_token": "x"}}},
-            ["data.storage.client_kwargs.aws_session_token: "],
-        ),
-        ({"root": "ftp://me:x@host/photos"}, ["data.root: holds a password"]),
+        ({"storage": {"client_kwargs": {"aws_session_token": "x"}}}, ["data.storage.client_kwargs.aws_session_token: "]),
         ({"cache": {"folder": 1}}, ["data.cache.folder", "1", "path"]),
         ({"cache": {"place": "x"}}, ["data.cache.place", "'x'", "unknown key"]),
         ({"cache": {"limit": "much"}}, ["data.cache.limit", "'much'", "must be a size, e.g. 100MB"]),
@@ -56,36 +50,37 @@ def test_config():
         ({"download": 1}, ["data.download", "1"]),
         ({"image_size": 0}, ["data.image_size", "0", "whole number of pixels"]),
         ({"image_size": [32]}, ["data.image_size", "[32]", "[height, width]"]),
+        ({"image_size": "32"}, ["data.image_size", "'32'"]),
+        ({"image_size": 32.0}, ["data.image_size", "32.0"]),
         ({"image_size": 64, "resize": 32}, ["data.resize", "32", "from image_size (64)"]),
         ({"normalize": "imagenett"}, ["data.normalize", "imagenet", "dataset"]),
         ({"normalize": {"mean": [0, 0, 0], "std": [1, 0, 1]}}, ["data.normalize", "std"]),
         ({"normalize": {"mean": [1.5, 0, 0], "std": [1, 1, 1]}}, ["data.normalize", "1.5", "0 to 1"]),
-        ({"image_size": "32"}, ["data.image_size", "'32'"]),
-        ({"image_size": 32.0}, ["data.image_size", "32.0"]),
+        ({"device": "gpu"}, ["data.device: 'gpu': must be one of auto, cpu, cuda"]),
         ({"workers": 65, "augment": {"transforms": ["RandAugment"]}}, ["data.workers", "65", "from 0 to 64"]),
-        (
-            {"workers": 2, "augment": {"flip": True}},
-            ["data.workers", "2", "does nothing without data.augment"],
-        ),
-        ("digits", ["data: 'digits'", "mapping"]),
+        ({"workers": 2, "augment": {"flip": True}}, ["data.workers", "2", "does nothing without data.augment"]),
+        ({"validation": 1}, ["data.validation: 1: must be auto or a share between 0 and 1"]),
+        ({"test": "some"}, ["data.test: 'some': must be a share between 0 and 1"]),
+        ({"split_seed": -1}, ["data.split_seed: -1: must be a whole number"]),
+        ({"sampling": "even"}, ["data.sampling: 'even': must be one of shuffle, balanc"]),
     ],
     ids=str,
-)
-def test_bad_config(section, parts):
+)  # fmt: skip
+def test_an_invalid_value_is_refused(section, parts):
     line = error_line(DataSettings.parse, section)
     assert [part for part in parts if part not in line] == []
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_a_gpu_is_refused_where_there_is_none():
+    assert "this machine has no GPU" in error_line(DataSettings.parse, {"device": "cuda"})
+
+
 def test_every_error_is_named_at_once():
+    section = {"rot": "x", "dataset": 5, "root": 5, "download": "no", "sampling": "x", "image_size": -28}
     with pytest.raises(InvalidInput) as caught:
-        DataSettings.parse({"rot": "x", "dataset": 5, "root": 5, "download": "no", "image_size": -28})
-    wanted = [
-        "data.rot: 'x'",
-        "data.dataset: 5",
-        "data.root: 5",
-        "data.download: 'no'",
-        "data.image_size: -28",
-    ]
+        DataSettings.parse(section)
+    wanted = [f"data.{key}: {value!r}" for key, value in section.items()]
     assert [line[: len(start)] for line, start in zip(caught.value.errors, wanted, strict=True)] == wanted
     assert "'root'" in caught.value.errors[0]
     assert "\n" not in "".join(caught.value.errors)
@@ -109,7 +104,7 @@ def test_digits(digits, split, size):
     assert np.abs(np.bincount(kept.labels) - proportions).max() <= 1
 
 
-def test_digits_splits_partition_the_source(digits):
+def test_splits_of_the_digits_partition_the_source_always_alike(digits):
     source = load_digits()
     images = torch.cat([kept.images[:, 0].float() for kept in digits.values()])
     small = (images[:, 1::4, 1::4] + images[:, 2::4, 2::4]) / 2
@@ -118,9 +113,6 @@ def test_digits_splits_partition_the_source(digits):
     assert origin.sort().values.tolist() == list(range(1797))
     labels = torch.cat([kept.labels for kept in digits.values()])
     assert torch.equal(labels, torch.from_numpy(source.target)[origin])
-
-
-def test_digits_split_is_always_the_same(digits):
     np.random.seed(5)
     torch.manual_seed(5)
     for split, kept in digits.items():

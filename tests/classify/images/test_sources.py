@@ -1,4 +1,4 @@
-"""Shards, Parquet files, tables and sources of one's own: the same images as in a folder, and their faults."""
+"""Shards, Parquet files, tables and source files of users: the same images as in a folder, and their faults."""
 
 import io
 import json
@@ -17,25 +17,26 @@ from folders import save, table
 from PIL import Image
 from sources import (
     CLASSES,
+    KINDS,
     NAMES,
-    OWN,
     assert_same,
     copied,
     files_in,
     load,
+    made,
     plain,
     refused,
     served,
     write_parquet,
     write_table,
 )
-from support import overrides, train_many
 
 import shards
 from classify.images.sources import remote
+from classify.images.sources.shard_files import expand
 
 
-def test_shards_hold_the_folder_to_the_byte_and_all_classes(photos, written, tmp_path, capsys):
+def test_shards_hold_the_files_of_the_folder_and_their_classes(photos, written, tmp_path, capsys):
     assert shards.main(["read", str(written), str(tmp_path / "back")]) == 0
     assert files_in(tmp_path / "back") == {
         k: v for k, v in files_in(photos).items() if "/" in k and k[0] != "."
@@ -55,9 +56,9 @@ def test_shards_hold_the_folder_to_the_byte_and_all_classes(photos, written, tmp
     assert "which is not of" in capsys.readouterr().err
 
 
-def test_writing_goes_on_where_it_was_interrupted(photos, written, tmp_path, capsys):
+def test_interrupted_writing_continues(photos, written, tmp_path, capsys):
     target = tmp_path / "shards"
-    (target / "classes.txt").mkdir(parents=True)  # at which it fails, after all shards
+    (target / "classes.txt").mkdir(parents=True)  # writing fails at it, after all shards
     arguments = ["write", str(photos), str(target), "--size-limit", "40KB"]
     assert shards.main(arguments) == 2
     files = sorted(target.glob("*.tar"))
@@ -68,28 +69,17 @@ def test_writing_goes_on_where_it_was_interrupted(photos, written, tmp_path, cap
     capsys.readouterr()
     assert shards.main(arguments) == 0
     assert f"({len(files) - 2} were there already)" in capsys.readouterr().out
-    changed = [file.name for file in files if file.stat().st_ino != before[file.name]]
-    assert set(changed) <= {files[1].name, files[2].name}
+    changed = {file.name for file in files if file.stat().st_ino != before[file.name]}
+    assert changed <= {files[1].name, files[2].name}
     assert files_in(target) == plain(written)
 
 
-@pytest.mark.parametrize("kind", ["webdataset", "a pattern", "no index", "parquet", "csv", "jsonl", "own"])
-def test_every_source_has_the_folders_images(photos, written, tmp_path, kind):
-    dataset, root = {
-        "webdataset": lambda: ("webdataset", copied(written, tmp_path / "s")),
-        "a pattern": lambda: ("webdataset", f"{copied(written, tmp_path / 's')}/{{train,test}}-*.tar"),
-        "no index": lambda: ("webdataset", copied(written, tmp_path / "s")),
-        "parquet": lambda: ("parquet", write_parquet(photos, tmp_path / "p")),
-        "csv": lambda: ("table", write_table(photos, tmp_path, "csv")),
-        "jsonl": lambda: ("table", write_table(photos, tmp_path, "jsonl")),
-        "own": lambda: (str(tmp_path / "mine.py"), photos),
-    }[kind]()
-    (tmp_path / "mine.py").write_text(OWN)
-    if kind == "no index":
-        (root / "index.npz").unlink()
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_every_source_has_the_images_of_the_folder(photos, written, tmp_path, kind):
+    dataset, root = made(kind, photos, written, tmp_path)
     for split in ("train", "test"):
         found, wanted = load(dataset, root, split), load("imagefolder", photos, split)
-        if kind in ("no index", "a pattern"):  # in the order of the shards
+        if kind in ("no index", "pattern"):  # the shards give the order
             assert found.classes == wanted.classes
             assert not torch.equal(found.labels, wanted.labels)
             rows = [tuple(image.flatten().tolist()) for image in wanted.images]
@@ -103,32 +93,28 @@ def test_every_source_has_the_folders_images(photos, written, tmp_path, kind):
 @pytest.fixture
 def hurried(monkeypatch):
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.01)
-    monkeypatch.setattr(remote, "TIMEOUT", 0.3)
 
 
-def test_shards_of_a_web_server_are_fetched_once(photos, written, tmp_path, hurried):
-    kept: Any = {"cache": {"folder": str(tmp_path / "cache")}}
+@pytest.fixture
+def kept(tmp_path) -> Any:
+    """Settings of a cache for remote files."""
+    return {"cache": {"folder": str(tmp_path / "cache")}}
+
+
+def test_shards_of_a_web_server_are_fetched_once(photos, written, tmp_path, hurried, kept):
     with served(written) as (server, url):
-        first = "train-000000.tar"
-        server.faults = {first: ("500", 2), "train-000001.tar": ("dies", 1), "index.npz": ("slow", 1)}
+        server.faults = {"train-000000.tar": ("500", 2), "train-000001.tar": ("dies", 1)}
         for split in ("train", "test"):
             assert_same(load("webdataset", url, split, **kept), load("imagefolder", photos, split))
-        assert server.asked.count(first) == 3 and server.asked.count("train-000001.tar") == 2
-        assert server.asked.count("train-000002.tar") == 1
+        assert [server.asked.count(f"train-00000{number}.tar") for number in range(3)] == [3, 2, 1]
         asked = len(server.asked)
         load("webdataset", url, image_size=16, **kept)
         assert server.asked[asked:] == ["index.npz"]
     assert not list((tmp_path / "cache").rglob("*.partial"))
 
 
-@pytest.mark.parametrize("kind", ["tar", "parquet", "csv"])
-def test_files_of_a_web_server_by_their_names(photos, written, tmp_path, hurried, kind):
-    kept: Any = {"cache": {"folder": str(tmp_path / "cache")}}
-    if kind == "csv":
-        write_table(photos, photos, "csv")
-        with served(photos) as (_, url):
-            assert_same(load("table", url, **kept), load("imagefolder", photos))
-        return
+@pytest.mark.parametrize("kind", ["tar", "parquet"])
+def test_a_web_server_has_files_by_their_names(photos, written, tmp_path, hurried, kept, kind):
     root = written if kind == "tar" else write_parquet(photos, tmp_path / "p") / "data"
     dataset = "webdataset" if kind == "tar" else "parquet"
     count = len(list(root.glob("train-*"))) - 1
@@ -141,25 +127,36 @@ def test_files_of_a_web_server_by_their_names(photos, written, tmp_path, hurried
     assert found.classes == CLASSES and len(found.images) == len(NAMES) * len(CLASSES)
 
 
+def test_a_web_server_has_a_table(photos, tmp_path, kept):
+    folder = copied(photos, tmp_path / "p")
+    with served(write_table(folder, folder, "csv")) as (_, url):
+        assert_same(load("table", url, **kept), load("imagefolder", photos))
+
+
+def test_braces_are_ranges_and_choices():
+    assert list(expand("s-{08..10}.tar")) == ["s-08.tar", "s-09.tar", "s-10.tar"]
+    assert list(expand("{a,b}/{0..1}")) == ["a/0", "a/1", "b/0", "b/1"]
+
+
+FIRST = "train-000000.tar"
+ATTEMPTS = f"{FIRST}: cannot be read in 5 attempts ("
+
+
 @table(
     "fault, said",
-    errors=(("500", 99), ["train-000000.tar: cannot be read in 5 attempts (500", "start again"]),
-    slow=(
-        ("slow", 99),
-        ["train-000000.tar: cannot be read in 5 attempts (not a byte in 0.3 s", "start again"],
-    ),
-    dies=(("dies", 99), ["train-000000.tar: cannot be read in 5 attempts (", "start again"]),
-    alters=(
-        ("alters", 99),
-        ["train-000000.tar: cannot be read in 5 attempts (its bytes differ", "start again"],
-    ),
-    missing=(("404", 99), ["train-000000.tar: no such file; mend data.root"]),
-    forbidden=(("403", 1), ["train-000000.tar: cannot be read (403", "start again"]),
+    errors=(("500", 99), [f"{ATTEMPTS}500", "start again"]),
+    silent=(("silent", 99), [f"{ATTEMPTS}not a byte in 0.3 s", "start again"]),
+    dies=(("dies", 99), [ATTEMPTS, "start again"]),
+    alters=(("alters", 99), [f"{ATTEMPTS}its bytes differ", "start again"]),
+    missing=(("404", 99), [f"{FIRST}: no such file; mend data.root"]),
+    forbidden=(("403", 1), [f"{FIRST}: cannot be read (403", "start again"]),
 )
-def test_a_server_that_fails_for_good_is_one_line(written, tmp_path, hurried, fault, said):
+def test_a_server_without_an_answer_is_one_line(written, tmp_path, monkeypatch, hurried, kept, fault, said):
+    if fault[0] == "silent":
+        monkeypatch.setattr(remote, "TIMEOUT", 0.3)
     with served(written) as (server, url):
-        server.faults = {"train-000000.tar": fault}
-        line = refused("webdataset", url, cache={"folder": str(tmp_path / "cache")})
+        server.faults = {FIRST: fault}
+        line = refused("webdataset", url, **kept)
     assert line.startswith(url) and all(each in line for each in said), line
     assert not list((tmp_path / "cache").rglob("*.raw"))
 
@@ -172,7 +169,7 @@ def rewrite_index(root: pathlib.Path, change) -> None:
 
 
 def add(file: pathlib.Path, **members: bytes) -> None:
-    """Appends cat/new.ENDING."""
+    """Append cat/new.ENDING."""
     with tarfile.open(file, "a") as tar:
         for ending, content in members.items():
             member = tarfile.TarInfo(f"cat/new.{ending}")
@@ -183,7 +180,7 @@ def add(file: pathlib.Path, **members: bytes) -> None:
 def spoil_image(root: pathlib.Path) -> None:
     with np.load(root / "index.npz") as file:
         entry = file["part-train"][0]
-    with open(root / "train-000000.tar", "rb+") as tar:
+    with open(root / FIRST, "rb+") as tar:
         tar.seek(int(entry["offset"]))
         tar.write(b"no image")
 
@@ -193,7 +190,7 @@ def without_index(change, names=True):
         (root / "index.npz").unlink()
         if not names:
             (root / "classes.txt").unlink()
-        change(root / "train-000000.tar", root)
+        change(root / FIRST)
 
     return both
 
@@ -210,15 +207,15 @@ def without_index(change, names=True):
     labels=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["label"].__iadd__(7)), ["index.npz: ", "it has the label 9, but 3 classes"]),
     counts=(lambda root: rewrite_index(root, lambda about, _: about["parts"]["train"][0].update(stop=1)), ["index.npz: ", "the counts of images are wrong at train-000001.tar"]),
     positions=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["position"].__ixor__(1)[:1].fill(0)), ["index.npz: ", "its positions are not those of all images"]),
-    cut_tar=(without_index(lambda tar, _: os.truncate(tar, 5000)), ["train-000000.tar: not a readable tar (unexpected end of data); is it whole?"]),
-    no_tar=(without_index(lambda tar, _: tar.write_bytes(b"x" * 2000)), ["train-000000.tar: not a readable tar ("]),
-    no_label=(without_index(lambda tar, _: add(tar, png=b"x")), ["train-000000.tar: the member cat/new has no label; add KEY.cls"]),
-    no_image=(without_index(lambda tar, _: add(tar, json=b'{"label": 1}')), ["train-000000.tar: the member cat/new has no image (.jpg"]),
-    number=(without_index(lambda tar, _: add(tar, png=b"x", cls=b"3")), ["train-000000.tar: the label '3' is no class: the dataset names 3 classes"]),
-    unnamed=(without_index(lambda tar, _: add(tar, png=b"x", json=b'{"class": "cow"}'), names=False), ["the label ", " is no class: other labels are names"]),
+    cut_tar=(without_index(lambda tar: os.truncate(tar, 5000)), ["train-000000.tar: not a readable tar (unexpected end of data); is it whole?"]),
+    no_tar=(without_index(lambda tar: tar.write_bytes(b"x" * 2000)), ["train-000000.tar: not a readable tar ("]),
+    no_label=(without_index(lambda tar: add(tar, png=b"x")), ["train-000000.tar: the member cat/new has no label; add KEY.cls"]),
+    no_image=(without_index(lambda tar: add(tar, json=b'{"label": 1}')), ["train-000000.tar: the member cat/new has no image (.jpg"]),
+    number=(without_index(lambda tar: add(tar, png=b"x", cls=b"3")), ["train-000000.tar: the label '3' is no class: the dataset names 3 classes"]),
+    unnamed=(without_index(lambda tar: add(tar, png=b"x", json=b'{"class": "cow"}'), names=False), ["the label ", " is no class: other labels are names"]),
     empty=(lambda root: [each.unlink() for each in root.glob("*")], ["data.root: ", "holds no *.tar; give their folder"]),
 )  # fmt: skip
-def test_a_fault_of_shards_is_one_line(written, tmp_path, change, said):
+def test_damaged_shards_are_one_line(written, tmp_path, change, said):
     root = copied(written, tmp_path / "shards")
     change(root)
     line = refused("webdataset", root)
@@ -259,7 +256,7 @@ def parquet(folder: pathlib.Path, label=(0, 0, 1, 1), **columns) -> None:
     library=("webdataset", "az://box/set", ["az://box/set/index.npz: az:// needs adlfs; pip install adlfs"]),
     protocol=("webdataset", "nfs9://box/set", ["nfs9://box/set/index.npz: cannot be opened (Protocol not known: nfs9"]),
 )  # fmt: skip
-def test_a_fault_of_another_source_is_one_line(tmp_path, monkeypatch, dataset, change, said):
+def test_an_invalid_source_is_one_line(tmp_path, monkeypatch, dataset, change, said):
     monkeypatch.chdir(tmp_path)
     root: Any = tmp_path / "root"
     if callable(change):
@@ -274,15 +271,14 @@ def test_a_fault_of_another_source_is_one_line(tmp_path, monkeypatch, dataset, c
 
 @pytest.fixture(scope="module")
 def store(written, tmp_path_factory):
-    """An object store that holds the shards, and asks for credentials."""
+    """An object store asks for credentials and has the shards with and without their index."""
     boto3 = pytest.importorskip("boto3")
     server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
     server.start()
     host, port = server.get_host_and_port()
     url = f"http://{host}:{port}"
-    client = boto3.client(
-        "s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id="a", aws_secret_access_key="b"
-    )
+    account = {"region_name": "us-east-1", "aws_access_key_id": "a", "aws_secret_access_key": "b"}
+    client = boto3.client("s3", endpoint_url=url, **account)
     client.create_bucket(Bucket="box")
     for name, content in plain(written).items():
         client.put_object(Bucket="box", Key=f"photos/{name}", Body=content)
@@ -293,8 +289,8 @@ def store(written, tmp_path_factory):
 
 
 @pytest.mark.parametrize("folder", ["photos", "bare"])
-def test_shards_in_an_object_store(photos, store, tmp_path, monkeypatch, hurried, folder):
-    section: Any = {"storage": {"endpoint_url": store}, "cache": {"folder": str(tmp_path / "cache")}}
+def test_an_object_store_has_shards(photos, store, kept, monkeypatch, hurried, folder):
+    section: Any = {"storage": {"endpoint_url": store}, **kept}
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "a")
     found, wanted = load("webdataset", f"s3://box/{folder}", **section), load("imagefolder", photos)
@@ -304,52 +300,12 @@ def test_shards_in_an_object_store(photos, store, tmp_path, monkeypatch, hurried
     assert "s3://box/none: holds no *.tar" in refused("webdataset", "s3://box/none", **section)
 
 
-def test_missing_credentials_are_one_line(store, tmp_path, monkeypatch, hurried):
+def test_missing_credentials_are_one_line(store, tmp_path, kept, monkeypatch, hurried):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-    section: Any = {"storage": {"endpoint_url": f"{store}/"}, "cache": {"folder": str(tmp_path / "cache")}}
-    line = refused("webdataset", "s3://box/photos", **section)
-    assert (
-        line.startswith("s3://box/photos/index.npz: is refused (")
-        and "credentials in the environment" in line
-    )
-
-
-def test_two_processes_train_alike_from_every_source(photos, written, tmp_path):
-    """From remote shards, which one of them fetches, Parquet files and a source of one's own as from the folder."""
-    (tmp_path / "mine.py").write_text(OWN)
-    with served(copied(written, tmp_path / "shards")) as (server, url):
-        row = ["--config", "experiments/digits.yaml"]
-        common = {"image_size": 32, "cache": {"folder": str(tmp_path / "cache")}}
-        places = {
-            "imagefolder": photos,
-            "webdataset": url,
-            "parquet": write_parquet(photos, tmp_path / "p"),
-            str(tmp_path / "mine.py"): photos,
-        }
-        rows = {
-            f"run{number}": [
-                *row,
-                *overrides(
-                    data=json.dumps({**common, "dataset": dataset, "root": str(root)}),
-                    hyperparameters__max_length="{epochs: 2}",
-                    hyperparameters__overwrite_deepspeed_args__train_batch_size=6,
-                ),
-            ]
-            for number, (dataset, root) in enumerate(places.items())
-        }
-        rows["refused"] = [*row, *overrides(data=json.dumps({**common, "dataset": "table", "root": url}))]
-        runs = train_many(tmp_path, rows, 2)
-        asked = [name for name in server.asked if name.endswith(".tar")]
-    refusal = runs.pop("refused")
-    assert refusal.code == 2
-    assert [line for line in refusal.stderr.splitlines() if "holds no table" in line] == [
-        f"train.py: data.root: {url}: holds no table of training images; it needs train.csv or train.jsonl, and may"
-        " have the same of val and test"
-    ]
-    assert all(run.code == 0 for run in runs.values()), [run.stderr for run in runs.values()]
-    assert len({run.summary["weights_sha256"] for run in runs.values()}) == 1
-    assert sorted(asked) == sorted(each.name for each in written.glob("*.tar"))
+    line = refused("webdataset", "s3://box/photos", storage={"endpoint_url": f"{store}/"}, **kept)
+    assert line.startswith("s3://box/photos/index.npz: is refused (")
+    assert "credentials in the environment" in line

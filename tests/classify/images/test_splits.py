@@ -1,4 +1,4 @@
-"""Which images train, validate and test: shares of each class, drawn by a seed, and folders of their own."""
+"""Images train, validate and test: by a seed drawn from each class, or in separate folders."""
 
 import numpy as np
 import pytest
@@ -9,11 +9,12 @@ from support import error_line
 import data
 from classify.images.sampler import MicroBatchSampler
 from classify.images.settings import DataSettings
-from harness.errors import InvalidInput
+
+CPU = torch.device("cpu")
 
 
 def folder_of(root, **sizes):
-    """A folder with so many images of each class, each of a grey of its own."""
+    """Write a number of images for each class, every image of another grey."""
     grey = iter(range(256))
     for name, size in sizes.items():
         for index in range(size):
@@ -21,13 +22,17 @@ def folder_of(root, **sizes):
     return root
 
 
+def settings_of(root, **section) -> DataSettings:
+    return DataSettings.parse({"dataset": "imagefolder", "root": str(root), **section})
+
+
 def opened(root, **section):
-    return DataSettings.parse({"dataset": "imagefolder", "root": str(root), **section}).open_source()
+    return settings_of(root, **section).open_source()
 
 
 def loaded(root, split, **section):
     """A (grey, label) for each image of a split."""
-    settings = DataSettings.parse({"dataset": "imagefolder", "root": str(root), **section})
+    settings = settings_of(root, **section)
     kept = data.load(settings, split)
     images = kept.select(torch.arange(len(kept)))
     assert (images == images[:, :1, :1, :1]).all()
@@ -35,15 +40,15 @@ def loaded(root, split, **section):
     return list(zip(images[:, 0, 0, 0].tolist(), kept.labels.tolist(), strict=True))
 
 
-def test_a_folder_of_classes_is_split_by_the_seed(tmp_path):
+def counts(pairs) -> list[int]:
+    return np.bincount([label for _, label in pairs]).tolist()
+
+
+def test_the_seed_splits_a_folder_of_classes(tmp_path):
     root = folder_of(tmp_path / "photos", cat=40, dog=10, owl=3)
     section = {"validation": 0.25}
     splits = {split: loaded(root, split, **section) for split in ("train", "val", "test")}
-    assert {split: np.bincount([label for _, label in each]).tolist() for split, each in splits.items()} == {
-        "test": [8, 2, 1],
-        "val": [8, 2, 1],
-        "train": [24, 6, 1],
-    }
+    assert [counts(splits[split]) for split in ("train", "val", "test")] == [[24, 6, 1], [8, 2, 1], [8, 2, 1]]
     assert sorted(pair for each in splits.values() for pair in each) == [
         (grey, 0 if grey < 40 else 1 if grey < 50 else 2) for grey in range(53)
     ]
@@ -51,27 +56,31 @@ def test_a_folder_of_classes_is_split_by_the_seed(tmp_path):
         assert each == sorted(each) and len(set(each)) == len(each)
     assert splits == {split: loaded(root, split, **section) for split in splits}
     assert splits["test"] != loaded(root, "test", split_seed=1, **section)
-    assert splits["test"] == loaded(root, "test")  # whatever is held out of the rest
+    assert splits["test"] == loaded(root, "test")  # the share for validations leaves it alone
     assert len(loaded(root, "test", test=0.5)) == 20 + 5 + 2
-    assert len(caches(root)) == 1  # all splits are of the images that were decoded once
+    assert len(caches(root)) == 1  # of all images
     names = [opened(root, **each).names for each in (section, {})]
     assert names == [("train", "val", "test"), ("train", "test")]
     assert loaded(root, "val", validation="auto") == loaded(root, "val", validation=0.1)
 
 
-def test_validation_images_are_held_out_of_those_that_train(tmp_path):
+def test_validation_images_are_held_out_of_the_training_images(tmp_path):
     root = folder_of(tmp_path, train__a=20, train__b=10, test__a=3, test__b=2)
     before = loaded(root, "train")
     train, val = (loaded(root, split, validation=0.2) for split in ("train", "val"))
-    assert [np.bincount([label for _, label in each]).tolist() for each in (train, val)] == [[16, 8], [4, 2]]
+    assert [counts(each) for each in (train, val)] == [[16, 8], [4, 2]]
     assert sorted(train + val) == sorted(before)
     splits, without = opened(root, validation=0.2), opened(root)
     assert (splits.validation, splits.has_test, splits.chosen_on) == ("val", True, "validation images")
     assert (without.validation, without.has_test, without.chosen_on) == ("test", False, "test images")
+    for section, wanted in (({"validation": 0.2}, val), ({}, loaded(root, "test"))):
+        images = data.Images(settings_of(root, **section), opened(root, **section), 0, CPU)
+        kept = images.validation.select(torch.arange(len(images.validation)))
+        assert kept[:, 0, 0, 0].tolist() == [grey for grey, _ in wanted]
 
 
 @pytest.mark.parametrize("parts", [("train", "val", "test"), ("train", "val")])
-def test_a_folder_of_its_own_is_for_validations(tmp_path, parts):
+def test_validations_use_the_folder_val(tmp_path, parts):
     root = folder_of(tmp_path, **{f"{part}__{name}": 3 for part in parts for name in "ab"})
     splits = opened(root, validation="auto")
     assert splits.names == opened(root).names == parts and splits.validation == "val"
@@ -94,41 +103,21 @@ def test_any_dataset_can_hold_images_out(dataset):
         rows = torch.cat([train.rows, val.rows])
         assert torch.equal(rows.sort().values, torch.arange(len(everything)))
         assert torch.equal(everything.labels[val.rows], val.labels)
-        assert torch.equal(val.to(torch.device("cpu")).images, everything.images[val.rows])
+        assert torch.equal(val.to(CPU).images, everything.images[val.rows])
 
 
 @table(
     "sizes, section, line",
-    share=({"a": 9, "b": 9}, {"validation": 1}, "data.validation: 1: must be auto or a share between 0 a"),
-    text=({"a": 9, "b": 9}, {"test": "some"}, "data.test: 'some': must be a share between 0 and 1"),
-    seed=({"a": 9, "b": 9}, {"split_seed": -1}, "data.split_seed: -1: must be a whole number"),
-    sampling=(
-        {"a": 9, "b": 9},
-        {"sampling": "even"},
-        "data.sampling: 'even': must be one of shuffle, balanc",
-    ),
     small=({"a": 9, "b": 2}, {"validation": 0.1}, "data.root: the class 'b' has 2 images, too few for 3 spl"),
-    test_twice=(
-        {"train__a": 2, "train__b": 2, "test__a": 2, "test__b": 2},
-        {"test": 0.5},
-        "data.test: 0.5: the dataset has test images of its own; remove it",
-    ),
-    val_twice=(
-        {"train__a": 2, "train__b": 2, "val__a": 2, "val__b": 2},
-        {"validation": 0.5},
-        "data.validation: 0.5: the dataset has validation images of its own (val); use auto, or rem",
-    ),
+    test_twice=({"train__a": 2, "train__b": 2, "test__a": 2, "test__b": 2}, {"test": 0.5}, "data.test: 0.5: the dataset has test images of its own; remove it"),
+    val_twice=({"train__a": 2, "train__b": 2, "val__a": 2, "val__b": 2}, {"validation": 0.5}, "data.validation: 0.5: the dataset has validation images of its own (val); use auto, or rem"),
     only_train=({"train__a": 2, "train__b": 2}, {}, "has no folder 'test' nor 'val'; it needs train/<class>"),
     no_train=({"test__a": 2, "test__b": 2}, {}, "has no folder 'train'; it needs train/<class>/* with"),
     named_otherwise=({"Train__a": 2, "valid__a": 2}, {}, "holds the folder 'Train'; rename it to train, val"),
     one_class=({"cats": 5}, {}, "holds only the class 'cats'; it needs a folder each for two classes"),
-    other_classes=(
-        {"train__a": 2, "train__b": 2, "val__a": 2, "val__c": 2},
-        {},
-        "the classes of val differ from those of train (only in train: b; only in val: c); make them the same",
-    ),
-)
-def test_what_cannot_be_split_is_said(tmp_path, sizes, section, line):
+    other_classes=({"train__a": 2, "train__b": 2, "val__a": 2, "val__c": 2}, {}, "the classes of val differ from those of train (only in train: b; only in val: c); make them the same"),
+)  # fmt: skip
+def test_a_folder_that_cannot_be_split_is_refused(tmp_path, sizes, section, line):
     root = folder_of(tmp_path, **sizes)
     assert line in error_line(lambda: [opened(root, **section).count("train")])
     assert caches(root) == {}
@@ -137,7 +126,7 @@ def test_what_cannot_be_split_is_said(tmp_path, sizes, section, line):
 LABELS = torch.tensor([0] * 100 + [1] * 7 + [2])
 
 
-def test_balanced_epochs_have_as_many_of_each_class():
+def test_balanced_epochs_have_equally_many_images_of_each_class():
     sampler = MicroBatchSampler(108, 12, 2, seed=5, labels=LABELS)
     orders = [sampler.order(epoch) for epoch in range(3)]
     for order in orders:
@@ -150,29 +139,23 @@ def test_balanced_epochs_have_as_many_of_each_class():
     assert sorted(torch.bincount(LABELS[uneven]).tolist()) == [53, 54]
 
 
-def test_an_image_that_comes_often_is_changed_anew_each_time():
-    section = {"dataset": "digits", "sampling": "balanced", "augment": {"crop": 4}}
-    images = data.Images(
-        settings := DataSettings.parse(section), settings.open_source(), 3, torch.device("cpu")
-    )
+def test_a_repeated_image_is_augmented_differently_each_time():
+    settings = DataSettings.parse({"dataset": "digits", "sampling": "balanced", "augment": {"crop": 4}})
+    images = data.Images(settings, settings.open_source(), 3, CPU)
     kept = images.train
     skewed = torch.cat([torch.nonzero(kept.labels == 0)[:1, 0], torch.nonzero(kept.labels == 1)[:, 0]])
     images.__dict__["train"] = type(kept)(kept.images[skewed], kept.labels[skewed], kept.classes, kept.crop)
     count = len(skewed)
-    sampler = MicroBatchSampler(count, count, 1, seed=3, labels=kept.labels[skewed])
-    loader = images.training_loader(sampler).get_data_loader(repeat=False, skip=0, num_replicas=1, rank=0)
-    pictures, labels = next(iter(loader))
+
+    def epoch(parts):
+        sampler = MicroBatchSampler(count, count, parts, seed=3, labels=kept.labels[skewed])
+        loader = images.training_loader(sampler)
+        return list(loader.get_data_loader(repeat=False, skip=0, num_replicas=1, rank=0))
+
+    ((pictures, labels),) = epoch(1)
     zeros = pictures[labels == 0]
-    assert len(zeros) == count // 2 or len(zeros) == count // 2 + 1
+    assert len(zeros) in (count // 2, count // 2 + 1)
     assert len(zeros.flatten(1).unique(dim=0)) > 20  # of one image
-    # The same places of the epoch get the same draws in micro-batches of another size
-    smaller = MicroBatchSampler(count, count, 3, seed=3, labels=kept.labels[skewed])
-    parts = images.training_loader(smaller).get_data_loader(repeat=False, skip=0, num_replicas=1, rank=0)
-    assert torch.equal(torch.cat([part for part, _ in parts]), pictures)
-
-
-def test_all_errors_of_a_section_at_once(tmp_path):
-    section = {"dataset": "digits", "validation": 2, "sampling": "x", "split_seed": "x"}
-    with pytest.raises(InvalidInput) as caught:
-        DataSettings.parse(section)
-    assert len(caught.value.errors) == 3
+    assert torch.equal(
+        torch.cat([part for part, _ in epoch(3)]), pictures
+    )  # a place of the epoch has its draws

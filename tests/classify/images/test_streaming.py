@@ -1,4 +1,4 @@
-"""Images that are decoded when a step needs them: the same ones, whatever is kept of them, killed or not."""
+"""Images that a step decodes: the same ones, with and without caches, after a kill and with a full disk."""
 
 import os
 import pathlib
@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from folders import caches, table
-from sources import OWN, copied, load, refused, write_parquet, write_table
+from sources import copied, load, made, refused
 from support import fork
 
+import checkpoint
 from classify.images import growing_cache, streamed, streaming
 from classify.images.image_set import ImageSet
 from harness.errors import UnreadableData
@@ -31,8 +32,14 @@ def everything(images: ImageSet) -> torch.Tensor:
 
 
 @pytest.fixture
+def root(photos, tmp_path) -> pathlib.Path:
+    """A folder without caches."""
+    return copied(photos, tmp_path / "f")
+
+
+@pytest.fixture
 def decoded(monkeypatch) -> list[str]:
-    """The names of the images that are decoded."""
+    """The names of the decoded images."""
     names: list[str] = []
     decode = streamed.decode
 
@@ -44,24 +51,16 @@ def decoded(monkeypatch) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("kind", ["imagefolder", "webdataset", "parquet", "table", "own"])
-def test_the_same_images_as_decoded_at_once(photos, written, tmp_path, kind):
-    (tmp_path / "mine.py").write_text(OWN)
-    dataset, root = {
-        "imagefolder": lambda: ("imagefolder", copied(photos, tmp_path / "f")),
-        "webdataset": lambda: ("webdataset", copied(written, tmp_path / "s")),
-        "parquet": lambda: ("parquet", write_parquet(photos, tmp_path / "p")),
-        "table": lambda: ("table", write_table(photos, tmp_path, "csv")),
-        "own": lambda: (str(tmp_path / "mine.py"), copied(photos, tmp_path / "f")),
-    }[kind]()
+@pytest.mark.parametrize("kind", ["imagefolder", "webdataset", "parquet", "csv", "own"])
+def test_streamed_images_are_those_decoded_at_once(photos, written, tmp_path, kind):
+    dataset, place = made(kind, photos, written, tmp_path)
     section: dict[str, Any] = {"image_size": 24, "validation": 0.3}
-    full = {"limit": "1KB"}  # so that nothing decoded is kept
     splits = ("train", "val", "test")
-    plain = {split: stream(dataset, root, split, **section, cache=full) for split in splits}
-    kept = {split: stream(dataset, root, split, **section) for split in splits}
-    assert not list(root.rglob(".images*.raw"))
-    wanted = {split: load(dataset, root, split, **section, decode="once") for split in splits}
-    for found in (plain, kept):
+    unkept = {split: stream(dataset, place, split, **section, cache={"limit": "1KB"}) for split in splits}
+    kept = {split: stream(dataset, place, split, **section) for split in splits}
+    assert not list(tmp_path.rglob(".images*.raw"))
+    wanted = {split: load(dataset, place, split, **section, decode="once") for split in splits}
+    for found in (unkept, kept):
         for split, each in found.items():
             assert each.is_streamed and not wanted[split].is_streamed
             assert torch.equal(each.labels, wanted[split].labels)
@@ -69,8 +68,7 @@ def test_the_same_images_as_decoded_at_once(photos, written, tmp_path, kind):
             assert torch.equal(everything(each), everything(wanted[split]))
 
 
-def test_each_image_is_decoded_once_and_the_last_one_makes_the_cache(photos, tmp_path, decoded):
-    root = copied(photos, tmp_path / "f")
+def test_each_image_is_decoded_once_and_the_last_one_completes_the_cache(root, decoded):
     first, other = stream("imagefolder", root), stream("imagefolder", root)
     half = select(first, *range(0, len(first), 2))
     assert torch.equal(select(other, *range(0, len(first), 2)), half)
@@ -82,13 +80,11 @@ def test_each_image_is_decoded_once_and_the_last_one_makes_the_cache(photos, tmp
     for later in (stream("imagefolder", root), load("imagefolder", root)):
         assert not later.is_streamed and torch.equal(later.images, whole)
     assert len(caches(root)) == 1
-    assert torch.equal(everything(first), whole)  # by the file that it has open
+    assert torch.equal(everything(first), whole)  # it has the file open
     assert len(decoded) == len(first)
 
 
-def test_what_was_decoded_survives_a_kill_but_not_the_machines_end(photos, tmp_path, decoded, monkeypatch):
-    root = copied(photos, tmp_path / "f")
-
+def test_decoded_images_survive_a_kill_but_no_boot_and_no_damage(root, decoded, monkeypatch):
     def killed():
         select(stream("imagefolder", root), 1, 2, 3)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -104,18 +100,12 @@ def test_what_was_decoded_survives_a_kill_but_not_the_machines_end(photos, tmp_p
     (root / ".images-train-32x32.filled").write_bytes(b"{}")
     select(stream("imagefolder", root), 0)
     assert len(decoded) == 6
-
-
-def test_a_change_of_the_images_begins_anew(photos, tmp_path, decoded):
-    root = copied(photos, tmp_path / "f")
-    select(stream("imagefolder", root), 0, 1)
     next((root / "train/cat").glob("1.*")).touch()
     select(stream("imagefolder", root), 0, 1)
-    assert len(decoded) == 4
+    assert len(decoded) == 8
 
 
-def test_a_full_disk_ends_the_keeping_alone(photos, tmp_path, capfd):
-    root = copied(photos, tmp_path / "f")
+def test_a_full_disk_ends_only_the_cache(photos, root, tmp_path, capfd):
     wanted = everything(load("imagefolder", copied(photos, tmp_path / "g")))
 
     def full():
@@ -131,8 +121,7 @@ def test_a_full_disk_ends_the_keeping_alone(photos, tmp_path, capfd):
     assert "no more decoded images are kept (" in line and "each epoch decodes those anew" in line
 
 
-def test_what_cannot_be_decoded_is_named_when_it_is_asked_for(photos, tmp_path):
-    root = copied(photos, tmp_path / "f")
+def test_an_unreadable_image_is_named_when_a_step_selects_it(root):
     images = stream("imagefolder", root)
     spoilt = sorted((root / "train/dog").rglob("*.*"), key=str)[0]
     spoilt.write_bytes(b"no image")
@@ -151,25 +140,21 @@ def test_what_cannot_be_decoded_is_named_when_it_is_asked_for(photos, tmp_path):
     classes=({"dataset": "webdataset", "window": 2, "sampling": "balanced"}, "data.sampling: 'balanced': takes images of all shards at any time; set data.window to all"),
     once=({"decode": "once", "cache": {"limit": "10KB"}}, "data.cache.limit: 0.0 MiB: the decoded images need 0.1 MiB; raise it, or set data.decode to stream"),
 )  # fmt: skip
-def test_what_does_not_go_with_the_dataset_is_one_line(photos, written, tmp_path, section, said):
+def test_settings_that_contradict_the_dataset_are_refused(photos, written, section, said):
     root = written if section.get("dataset") == "webdataset" else photos
-    assert refused(section.pop("dataset", "imagefolder"), root, **section) == said
+    assert refused(**{"dataset": "imagefolder", "root": root, **section}) == said
 
 
-def test_images_are_streamed_where_they_are_many(photos, tmp_path, monkeypatch):
-    root = copied(photos, tmp_path / "f")
-    assert load("imagefolder", root, cache={"limit": "60KB"}).is_streamed  # which they would fill
+def test_large_datasets_are_streamed(root, monkeypatch):
+    assert load("imagefolder", root, cache={"limit": "60KB"}).is_streamed  # all images would fill it
     monkeypatch.setattr(streaming, "LARGE", 60_000)
     assert load("imagefolder", root).is_streamed
     monkeypatch.undo()
     assert not load("imagefolder", root).is_streamed
-    assert not load("imagefolder", root, cache={"limit": "60KB"}).is_streamed  # for they are decoded now
+    assert not load("imagefolder", root, cache={"limit": "60KB"}).is_streamed  # they are decoded now
 
 
-def test_caches_lists_and_clears_what_is_half_filled(photos, tmp_path, capsys):
-    import checkpoint
-
-    root: pathlib.Path = copied(photos, tmp_path / "f")
+def test_the_program_clears_half_filled_caches(root, capsys):
     select(stream("imagefolder", root), 1)
     assert checkpoint.main(["caches", str(root), "--clear"]) == 0
     assert "images-train-32x32" in capsys.readouterr().out

@@ -1,11 +1,12 @@
-"""Test-time augmentation: the scores of views, and real runs whose other metrics it leaves as they are."""
+"""Test-time augmentation: the scores of views, and trainings that it leaves as they are."""
 
 import json
 
 import pytest
 import torch
-from modes import mode_rows
-from support import DIGITS, error_line, overrides, train_many
+from folders import table
+from matrix import ROWS, Runs, train
+from support import DIGITS, error_line, overrides
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import functional as F
 
@@ -19,7 +20,7 @@ def mirrored(net, inputs):
 
 
 def by_airbench(net, inputs):
-    """As cifar10-airbench has it: half of all by the images, half by those shifted by a pixel."""
+    """The views of cifar10-airbench: the image counts half, and its shifts by a pixel the other half."""
     padded, size = F.pad(inputs, (1,) * 4, "reflect"), inputs.shape[-1]
     shifted = [padded[:, :, :size, :size], padded[:, :, 2:, 2:]]
     translated = torch.stack([mirrored(net, each) for each in shifted]).mean(0)
@@ -27,7 +28,7 @@ def by_airbench(net, inputs):
 
 
 def by_places(net, inputs):
-    """Of images shifted by 3 pixels, each pixel taken by itself from where it was, reflected at the edge."""
+    """Shift by 3 pixels, with each pixel's place computed, and reflected at the edge."""
 
     def shifted(by):
         rows, columns = (
@@ -39,13 +40,11 @@ def by_places(net, inputs):
     return 0.5 * net(inputs) + 0.25 * net(shifted(3)) + 0.25 * net(shifted(-3))
 
 
-@pytest.mark.parametrize(
-    ("how", "expected", "count"),
-    [
-        (Views(mirror=True), mirrored, 2),
-        (Views(shift=3), by_places, 3),
-        (Views(mirror=True, shift=1), by_airbench, 6),
-    ],
+@table(
+    "how, expected, count",
+    mirror=(Views(mirror=True), mirrored, 2),
+    shift=(Views(shift=3), by_places, 3),
+    both=(Views(mirror=True, shift=1), by_airbench, 6),
 )
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 def test_the_scores_of_views(how, expected, count, form):
@@ -59,7 +58,7 @@ def test_the_scores_of_views(how, expected, count, form):
 
     def classify(each):
         seen.append(each)
-        torch.rand(1)  # as some networks draw
+        torch.rand(1)  # some networks draw
         return net(each.double())
 
     with torch.no_grad():
@@ -88,52 +87,56 @@ def test_the_scores_of_views(how, expected, count, form):
         "shift=8": "--tta.shift: 8: images have 8 pixels; use at most 7",
     }.items(),
 )
-def test_what_is_refused(text, said):
+def test_invalid_views_are_refused(text, said):
     assert error_line(lambda: check_shift("--tta", parse(text, "--tta"), (8, 9))).startswith(said)
 
 
 TTA = "accuracy_tta"
-ON = overrides(hyperparameters__test_time_augmentation="{mirror: true, shift: 1}")
-BY_IT = overrides(searcher__metric=TTA, hyperparameters__early_stopping=f"{{metric: {TTA}, patience: 9}}")
-SHORT = overrides(hyperparameters__max_length="{batches: 12}", min_validation_period="{batches: 6}")
-TIMES = ("images_per_second", "time")
+ON = overrides(
+    hyperparameters__test_time_augmentation="{mirror: true, shift: 1}",
+    hyperparameters__early_stopping=f"{{metric: {TTA}, patience: 9}}",
+    searcher__metric=TTA,
+)
 
 
 def validations(run):
     entries = [entry for entry in run.metrics if entry["group"] == "validation"]
-    return [{key: value for key, value in entry.items() if key not in TIMES} for entry in entries]
+    return [{k: v for k, v in entry.items() if k not in ("images_per_second", "time")} for entry in entries]
 
 
-@pytest.mark.parametrize(("processes", "modes"), [(1, ("digits", "moe")), (2, ("digits", "zero3", "bf16"))])
-def test_it_adds_an_accuracy_and_changes_no_other_metric(tmp_path, capsys, processes, modes):
-    """Counted in one process and in two, and by the program, in batches of other sizes."""
-    rows = {mode: [*mode_rows(processes)[mode], *SHORT] for mode in modes}
-    rows |= {f"{mode} by views": [*row, *ON, *BY_IT] for mode, row in rows.items()}
-    runs = train_many(tmp_path, rows, processes)
-    for name, run in runs.items():
-        assert run.code == 0, f"{name}: {run.stderr}"
-    for mode in modes:
-        plain, run = runs[mode], runs[f"{mode} by views"]
-        validation = run.summary["validation"]
-        accuracy, others = validation[TTA], {k: v for k, v in validation.items() if k != TTA}
-        assert others == plain.summary["validation"], mode
-        assert run.summary["weights_sha256"] == plain.summary["weights_sha256"], mode
-        found = validations(run)
-        assert [each.pop(TTA) for each in found][-1] == accuracy
-        assert found == validations(plain)
-        last = [f"{TTA} {accuracy:.4f}", f"accuracy {validation['accuracy']:.4f}"]
-        assert run.stdout.splitlines()[-2:] == last and TTA not in plain.stdout
-        events = EventAccumulator(str(run.output)).Reload()
-        assert events.Scalars("accuracy/validation_tta")[-1].value == pytest.approx(accuracy)
-        if mode == "moe":  # which needs a process group of its own
-            continue
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("zero0", 2),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in [("moe", 1), ("zero3", 2), ("bf16", 2)]),
+    ],
+)
+def test_it_adds_an_accuracy_and_changes_no_other_metric(runs: Runs, tmp_path, capsys, name, ranks):
+    """The program counts as the training does, in batches of other sizes."""
+    plain, run = (
+        runs.straight(name, ranks),
+        train(ROWS[name], ranks, tmp_path / "views", runs.files, tuple(ON)),
+    )
+    assert run.code == 0, run.stderr
+    validation = run.summary["validation"]
+    accuracy, others = validation[TTA], {k: v for k, v in validation.items() if k != TTA}
+    assert others == plain.summary["validation"]
+    assert run.summary["weights_sha256"] == plain.summary["weights_sha256"]
+    found = validations(run)
+    assert [each.pop(TTA) for each in found][-1] == accuracy
+    assert found == validations(plain)
+    last = [f"{TTA} {accuracy:.4f}", f"accuracy {validation['accuracy']:.4f}"]
+    assert run.stdout.splitlines()[-2:] == last and TTA not in plain.stdout
+    events = EventAccumulator(str(run.output)).Reload()
+    assert events.Scalars("accuracy/validation_tta")[-1].value == pytest.approx(accuracy)
+    folders = [str(each.output) for each in (plain, run)]
+    assert checkpoint.main(["report", *folders, "--output", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    assert f"<td>accuracy by test-time augmentation</td><td>-</td><td>{accuracy:.4f}</td>" in page
+    if name != "moe":  # it needs a process group
+        capsys.readouterr()
         command = ["evaluate", str(run.output / "net.pt"), *DIGITS, "--tta", "mirror,shift=1"]
         assert checkpoint.main(command) == 0
         assert capsys.readouterr().out.splitlines()[-2:] == last
         assert checkpoint.main([*command, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)[TTA] == accuracy, mode
-    folders = [str(runs[name].output) for name in ("digits", "digits by views")]
-    assert checkpoint.main(["report", *folders, "--output", str(tmp_path / "report.html")]) == 0
-    page = (tmp_path / "report.html").read_text()
-    accuracy = runs["digits by views"].summary["validation"][TTA]
-    assert f"<td>accuracy by test-time augmentation</td><td>-</td><td>{accuracy:.4f}</td>" in page
+        assert json.loads(capsys.readouterr().out)[TTA] == accuracy

@@ -1,17 +1,12 @@
-"""The network of the CIFAR-10 recipes: its first weights, which images give, and its training in every form."""
+"""The network of the CIFAR-10 recipes: its first weights, which images give."""
 
 from typing import Any
 
-import pytest
 import torch
-from modes import DEEPSPEED, FIXED, losses
-from support import overrides, train_many
 from torch.nn import functional as F
 
 from classify.models import dry_run, registry
 from classify.models.registry import NetSpec
-
-AIRBENCH = {"hyperparameters__net": "airbench", "hyperparameters__net_args": "{width: 4}"}
 
 
 def test_it_has_the_parameters_of_the_recipes_network_and_takes_any_size():
@@ -47,29 +42,8 @@ def test_its_other_filters_pass_their_channels_on():
     assert torch.allclose(F.conv2d(images, net.groups[0].convs[0].weight[:24], padding=1), images, atol=1e-6)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_it_trains_alike_at_every_stage_and_goes_on_without_its_images(tmp_path, processes):
-    """The whitened weights stay what they were; a resume takes them, and not the images, which may be others."""
-    stages = (0, 1, 2, 3) if processes == 2 else (0,)
-    rows = {
-        f"zero{stage}": [
-            *FIXED,
-            *overrides(
-                **AIRBENCH, data__normalize="dataset", **{f"{DEEPSPEED}zero_optimization__stage": stage}
-            ),
-        ]
-        for stage in stages
-    }
-    runs = train_many(tmp_path, rows, processes)
-    for name, run in runs.items():
-        assert run.code == 0, f"{name}: {run.stderr}"
-        assert losses(run) == pytest.approx(losses(runs["zero0"]), rel=1e-4), name
-    first, *others = (torch.load(run.output / "net.pt")["whiten.weight"] for run in runs.values())
-    assert first.abs().max() > 1 and all(torch.equal(each, first) for each in others)
-    more = {
-        name: [*row, *overrides(hyperparameters__max_length="{batches: 8}"), "--resume", "latest"]
-        for name, row in rows.items()
-    }
-    for name, run in train_many(tmp_path, more, processes).items():
-        assert run.code == 0, f"{name}: {run.stderr}"
-        assert torch.equal(torch.load(run.output / "net.pt")["whiten.weight"], first), name
+def test_its_whitening_weights_stay_the_same_in_every_mode(runs):
+    """test_matrix.py resumes these runs and compares their losses."""
+    made = [runs.straight("recipe zero0", 1), *(runs.straight("recipe zero2", ranks) for ranks in (1, 2))]
+    first, *others = (torch.load(each.output / "net.pt")["whiten.weight"] for each in made)
+    assert first.abs().max() > 1 and all(torch.equal(other, first) for other in others)

@@ -1,4 +1,4 @@
-"""Which layer of a network each parameter is in."""
+"""The layer of each parameter of a network."""
 
 import itertools
 

@@ -1,9 +1,8 @@
-"""The operations of networks against published counts, and what a run says of them."""
+"""The operations of networks against published counts, and a run's own figures."""
 
 import pytest
 import torch
 import torchvision
-from support import DIGITS, execute, launcher, overrides
 from torch import nn
 
 from classify.models import flops
@@ -24,7 +23,7 @@ def test_a_forward_pass_has_the_published_operations(name):
 
 
 def test_a_backward_pass_has_two_products_for_each_and_less_for_what_is_frozen():
-    """Of two layers of 10 x 20 and 20 x 5: the first has no gradient of the images."""
+    """Two layers have 10 x 20 and 20 x 5 weights; the images have no gradient."""
     with torch.device("meta"):
         net = nn.Sequential(nn.Flatten(), nn.Linear(12, 20), nn.Linear(20, 5))
     first, second = 2 * 12 * 20, 2 * 20 * 5
@@ -47,18 +46,13 @@ def test_a_network_that_cannot_run_without_values_has_no_count():
     assert torch.equal(torch.get_rng_state(), before)  # counting in the middle of a training changes nothing
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_says_how_much_it_used(tmp_path, processes):
-    """Rate x operations, over what a matrix product reaches on each rank at the same time."""
-    command = [*launcher("python" if processes == 1 else "torchrun", processes), "train.py", *DIGITS]
-    short = overrides(hyperparameters__max_length="{batches: 40}")
-    run = execute([*command, *short, "--output", str(tmp_path / "run")], tmp_path / "run")
-    assert run.code == 0, run.stderr
-    assert "62,006 trainable, 1.3 MFLOP an image" in run.stdout
-    summary = run.summary
-    assert (
-        summary["flops_per_image"] == 3_204_720
-    )  # 1,303,440 forward; the first layer's images get no gradient
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_says_how_much_it_used(runs, ranks):
+    """Images per second x operations, over the speed of a matrix product on all ranks at once."""
+    made = runs.straight("zero0", ranks)
+    assert "62,006 trainable, 1.3 MFLOP an image" in made.stdout
+    summary = made.summary
+    assert summary["flops_per_image"] == 3_204_720  # forward 1,303,440; the images have no gradient
     assert summary["flops_per_second"] == summary["images_per_second"] * summary["flops_per_image"]
     assert summary["mfu"] == summary["flops_per_second"] / summary["peak_flops_per_second"]
     assert 0 < summary["mfu"] < 1

@@ -1,5 +1,6 @@
 """Networks by name, as layers, with other weights, and whether they go with the data."""
 
+import os
 import pathlib
 import re
 from typing import Any
@@ -7,27 +8,26 @@ from typing import Any
 import pytest
 import torch
 import torchvision
+from matrix import TIMM_VIT
 from support import error_line
 from torch import nn
 
 import net as own
 from classify.models import dry_run, pretrained, recompute, registry, stages, state_dicts
 from classify.models.registry import NetSpec
-from harness.errors import InvalidInput
 
 
 def test_every_name_of_torchvision_is_there():
     assert {"net", "net-moe", "resnet50", "vit_b_16", "convnext_tiny"} <= set(registry.names())
 
 
-def test_ones_own_network_is_one_function(monkeypatch):
+def test_a_users_network_is_one_function(monkeypatch):
     monkeypatch.setattr(own, "NETS", dict(own.NETS))
 
     @own.register("mine")
     def mine(num_classes: int, width: int = 4) -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(3, width, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, num_classes)
-        )
+        head = nn.Flatten(), nn.Linear(width, num_classes)
+        return nn.Sequential(nn.Conv2d(3, width, 3), nn.AdaptiveAvgPool2d(1), *head)
 
     spec = NetSpec("mine", 5, (20, 24), {"width": 3})
     dry_run.check(spec, 2)
@@ -58,20 +58,18 @@ def test_a_network_that_needs_values_is_checked_by_computing(monkeypatch):
     assert line.startswith("hyperparameters.net: 'values': fails on images of 9x8 (") and "216" in line
 
 
+def flat(*layers):
+    return nn.Sequential(nn.Flatten(), *layers)
+
+
 @pytest.mark.parametrize(
     ("made", "words"),
     [
         (lambda classes: [nn.Linear(3, classes)], "its function in net.py gives a list, no nn.Module"),
         (lambda classes: nn.Flatten(), "has no parameter to train"),
-        (lambda classes: nn.Sequential(nn.Flatten(), nn.LazyLinear(classes)), "has layers without a size"),
-        (
-            lambda classes: nn.Linear(3, classes // 0),
-            "cannot be made with image_size 8x8 (integer division or modulo by zero)",
-        ),
-        (
-            lambda classes: nn.Sequential(nn.Flatten(), nn.Linear(192, 3)),
-            "gives (2, 3) for 2 images and 5 classes",
-        ),
+        (lambda classes: flat(nn.LazyLinear(classes)), "has layers without a size"),
+        (lambda classes: nn.Linear(3, classes // 0), "cannot be made with image_size 8x8 (integer division"),
+        (lambda classes: flat(nn.Linear(192, 3)), "gives (2, 3) for 2 images and 5 classes"),
     ],
 )
 def test_a_function_that_gives_no_network_is_named(monkeypatch, made, words):
@@ -80,12 +78,19 @@ def test_a_function_that_gives_no_network_is_named(monkeypatch, made, words):
     assert line.startswith("hyperparameters.net: 'mine':") and words in line
 
 
-@pytest.mark.parametrize(
-    "name", ["regnet_y_400mf", "densenet121", "inception_v3", "swin_t", "maxvit_t", "convnext_tiny"]
-)
+TIMM_NETS: dict[str, dict[str, Any]] = {
+    "timm/resnet10t": {},
+    "timm/vit_tiny_patch16_224": TIMM_VIT,
+    "timm/mobilenetv3_small_050": {},
+}
+KINDS = "regnet_y_400mf densenet121 inception_v3 swin_t maxvit_t convnext_tiny".split()
+
+
+@pytest.mark.parametrize("name", [*KINDS, *TIMM_NETS])
 def test_networks_of_every_kind_are_checked_without_computing(name):
+    size = (32, 32) if name in TIMM_NETS else (224, 224)
     state = torch.get_rng_state()
-    dry_run.check(NetSpec(name, 3, (224, 224)), 2)
+    dry_run.check(NetSpec(name, 3, size, TIMM_NETS.get(name)), 2)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -107,31 +112,26 @@ def test_a_sequence_computes_what_the_network_does(name):
     for _, layer in layers:
         outputs = layer(outputs)
     assert torch.equal(outputs, made(inputs))
-    named = {
-        f"{name}.{key}"
-        for name, layer in layers
-        if isinstance(layer, nn.Module)
-        for key in layer.state_dict()
-    }
-    assert named == made.state_dict().keys()
+    parts = [(name, layer) for name, layer in layers if isinstance(layer, nn.Module)]
+    assert {
+        f"{name}.{key}" for name, layer in parts for key in layer.state_dict()
+    } == made.state_dict().keys()
 
 
-def test_checkpointed_activations_change_nothing_but_memory():
-    inputs = torch.rand(4, 3, 32, 32)
-    results = []
+@pytest.mark.parametrize("name", ["resnet18", *TIMM_NETS])
+def test_checkpointed_activations_change_nothing_but_memory(name):
+    inputs, results = torch.rand(4, 3, 32, 32), []
     for enabled in (False, True):
         torch.manual_seed(0)
-        made = registry.build(NetSpec("resnet18", 3, (32, 32)))
+        made = registry.build(NetSpec(name, 3, (32, 32), TIMM_NETS.get(name)))
         if enabled:
-            assert len(list(recompute.blocks(made))) == 8
             recompute.enable(made)
+            assert made.grad_checkpointing if name in TIMM_NETS else len(list(recompute.blocks(made))) == 8
         made(inputs).square().sum().backward()
-        results.append(
-            ({name: each.grad for name, each in made.named_parameters()}, dict(made.named_buffers()))
-        )
-    for before, after in zip(*results, strict=True):
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[name], after[name]) for name in before)
+        gradients: dict[str, Any] = {key: each.grad for key, each in made.named_parameters()}
+        results.append({**gradients, **dict(made.named_buffers())})
+    assert results[0].keys() == results[1].keys()
+    assert all(torch.equal(results[0][key], results[1][key]) for key in results[0])
 
 
 def prefixed(prefix):
@@ -142,33 +142,22 @@ def without(*heads):
     return lambda state: {name: value for name, value in state.items() if not name.startswith(heads)}
 
 
-# How a file may hold the weights of a network for 11 classes, and what of one for 3 then starts at random.
-FC = ["fc.weight", "fc.bias"]
+# Forms of a file with the weights of a network for 11 classes, and the weights of one for 3 that then start at random
+FC, RESNET, MOBILENET = ["fc.weight", "fc.bias"], "resnet18", "mobilenet_v3_small"
+HEADS = [f"classifier.{layer}.{part}" for layer in (0, 3) for part in ("weight", "bias")]
 TAKEN: dict[str, tuple[str, Any, list[str]]] = {
-    "plain": ("resnet18", dict, FC),
-    "state_dict of DataParallel": (
-        "resnet18",
-        lambda s: {"state_dict": prefixed("module.")(s), "epoch": 3},
-        FC,
-    ),
-    "model_state_dict": ("resnet18", lambda s: {"model_state_dict": s, "optimizer": {"state": {}}}, FC),
-    "model": ("resnet18", lambda s: {"model": s}, FC),
-    "module": ("resnet18", lambda s: {"module": s, "ds_config": {}}, FC),
-    "model in state_dict": ("resnet18", lambda s: {"state_dict": {"model": s}}, FC),
-    "Lightning": ("resnet18", lambda s: {"state_dict": prefixed("model.")(s)}, FC),
-    "compiled": ("resnet18", prefixed("module._orig_mod."), FC),
-    "averaged": ("resnet18", lambda s: {"n_averaged": torch.tensor(3), **prefixed("module.")(s)}, FC),
-    "no head": ("resnet18", without("fc."), FC),
-    "no last layer": (
-        "mobilenet_v3_small",
-        without("classifier.3"),
-        ["classifier.3.weight", "classifier.3.bias"],
-    ),
-    "features alone": (
-        "mobilenet_v3_small",
-        without("classifier."),
-        ["classifier.0.weight", "classifier.0.bias", "classifier.3.weight", "classifier.3.bias"],
-    ),
+    "plain": (RESNET, dict, FC),
+    "state_dict of DataParallel": (RESNET, lambda s: {"state_dict": prefixed("module.")(s), "epoch": 3}, FC),
+    "model_state_dict": (RESNET, lambda s: {"model_state_dict": s, "optimizer": {"state": {}}}, FC),
+    "model": (RESNET, lambda s: {"model": s}, FC),
+    "module": (RESNET, lambda s: {"module": s, "ds_config": {}}, FC),
+    "model in state_dict": (RESNET, lambda s: {"state_dict": {"model": s}}, FC),
+    "Lightning": (RESNET, lambda s: {"state_dict": prefixed("model.")(s)}, FC),
+    "compiled": (RESNET, prefixed("module._orig_mod."), FC),
+    "averaged": (RESNET, lambda s: {"n_averaged": torch.tensor(3), **prefixed("module.")(s)}, FC),
+    "no head": (RESNET, without("fc."), FC),
+    "no last layer": (MOBILENET, without("classifier.3"), HEADS[2:]),
+    "features alone": (MOBILENET, without("classifier."), HEADS),
 }
 
 
@@ -183,9 +172,8 @@ def test_weights_start_a_network_for_other_classes(tmp_path, case):
     assert state_dicts.load_pretrained(made, state_dicts.read(str(tmp_path / "r.pth")), "r.pth") == random
     for key, value in made.state_dict().items():
         assert torch.equal(value, (before if key in random else source)[key]), key
-    assert state_dicts.describe_skipped_weights(["fc.weight"], "r") == (
-        "r: fc.weight start at random, for it has none for these classes"
-    )
+    said = state_dicts.describe_skipped_weights(["fc.weight"], "r")
+    assert said == "r: fc.weight start at random, for it has none for these classes"
 
 
 class Wrapping(nn.Module):
@@ -196,10 +184,9 @@ class Wrapping(nn.Module):
         self.module = nn.Linear(2, 3)
 
 
-def test_a_network_keeps_names_that_look_like_a_wrapper_s(tmp_path):
-    torch.save(
-        {name: torch.full_like(value, 7) for name, value in Wrapping().state_dict().items()}, tmp_path / "w"
-    )
+def test_a_network_keeps_names_that_look_like_a_wrappers(tmp_path):
+    sevens = {name: torch.full_like(value, 7) for name, value in Wrapping().state_dict().items()}
+    torch.save(sevens, tmp_path / "w")
     state = state_dicts.read(str(tmp_path / "w"))
     for load in (state_dicts.load_strict, state_dicts.load_pretrained):
         made = Wrapping()
@@ -207,33 +194,22 @@ def test_a_network_keeps_names_that_look_like_a_wrapper_s(tmp_path):
         assert made.module.bias.tolist() == [7, 7, 7]
 
 
-# What is refused, and the line about the first name that does not fit.
+def renamed(old, new):
+    return lambda state: {name.replace(old, new): value for name, value in state.items()}
+
+
+# Refused files, and the line about the first name that does not fit
 REFUSED: dict[str, tuple[Any, str]] = {
-    "another name": (
-        lambda s: {name.replace("layer3.", "stage3."): value for name, value in s.items()},
-        "layer3.0.bn1.bias is none, but (256,) in this network (the file has stage3.0.bn1.bias and ",
-    ),
-    "a head by another name": (
-        lambda s: {name.replace("fc.", "fc2."): value for name, value in s.items()},
-        "fc.bias is none, but (3,) in this network (the file has fc2.bias), and 3 more do not fit; give its own",
-    ),
-    "a head of other inputs": (
-        lambda s: {**s, "fc.weight": torch.zeros(11, 4)},
-        "fc.bias is (11,), but (3,) in this network, and 1 more do not fit",
-    ),
-    "half a head": (lambda s: {n: v for n, v in s.items() if n != "fc.weight"}, "fc.bias is (11,), but (3,)"),
-    "half a prefix": (
-        lambda s: {"module.conv1.weight": s["conv1.weight"], **without("conv1")(s)},
-        "conv1.weight",
-    ),
-    "whole numbers": (
-        lambda s: {**s, "bn1.weight": s["bn1.weight"].int()},
-        "bn1.weight is (64,) of int32, but (64,) of float32 in this network; give its own weights",
-    ),
+    "another name": (renamed("layer3.", "stage3."), "layer3.0.bn1.bias is none, but (256,) in this network (the file has stage3.0.bn1.bias and "),
+    "a head by another name": (renamed("fc.", "fc2."), "fc.bias is none, but (3,) in this network (the file has fc2.bias), and 3 more do not fit; give its own"),
+    "a head of other inputs": (lambda s: {**s, "fc.weight": torch.zeros(11, 4)}, "fc.bias is (11,), but (3,) in this network, and 1 more do not fit"),
+    "half a head": (without("fc.weight"), "fc.bias is (11,), but (3,)"),
+    "half a prefix": (lambda s: {"module.conv1.weight": s["conv1.weight"], **without("conv1")(s)}, "conv1.weight"),
+    "whole numbers": (lambda s: {**s, "bn1.weight": s["bn1.weight"].int()}, "bn1.weight is (64,) of int32, but (64,) of float32 in this network; give its own weights"),
     "nothing": (lambda s: {}, "holds no state_dict"),
     "nothing wrapped": (lambda s: {"model": {}}, "holds no state_dict"),
     "an optimizer": (lambda s: {"optimizer": {"state": {}}}, "holds no state_dict"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -246,15 +222,32 @@ def test_weights_of_another_network_are_refused_by_name(tmp_path, case):
     assert line.startswith(path) and words in line
 
 
-def test_a_file_that_wraps_itself_ends(tmp_path):
+class Calls:
+    def __reduce__(self):
+        return os.mkdir, ("called",)
+
+
+@pytest.mark.parametrize("key", ["fc.bias", "epoch"])
+def test_a_file_of_weights_runs_no_code(tmp_path, monkeypatch, key):
+    monkeypatch.chdir(tmp_path)
+    torch.save({**nn.Linear(2, 3).state_dict(), key: Calls()}, "net.pt")
+    assert "net.pt: not a readable state_dict" in error_line(state_dicts.read, "net.pt")
+    assert not pathlib.Path("called").exists()
+
+
+def test_files_without_weights_are_named(tmp_path):
+    """One of them wraps itself."""
     odd: dict[str, Any] = {}
     odd["model"] = odd
     torch.save(odd, tmp_path / "r.pth")
     assert "holds no state_dict" in error_line(state_dicts.read, str(tmp_path / "r.pth"))
+    (tmp_path / "w.safetensors").write_text("damaged")
+    for file in (str(tmp_path / "w.safetensors"), "/nowhere/net.pt"):
+        assert "not a readable state_dict" in error_line(state_dicts.read, file)
 
 
 def test_older_files_of_weights_are_taken(tmp_path, monkeypatch):
-    """DenseNet's names of before torchvision 0.2; no counts of batches, of before torch 0.4.1."""
+    """DenseNet's names before torchvision 0.2; no counts of batches, as before torch 0.4.1."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     source: Any = torchvision.models.densenet121()
     file = pathlib.PurePosixPath(torchvision.models.DenseNet121_Weights.DEFAULT.url).name
@@ -268,14 +261,10 @@ def test_older_files_of_weights_are_taken(tmp_path, monkeypatch):
     torch.save(state, tmp_path / "hub/checkpoints" / file)
     made: Any = registry.build(NetSpec("densenet121", 1000, (32, 32)))
     assert state_dicts.load_pretrained(made, pretrained.fetch("densenet121", "DEFAULT"), "DEFAULT") == []
-    assert torch.equal(
-        made.features.denseblock1.denselayer1.conv1.weight,
-        state["features.denseblock1.denselayer1.conv.1.weight"],
-    )
+    old = state["features.denseblock1.denselayer1.conv.1.weight"]
+    assert torch.equal(made.features.denseblock1.denselayer1.conv1.weight, old)
     (tmp_path / "hub/checkpoints" / file).write_text("<html>")
     assert "hyperparameters.weights: DEFAULT" in error_line(pretrained.fetch, "densenet121", "DEFAULT")
-    (tmp_path / "w.safetensors").write_text("damaged")
-    assert "not a readable state_dict" in error_line(state_dicts.read, str(tmp_path / "w.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -292,8 +281,3 @@ def test_older_files_of_weights_are_taken(tmp_path, monkeypatch):
 def test_a_network_that_cannot_be_is_refused(arguments, parts):
     line = error_line(dry_run.check, *arguments)
     assert [part for part in parts if part not in line] == []
-
-
-def test_unreadable_weights_name_their_network():
-    with pytest.raises(InvalidInput, match="not a readable"):
-        state_dicts.read("/nowhere/net.pt")

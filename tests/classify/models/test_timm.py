@@ -1,4 +1,4 @@
-"""Networks of timm: their names, sizes, normalisation and weights, and their training in every form."""
+"""Networks of timm: their names, sizes, normalisation and weights; test_matrix.py trains them."""
 
 import argparse
 import json
@@ -7,20 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from modes import DEEPSPEED, FIXED, losses
+from huggingface_hub import constants
+from matrix import DEEPSPEED
+from matrix import TIMM_VIT as SMALL
 from safetensors.torch import save_file
-from support import error_line, overrides, train_many
+from support import DIGITS, error_line, overrides
 from torch import nn
 
+import train
 from classify.engine.trial_config import TrialConfig
 from classify.images.settings import DataSettings
-from classify.models import dry_run, net_file, pretrained, recompute, registry, state_dicts
+from classify.models import pretrained, registry, state_dicts
 from classify.models.heads import head_layers
 from classify.models.registry import NetSpec
 
 RESNET, SIZE = "timm/resnet10t", (32, 32)
-VIT, SMALL = "timm/vit_tiny_patch16_224", {"depth": 2, "embed_dim": 64, "num_heads": 4}
-NETS: dict[str, dict[str, Any]] = {RESNET: {}, VIT: SMALL, "timm/mobilenetv3_small_050": {}}
+VIT, MOBILENET = "timm/vit_tiny_patch16_224", "timm/mobilenetv3_small_050"
 
 
 def test_names_are_timms_or_the_nearest_is_said():
@@ -43,22 +45,17 @@ def test_without_timm_the_remedy_is_said(monkeypatch):
     assert registry.is_name(RESNET)
 
 
-@pytest.mark.parametrize("name", NETS)
-def test_they_go_with_the_data_without_computing(name):
-    state = torch.get_rng_state()
-    dry_run.check(NetSpec(name, 3, SIZE, NETS[name]), 2)
-    assert torch.equal(torch.get_rng_state(), state)
-    made = registry.on_meta_device(NetSpec(name, 3, SIZE, NETS[name]))
-    heads = ["fc"] if name == RESNET else ["head"] if name == VIT else ["classifier"]
-    assert head_layers(made) == heads
+def test_their_heads_are_found():
+    for name, head in {RESNET: "fc", VIT: "head", MOBILENET: "classifier"}.items():
+        args = SMALL if name == VIT else None
+        assert head_layers(registry.on_meta_device(NetSpec(name, 3, SIZE, args))) == [head]
 
 
 def test_normalization_and_size_are_those_of_the_weights(tmp_path):
     clip = "openai_ft_in1k"
     assert pretrained.normalization(VIT)[0] == (0.5, 0.5, 0.5)
-    assert pretrained.normalization("timm/vit_base_patch16_clip_224", clip)[0][0] == pytest.approx(
-        0.4815, abs=1e-4
-    )
+    mean, _ = pretrained.normalization("timm/vit_base_patch16_clip_224", clip)
+    assert mean[0] == pytest.approx(0.4815, abs=1e-4)
     assert registry.input_size("timm/vit_base_patch16_384") == (384, 384)
     assert registry.input_size("resnet18") is None
     assert DataSettings.parse({"dataset": "imagefolder"}, (384, 384)).image_size == (384, 384)
@@ -84,7 +81,7 @@ def as_timm_trains(state):
     return {"state_dict": state, "state_dict_ema": ema, "args": argparse.Namespace(lr=1), "arch": "resnet10t"}
 
 
-# How a file or folder may hold weights for 11 classes, and what of a network for 3 then starts at random.
+# These weights of a network for 3 classes start at random, where a file has those for 11
 FC = ["fc.weight", "fc.bias"]
 
 
@@ -101,9 +98,8 @@ def test_weights_of_a_file_or_folder_start_a_network_for_other_classes(tmp_path,
         torch.save(as_timm_trains(state), path)
         offset = 1
     else:
-        torch.save(
-            {name: value for name, value in state.items() if form != "no head" or name not in FC}, path
-        )
+        left_out = FC if form == "no head" else []
+        torch.save({name: value for name, value in state.items() if name not in left_out}, path)
     before = torch.get_rng_state()
     found = pretrained.read(RESNET, str(path), SIZE, None, ())
     made = registry.on_meta_device(NetSpec(RESNET, 3, SIZE))
@@ -141,82 +137,33 @@ def undecodable(folder):
 
 
 def test_a_folder_of_images_gets_the_networks_size_and_normalization(tmp_path):
-    hyper = {
-        "net": RESNET,
-        "max_length": {"batches": 1},
-        "train_batch_size": 2,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
-    }
+    optimizer = {"type": "Adam", "params": {"lr": 0.001}}
+    hyper = {"net": RESNET, "max_length": {"batches": 1}, "train_batch_size": 2, "optimizer": optimizer}
     section = {"dataset": "imagefolder", "root": str(undecodable(tmp_path)), "normalize": "weights"}
     config = TrialConfig.resolve(hyper, {"data": section}, 1, "cpu")
     assert config.data.image_size == (176, 176)
     assert config.data.normalize == {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 
-@pytest.mark.parametrize("name", NETS)
-def test_recomputed_blocks_change_nothing_but_memory(name):
-    inputs, results = torch.rand(4, 3, *SIZE), []
-    for enabled in (False, True):
-        torch.manual_seed(0)
-        made = registry.build(NetSpec(name, 3, SIZE, NETS[name]))
-        if enabled:
-            recompute.enable(made)
-            assert made.grad_checkpointing
-        made(inputs).square().sum().backward()
-        grads = {key: each.grad for key, each in made.named_parameters()}
-        results.append({**grads, **dict(made.named_buffers())})
-    for key, value in results[1].items():
-        torch.testing.assert_close(results[0][key], value, rtol=0, atol=0)
-
-
 def test_batch_normalization_over_processes_keeps_its_activations():
-    made = registry.with_sync_batchnorm(
-        "timm/mobilenetv3_small_050", registry.build(NetSpec("timm/mobilenetv3_small_050", 3, SIZE))
-    )
-    assert {type(each).__name__ for each in made.modules() if isinstance(each, nn.SyncBatchNorm)} == {
-        "SyncBatchNormAct"
-    }
+    made = registry.with_sync_batchnorm(MOBILENET, registry.build(NetSpec(MOBILENET, 3, SIZE)))
+    kinds = {type(each).__name__ for each in made.modules() if isinstance(each, nn.SyncBatchNorm)}
+    assert kinds == {"SyncBatchNormAct"}
 
 
-def test_they_train_resume_to_the_same_bits_and_export(tmp_path):
-    fixed = [*FIXED, *overrides(data__normalize="weights", **{f"{DEEPSPEED}train_batch_size": 16})]
-    rows = {
-        f"{name.removeprefix('timm/')} zero{stage}": [
-            *fixed,
-            *overrides(
-                hyperparameters__net=name,
-                hyperparameters__net_args=json.dumps(NETS[name]),
-                hyperparameters__checkpoint_activations=str(stage == 3).lower(),
-                **{f"{DEEPSPEED}zero_optimization__stage": stage},
-            ),
-        ]
-        for name in NETS
-        for stage in (0, 3)
+def test_offline_an_error_says_where_to_put_the_weights(tmp_path, monkeypatch, capsys):
+    """Before any image is decoded."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    chosen = {
+        "data__dataset": "imagefolder",
+        "data__root": undecodable(tmp_path / "photos"),
+        "hyperparameters__net": RESNET,
+        "hyperparameters__weights": "DEFAULT",
+        "hyperparameters__max_length": "{batches: 1}",
+        f"{DEEPSPEED}train_batch_size": 2,
     }
-    nowhere = ("dataset", "imagefolder"), ("root", undecodable(tmp_path / "photos"))
-    offline = [*rows["resnet10t zero0"], *overrides(**{f"data__{key}": value for key, value in nowhere})]
-    offline += overrides(hyperparameters__weights="DEFAULT")
-    (tmp_path / "whole").mkdir()
-    hub = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
-    whole = train_many(tmp_path / "whole", {**rows, "offline": offline}, environment=hub)
-    refused = whole.pop("offline")
-    assert refused.code == 2
-    (line,) = [each for each in refused.stderr.splitlines() if each.startswith("train.py: hyper")]
+    assert train.main([*DIGITS, *overrides(**chosen), "--output", str(tmp_path / "run")]) == 2
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if each.startswith("train.py: hyper")]
     assert "hyperparameters.weights: DEFAULT: timm cannot fetch resnet10t.c3_in1k (" in line
     assert "give the path of a file or folder" in line
-    for name, run in whole.items():
-        assert run.code == 0, f"{name}: {run.stderr}"
-        assert losses(run) == pytest.approx(losses(whole[f"{name.split()[0]} zero0"]), rel=1e-3), name
-        net, description = net_file.read(run.output / "net.pt")
-        assert net(torch.zeros(2, 3, *SIZE)).shape == (2, 10)
-        assert description["net"]["name"] == f"timm/{name.split()[0]}"
-    (tmp_path / "parts").mkdir()
-    first = {
-        name: [*row, *overrides(hyperparameters__max_length="{batches: 2}")] for name, row in rows.items()
-    }
-    for name, run in train_many(tmp_path / "parts", first).items():
-        assert run.code == 0, f"{name}: {run.stderr}"
-    rest = {name: [*row, "--resume", "latest"] for name, row in rows.items()}
-    for name, run in train_many(tmp_path / "parts", rest).items():
-        assert run.code == 0, f"{name}: {run.stderr}"
-        assert run.summary["weights_sha256"] == whole[name].summary["weights_sha256"], name

@@ -1,4 +1,4 @@
-"""Networks written in every form: read again they score alike, and what is damaged or foreign is refused."""
+"""Every form of an exported network scores alike, and damaged or foreign files are refused."""
 
 import json
 import pathlib
@@ -9,43 +9,30 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from folders import table
+from folders import save, table
 from PIL import Image
-from support import PROJECT
+from support import PROJECT, error_line
 from torch import nn
+from written_networks import MEAN, STD, VIT, changed, write_checkpoint
 
 import checkpoint
 import data
 from classify.images.settings import DataSettings
-from classify.models import net_file, registry, state_dicts
+from classify.models import net_file, registry
 from classify.models.registry import NetSpec
 from classify.publish import forms
+from classify.publish.network import Trained
 
 DIGITS = ["--config", str(PROJECT / "experiments/digits.yaml")]
 CLASSES = [str(digit) for digit in range(10)]
-SMALL = {"num_layers": 1, "hidden_dim": 32, "num_heads": 2, "mlp_dim": 32}
-NETS: dict[str, tuple[dict[str, Any], list[int]]] = {  # arguments, and the size that images are scaled to
-    "airbench": ({"width": 8}, [36, 36]),
-    "vit_b_16": (SMALL, [40, 32]),
-    "timm/resnet10t": ({}, [32, 32]),
+# Arguments, and the size to which images are scaled
+NETS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "airbench": ({"width": 8}, (36, 36)),
+    "vit_b_16": (VIT, (40, 32)),
+    "timm/resnet10t": ({}, (32, 32)),
 }
 FILES = {form: f"net{each.ending or ''}" for form, each in forms.FORMS.items()}
 FILES |= {"pt": "net.pt", "hf": "folder"}
-
-
-def write_checkpoint(folder: pathlib.Path, name: str, net: nn.Module, resize: list[int]) -> pathlib.Path:
-    """A checkpoint, as far as an export needs it."""
-    description = {
-        "net": {"name": name, "num_classes": 10, "net_args": NETS.get(name, ({},))[0]},
-        "classes": CLASSES,
-        "input": {"height": 32, "width": 32, "resize": resize, "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4]},
-        "dtype": "float32",
-        "provenance": {"steps": 1, "data": {"dataset": "imagefolder", "root": "/of/this/machine/digits"}},
-    }  # fmt: skip
-    folder.mkdir()
-    net_file.write(folder / "net.pt", state_dicts.of_module(net), description)
-    (folder / "metadata.json").write_text('{"steps_completed": 1}')
-    return folder
 
 
 def export(source: pathlib.Path, folder: pathlib.Path, form: str, *more: str) -> pathlib.Path:
@@ -61,9 +48,9 @@ def printed(capsys, *arguments: str) -> Any:
 
 
 def trained_on_digits() -> nn.Module:
-    """The tutorial's network after a few seconds on the embedded digits."""
+    """The network of the tutorial after four epochs of the digits."""
     images = data.load(DataSettings("digits"), "train")
-    inputs = data.as_inputs(images.images, [0.5, 0.4, 0.3], [0.2, 0.3, 0.4])
+    inputs = data.as_inputs(images.images, MEAN, STD)
     torch.manual_seed(0)
     net = registry.build(NetSpec("net", 10, (32, 32)))
     optimizer = torch.optim.Adam(net.parameters(), 2e-3)
@@ -78,7 +65,7 @@ def trained_on_digits() -> nn.Module:
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory) -> pathlib.Path:
     """A checkpoint of digits."""
-    return write_checkpoint(tmp_path_factory.mktemp("digits") / "ckpt", "net", trained_on_digits(), [32, 32])
+    return write_checkpoint(tmp_path_factory.mktemp("digits") / "ckpt", "net", trained_on_digits(), CLASSES)
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +89,9 @@ def photos(tmp_path_factory) -> pathlib.Path:
 
 @pytest.mark.parametrize("name", NETS)
 def test_every_form_scores_alike(name, photos, tmp_path, capsys):
-    torch.manual_seed(0)
     arguments, resize = NETS[name]
-    net = registry.build(NetSpec(name, 10, (32, 32), arguments))
-    net(torch.randn(64, 3, 32, 32))  # so that running statistics are not those of the beginning
-    with torch.no_grad():
-        for each in net.parameters():
-            each.add_(0.05 * torch.randn_like(each))  # nor scores all alike
-    source = write_checkpoint(tmp_path / "checkpoint", name, net, resize)
+    net = changed(name, 10, arguments)
+    source = write_checkpoint(tmp_path / "checkpoint", name, net, CLASSES, resize, arguments)
     scores = {}
     for form in forms.FORMS:
         rows = printed(capsys, "predict", str(export(source, tmp_path, form)), str(photos))
@@ -136,6 +118,14 @@ def test_every_form_has_the_accuracy_of_the_checkpoint_and_int8_nearly(digits, e
     assert kinds == {onnx.TensorProto.INT8}
 
 
+def describe(path: pathlib.Path, **changes: Any) -> None:
+    """Change the description of a file; without changes, name the file's digest in it."""
+    held = json.loads(net_file.beside(path).read_text())
+    if not changes:
+        held["provenance"][net_file.DIGEST] = net_file.sha256(path)
+    net_file.beside(path).write_text(json.dumps({**held, **changes}))
+
+
 def truncate(path: pathlib.Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -151,13 +141,13 @@ def replace(path: pathlib.Path) -> None:
 
 
 def replace_and_describe(path: pathlib.Path) -> None:
-    """So that the library of the form has to say that it is none."""
+    """Leave it to the library of the form to refuse the file."""
     replace(path)
     describe(path)
 
 
 def other_onnx(path: pathlib.Path) -> None:
-    """A whole file, of another program."""
+    """Write a whole file of another program."""
     take = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
     give = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [1])
     graph = onnx.helper.make_graph([onnx.helper.make_node("Abs", ["x"], ["y"])], "g", [take], [give])
@@ -166,61 +156,48 @@ def other_onnx(path: pathlib.Path) -> None:
     describe(path)
 
 
-def describe(path: pathlib.Path) -> None:
-    held = json.loads(net_file.beside(path).read_text())
-    held["provenance"][net_file.DIGEST] = net_file.sha256(path)
-    net_file.beside(path).write_text(json.dumps(held))
-
-
-def remove(path: pathlib.Path) -> None:
-    path.unlink()
-
-
 def remove_description(path: pathlib.Path) -> None:
     net_file.beside(path).unlink()
-    path.with_suffix(".json").unlink(missing_ok=True)  # which an earlier version would have written
+    path.with_suffix(".json").unlink(missing_ok=True)  # of earlier versions
 
 
 def add_a_class(path: pathlib.Path) -> None:
-    held = json.loads(net_file.beside(path).read_text())
-    held["classes"].append("eleven")
-    held["net"]["num_classes"] = 11
-    net_file.beside(path).write_text(json.dumps(held))
+    describe(path, classes=[*CLASSES, "eleven"], net={"name": "net", "num_classes": 11})
 
 
 OTHER = "is not the file that its JSON file describes"
+WEIGHTS = "are not those that its JSON file describes"
+UNREADABLE = "not a readable state_dict"
 
 
 @table(
     "form, damage, line",
-    truncated_pt=("pt", truncate, "net.pt: not a readable state_dict"),
-    truncated_safetensors=("safetensors", truncate, "net.safetensors: not a readable state_dict"),
+    truncated_pt=("pt", truncate, f"net.pt: {UNREADABLE}"),
+    truncated_safetensors=("safetensors", truncate, f"net.safetensors: {UNREADABLE}"),
     truncated_onnx=("onnx", truncate, OTHER),
     truncated_pt2=("pt2", truncate, OTHER),
-    truncated_folder=("hf", truncate, "folder/model.safetensors: not a readable state_dict"),
+    truncated_folder=("hf", truncate, f"folder/model.safetensors: {UNREADABLE}"),
     changed_pt=("pt", change_a_byte, "net.pt: "),
-    changed_safetensors=("safetensors", change_a_byte, "are not those that its JSON file describes"),
+    changed_safetensors=("safetensors", change_a_byte, WEIGHTS),
     changed_onnx=("onnx", change_a_byte, OTHER),
     changed_pt2=("pt2", change_a_byte, OTHER),
-    changed_folder=("hf", change_a_byte, "are not those that its JSON file describes"),
-    foreign_pt=("pt", replace, "net.pt: not a readable state_dict"),
-    foreign_safetensors=("safetensors", replace, "net.safetensors: not a readable state_dict"),
+    changed_folder=("hf", change_a_byte, WEIGHTS),
+    foreign_pt=("pt", replace, f"net.pt: {UNREADABLE}"),
+    foreign_safetensors=("safetensors", replace, f"net.safetensors: {UNREADABLE}"),
     foreign_onnx=("onnx", replace, OTHER),
     foreign_pt2=("pt2", replace, OTHER),
-    foreign_folder=("hf", replace, "folder/model.safetensors: not a readable state_dict"),
+    foreign_folder=("hf", replace, f"folder/model.safetensors: {UNREADABLE}"),
     no_onnx=("onnx", replace_and_describe, "is not the classifier that its JSON file describes ("),
     another_onnx=("onnx", other_onnx, "is not the classifier that its JSON file describes (takes [1] and"),
     no_pt2=("pt2", replace_and_describe, "is no program of torch.export ("),
     another_pt2=("pt2", add_a_class, "is no program of torch.export (it gives (1, 10)"),
-    missing_onnx=("onnx", remove, "net.onnx: cannot be used (["),
-    missing_in_folder=("hf", remove, "folder/model.safetensors: not a readable state_dict (["),
+    missing_onnx=("onnx", pathlib.Path.unlink, "net.onnx: cannot be used (["),
+    missing_in_folder=("hf", pathlib.Path.unlink, f"folder/model.safetensors: {UNREADABLE} (["),
     undescribed_onnx=("onnx", remove_description, "net.onnx.json: is missing"),
     undescribed_pt2=("pt2", remove_description, "net.pt2.json: is missing"),
     undescribed_folder=("hf", remove_description, "folder/config.json: is missing"),
 )
-def test_what_is_damaged_or_foreign_is_said_in_one_line(
-    form, damage, line, exported, photos, tmp_path, capsys
-):
+def test_damaged_and_foreign_files_are_one_line(form, damage, line, exported, photos, tmp_path, capsys):
     shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
     path = tmp_path / FILES[form]
     damage(path / "model.safetensors" if form == "hf" and damage is not remove_description else path)
@@ -243,22 +220,21 @@ def test_what_is_damaged_or_foreign_is_said_in_one_line(
         "its classes (a, b) are not those of",
     ),
 )
-def test_exports_that_cannot_be_are_refused(arguments, line, digits, tmp_path, capsys):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/kept").write_text("")
-    for split in ("train", "test"):
-        for name in "ab":
-            (tmp_path / "images" / split / name).mkdir(parents=True)
-            Image.new("L", (32, 32)).save(tmp_path / "images" / split / name / "1.png")
+def test_impossible_exports_are_refused(arguments, line, digits, tmp_path, capsys):
+    save(tmp_path / "full/kept", Image.new("1", (1, 1)), format="png")
+    for name in ("train/a", "train/b", "test/a", "test/b"):
+        save(tmp_path / "images" / name / "1.png", 1)
     target, *more = (each.replace("ROOT", str(tmp_path / "images")) for each in arguments)
     assert checkpoint.main(["export", str(digits), str(tmp_path / target), *more]) == 2
-    *_, said = capsys.readouterr().err.splitlines()  # after what is said of decoded images
+    *_, said = capsys.readouterr().err.splitlines()  # a line about decoded images may come first
     assert said.startswith("checkpoint.py: ") and line in said
     assert sorted(each.name for each in tmp_path.iterdir()) == ["full", "images"]
     assert [each.name for each in (tmp_path / "full").iterdir()] == ["kept"]
 
 
-def test_the_working_directory_is_no_name(digits, exported, tmp_path, photos, monkeypatch, capsys):
+def test_the_working_directory_is_read_but_not_written(
+    digits, exported, tmp_path, photos, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     assert checkpoint.main(["export", str(digits), ".", "--format", "hf"]) == 2
     assert "must be the name of a folder to make, e.g. published" in capsys.readouterr().err
@@ -269,10 +245,6 @@ def test_the_working_directory_is_no_name(digits, exported, tmp_path, photos, mo
 @pytest.mark.parametrize("form", ["onnx", "pt2", "hf"])
 def test_experts_have_only_forms_of_weights(form, tmp_path):
     description = {"net": {"name": registry.MOE, "num_classes": 10}, "input": {"height": 32, "width": 32}}
-    from support import error_line
-
-    from classify.publish.network import Trained
-
     line = error_line(forms.FORMS[form].write, tmp_path / FILES[form], Trained({}, description))
     assert line.startswith("--format: ") and line.endswith("; use pt or safetensors")
     assert not list(tmp_path.iterdir())

@@ -1,19 +1,18 @@
-"""The page that classifies what is dropped on it, asked by gradio's own client."""
+"""The page classifies dropped images, as gradio's client asks it."""
 
 import json
 import pathlib
 import signal
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support import PROJECT, environment, error_line, free_port
+from support import error_line, free_port, started, time_limit, wait_until
+from written_networks import write_checkpoint
 
 import checkpoint
-from classify.models import net_file, state_dicts
 from classify.publish import forms, serve
 from net import Net
 
@@ -21,34 +20,26 @@ from net import Net
 @pytest.fixture
 def network(tmp_path) -> pathlib.Path:
     torch.manual_seed(0)
-    description = {
-        "net": {"name": "net", "num_classes": 3},
-        "classes": ["a", "b", "c"],
-        "input": {"height": 32, "width": 32, "resize": [32, 32], "mean": [0.5] * 3, "std": [0.2] * 3},
-        "dtype": "float32",
-        "provenance": {"steps": 1},
-    }
-    net_file.write(tmp_path / "net.pt", state_dicts.of_module(Net(3)), description)
-    return tmp_path / "net.pt"
+    return write_checkpoint(tmp_path / "checkpoint", "net", Net(3), ["a", "b", "c"]) / "net.pt"
 
 
-def test_without_gradio_the_remedy_is_said(network, monkeypatch, capsys):
+def test_missing_gradio_is_one_line(network, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "gradio", None)
     assert checkpoint.main(["serve", str(network)]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("checkpoint.py: serve: needs gradio, ") and said.endswith("; pip install gradio")
 
 
-@pytest.mark.parametrize("port", ["0", "70000"])
-def test_a_port_is_one(network, port, capsys):
-    assert checkpoint.main(["serve", str(network), "--port", port]) == 2
-    assert f"--port: {port}: must be from 1 to 65535" in capsys.readouterr().err
+def test_an_invalid_port_is_refused(network, capsys):
+    for port in ("0", "70000"):
+        assert checkpoint.main(["serve", str(network), "--port", port]) == 2
+        assert f"--port: {port}: must be from 1 to 65535" in capsys.readouterr().err
 
 
 def test_a_large_image_is_refused_before_it_is_decoded(network, tmp_path, monkeypatch):
     classifier = forms.read(network)
     Image.new("1", (9000, 9000)).save(tmp_path / "large.png")
-    monkeypatch.setattr(Image.Image, "load", None)  # which decodes
+    monkeypatch.setattr(Image.Image, "load", None)  # it decodes
     line = error_line(serve.probabilities, classifier, str(tmp_path / "large.png"))
     assert line.endswith("large.png: 81 megapixels are more than 50; give a smaller image")
 
@@ -59,25 +50,21 @@ def test_the_page_classifies_as_predict_does(network, tmp_path, capsys):
     Image.fromarray(pixels).save(tmp_path / "photo.png")
     (tmp_path / "bad.png").write_text("no image")
     (tmp_path / "big.png").write_bytes(bytes(serve.MOST_BYTES + 1))
-    port = free_port()
-    command = [sys.executable, str(PROJECT / "checkpoint.py"), "serve", str(network), "--port", str(port)]
-    pipe = subprocess.PIPE
-    page = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment())
-    try:
-        assert page.stdout and page.stdout.readline().startswith(f"http://127.0.0.1:{port} ")
+    port = str(free_port())
+    with started(["checkpoint.py", "serve", str(network), "--port", port]) as page:
+        wait_until(lambda: page.stdout.startswith(f"http://127.0.0.1:{port} "), page)
         asked = client.Client(f"http://127.0.0.1:{port}", verbose=False, analytics_enabled=False)
         answer = asked.predict(client.handle_file(str(tmp_path / "photo.png")), api_name="/classify")
         with pytest.raises(Exception, match="not a readable image"):
             asked.predict(client.handle_file(str(tmp_path / "bad.png")), api_name="/classify")
         with pytest.raises(Exception, match=r"413|exceed"):
             asked.predict(client.handle_file(str(tmp_path / "big.png")), api_name="/classify")
-        assert checkpoint.main(["serve", str(network), "--port", str(port)]) == 2
+        assert checkpoint.main(["serve", str(network), "--port", port]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
         assert said.startswith(f"checkpoint.py: --port: {port}: cannot be served on (")
-    finally:
         page.send_signal(signal.SIGINT)
-        _, err = page.communicate(timeout=60)
-    assert "Traceback" not in err
+        page.wait(time_limit())
+        assert "Traceback" not in page.stderr
     assert checkpoint.main(["predict", str(network), str(tmp_path / "photo.png"), "--json"]) == 0
     (wanted,) = json.loads(capsys.readouterr().out)
     found = {each["label"]: each["confidence"] for each in answer["confidences"]}

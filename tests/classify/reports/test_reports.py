@@ -1,66 +1,76 @@
-"""What a run shows: TensorBoard's event files, and the profile."""
+"""Reports of runs: TensorBoard with its figures, the profile, the overview and the page."""
 
-import numpy as np
+import json
+import re
+
 import pytest
 import torch
-from support import PROJECT, overrides, train_many
+from matrix import ROWS, Runs
+from support import overrides
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
+import checkpoint
 from classify.reports import html_report
 from classify.reports.finished_run import FinishedRun
 
-DIGITS = ["--config", str(PROJECT / "experiments/digits.yaml")]
+DIGITS = ROWS["zero0"].arguments
 
 
-SCALARS = {
-    "loss/train", "loss/validation", "accuracy/validation", "accuracy_of_class/3", "learning_rate", "gradient_norm",
-    "loss_scale", "images_per_second",
-}  # fmt: skip
+def scalars(run, name):
+    events = EventAccumulator(str(run.output), size_guidance={"scalars": 0}).Reload()
+    return [event.value for event in events.Scalars(name)]
 
 
-def scalars(run):
-    return EventAccumulator(str(run.output), size_guidance={"scalars": 0}).Reload()
+def test_a_run_writes_figures_a_graph_and_a_profile(train):
+    run = train(*DIGITS, *overrides(hyperparameters__max_length="{batches: 18}"), "--profile", FIGURES="1")
+    assert run.code == 0, run.stderr
+    events = EventAccumulator(str(run.output)).Reload()
+    tags = events.Tags()
+    assert set(tags["images"]) == {"confusion_matrix", "hardest_mistakes"} and tags["graph"]
+    assert {event.step for name in tags["images"] for event in events.Images(name)} == {18}
+    assert {f"accuracy_of_class/{digit}" for digit in range(10)} < set(tags["scalars"])
+    assert events.Scalars("accuracy/validation")[-1].step == 18
+    assert set(scalars(run, "loss_scale")) == {1.0}
+    assert "aten::convolution_backward" in (run.output / "profile.txt").read_text()
+    (trace,) = run.output.glob("*.pt.trace.json")
+    assert "ProfilerStep#" in trace.read_text()
 
 
-def test_event_files_hold_every_series(mode_runs):
-    _, _, runs = mode_runs
-    for mode, run in runs.items():
-        events = scalars(run)
-        tags = events.Tags()
-        assert set(tags["scalars"]) >= SCALARS, mode
-        assert set(tags["images"]) == {"confusion_matrix", "hardest_mistakes"}, mode
-        assert tags["graph"] or mode.startswith(("moe", "experts")), mode
-        last = events.Scalars("accuracy/validation")[-1]
-        assert last.step == run.summary["steps"], mode
-        assert last.value == pytest.approx(run.summary["validation"]["accuracy"]), mode
-        norms = [event.value for event in events.Scalars("gradient_norm")]
-        assert len(norms) == 40 and len(set(norms)) > 10 and max(norms) < np.inf, mode
-        losses = [entry["loss"] for entry in run.metrics if entry["group"] == "training"]
-        assert [event.value for event in events.Scalars("loss/train")] == pytest.approx(losses), mode
-        if mode != "fp16":
-            assert {event.value for event in events.Scalars("loss_scale")} == {1.0}, mode
+def test_the_gradient_norm_is_there_without_clipping_and_changes_no_weight(train, tmp_path):
+    """No gradient reaches the limit of the second run."""
+    clipping = "hyperparameters__overwrite_deepspeed_args__gradient_clipping"
+    runs = [train(*DIGITS, "--profile", *overrides(**{clipping: limit})) for limit in (0, 10**9)]
+    norms = [scalars(run, "gradient_norm") for run in runs]
+    assert norms[0] == norms[1] and len(set(norms[0])) == 8
+    assert len({run.summary["weights_sha256"] for run in runs}) == 1
+    assert set(EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Runs()) == {"run0", "run1"}
+    assert "no profile: its steps end with the 17th, and there were 8" in runs[0].stderr
 
 
-def test_the_gradient_norm_is_there_without_clipping(tmp_path):
-    """And changes no weight: as with a limit that no gradient reaches."""
-    rows = {
-        str(limit): [
-            *DIGITS,
-            *overrides(
-                hyperparameters__max_length="{batches: 45}",
-                scheduling_unit=1,
-                hyperparameters__overwrite_deepspeed_args__gradient_clipping=limit,
-            ),
-        ]
-        for limit in (0, 10**9)
-    }
-    runs = train_many(tmp_path, rows)
-    norms = [[event.value for event in scalars(run).Scalars("gradient_norm")] for run in runs.values()]
-    assert norms[0] == norms[1] and len(set(norms[0])) > 40
-    assert len({run.summary["weights_sha256"] for run in runs.values()}) == 1
-    files = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Runs()
-    assert set(files) == set(rows)  # what TensorBoard calls them
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("zero0", 1), ("zero3", 2), ("pipeline", 2), ("moe", 1), ("experts", 2)]
+)
+def test_the_overview_counts_the_parameters_of_the_whole_network(runs: Runs, name, ranks):
+    run = runs.straight(name, ranks)
+    lines = dict(line.split(maxsplit=1) for line in run.stdout.splitlines()[1:7])
+    size = sum(each.numel() for each in torch.load(run.output / "net.pt").values())
+    counted = "" if name in ("moe", "experts") else ", 1.3 MFLOP an image"
+    assert lines["network"] == f"net: {size:,} parameters, {size:,} trainable{counted}"
+
+
+def test_a_report_names_the_classes_of_each_mistake(runs: Runs, tmp_path):
+    output = runs.straight("zero0", 1).output
+    assert checkpoint.main(["report", str(output), "--output", str(tmp_path / "report.html")]) == 0
+    kept = json.loads((output / "classification.json").read_text())
+    shown = re.findall(
+        r'alt="image (\d+)">\n(.*?)<br><small>is (.*?), loss', (tmp_path / "report.html").read_text()
+    )
+    assert shown == [
+        (str(each["image"]), kept["classes"][each["predicted"]], kept["classes"][each["label"]])
+        for each in kept["mistakes"]
+    ]
+    assert len({label for _, _, label in shown}) > 1
 
 
 def finished_run(name, accuracies):
@@ -73,36 +83,13 @@ def finished_run(name, accuracies):
     return FinishedRun(name, summary, {}, {}, [*training, *validations])
 
 
-def test_a_report_says_the_best_beside_the_last_and_which_line_is_which():
+def test_a_report_has_the_best_beside_the_last_and_a_legend():
     runs = [finished_run("a", [0.5, 0.7, 0.7, 0.6]), finished_run("b", [0.5, 0.9])]
     assert [run.best for run in runs] == [(0.7, 20), (0.9, 20)]
-    for shown, labels in (
-        (runs[:1], ["training", "validation"]),
-        (runs, ["a", "b", "training", "validation"]),
-    ):
+    for shown, labels in ((runs[:1], []), (runs, ["a", "b"])):
         (axes,) = html_report._curves(shown)["loss"].axes
         legend = axes.get_legend()
-        assert legend and [text.get_text() for text in legend.get_texts()] == labels
+        assert legend
+        assert [text.get_text() for text in legend.get_texts()] == [*labels, "training", "validation"]
         lines = {line.get_label(): line for line in axes.get_lines()}
         assert lines["training"].get_marker() == "None" and lines["validation"].get_marker() == "o"
-
-
-def test_every_mode_counts_the_whole_networks_parameters(mode_runs):
-    processes, _, runs = mode_runs
-    for mode, run in runs.items():
-        lines = dict(line.split(maxsplit=1) for line in run.stdout.splitlines()[1:7])
-        size = sum(each.numel() for each in torch.load(run.output / "net.pt").values())
-        counted = "" if "experts" in mode or "moe" in mode else ", 1.3 MFLOP an image"
-        assert lines["network"] == f"net: {size:,} parameters, {size:,} trainable{counted}", mode
-        assert lines["engine"].startswith(f"{processes} process"), mode
-        assert lines["folder"] == str(run.output), mode
-
-
-def test_a_profile_is_recorded(train):
-    run = train(*DIGITS, "--profile", *overrides(hyperparameters__max_length="{batches: 30}"))
-    assert run.code == 0, run.stderr
-    assert "aten::convolution_backward" in (run.output / "profile.txt").read_text()
-    (trace,) = run.output.glob("*.pt.trace.json")
-    assert "ProfilerStep#" in trace.read_text()
-    short = train(*DIGITS, "--profile", *overrides(hyperparameters__max_length="{batches: 9}"))
-    assert short.code == 0 and "no profile: its steps end with the 17th, and there were 9" in short.stderr

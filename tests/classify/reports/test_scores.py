@@ -1,4 +1,4 @@
-"""Scores from counts, beside scikit-learn's of all the images."""
+"""Scores counted by ranks equal scikit-learn's."""
 
 import itertools
 
@@ -17,7 +17,7 @@ LABELS = torch.randint(0, 6, (300,), generator=RANDOM)  # none of the last class
 
 
 def counted(ranks=1, micro_batch=300):
-    """What ranks that take turns count together."""
+    """Count by ranks that take turns."""
     metrics = [ClassificationMetrics(CLASSES) for _ in range(ranks)]
     for turn, (logits, labels) in enumerate(
         zip(LOGITS.split(micro_batch), LABELS.split(micro_batch), strict=True)

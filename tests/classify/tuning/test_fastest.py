@@ -1,66 +1,60 @@
-"""The micro-batch for ``auto``, and what ``--tune`` finds: the rule, and real runs."""
+"""The micro-batch for ``auto``, and the configuration that ``--tune`` finds: the rules, and real runs."""
 
 import json
 import sys
 
 import pytest
-from support import DIGITS, LATEST, error_line, execute, launcher, overrides, train_many
+from support import DIGITS, LATEST, error_line, execute, launcher, overrides, run, train_many
 
 import train
 from classify.config import experiment_file
 from classify.engine.trial_config import TrialConfig
-from classify.tuning import fastest, tune
+from classify.tuning import fastest, micro_batch, tune
 from classify.tuning.fastest import RECOMPUTE, STAGE, Tries, changed, halves
+from harness import attempts
 from harness.attempts import NO_MEMORY, Attempt
 from harness.errors import TrainingStopped
 
 ARGS = "hyperparameters__overwrite_deepspeed_args"
 AUTO = {f"{ARGS}__train_micro_batch_size_per_gpu": "auto"}
+MICRO = "train_micro_batch_size_per_gpu"
+VIT = {"hyperparameters__net": "vit_b_16", "hyperparameters__net_args": "{num_layers: 1, hidden_dim: 32, num_heads: 2, mlp_dim: 32}"}  # fmt: skip
+
+
+def result_of(rates, experiment, processes):
+    """The attempt at an experiment by (stage, micro-batch): images a second, or an attempt that failed."""
+    resolved = TrialConfig.resolve(experiment.hyperparameters, experiment.config, processes, "cpu")
+    key = resolved.zero_stage, resolved.micro_batch
+    result = rates.get((*key, "recomputed") if resolved.hyper.checkpoint_activations else key, 1)
+    if isinstance(result, Attempt):
+        return resolved, result
+    seconds = resolved.micro_batch * processes / result  # the optimizer's step costs none
+    return resolved, Attempt(seconds, seconds, 100.0)
 
 
 def tries_of(rates, processes=1, **values) -> Tries:
-    """Tries of the digits in batches of 32: images a second of each (stage, micro-batch), or why it fails."""
+    """Tries of the digits in batches of 32."""
     experiment = experiment_file.load("experiments/digits.yaml", overrides(**values)[1::2])
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, processes, "cpu")
 
     def attempt(changed, number, needs):
-        resolved = TrialConfig.resolve(changed.hyperparameters, changed.config, processes, "cpu")
+        resolved, result = result_of(rates, changed, processes)
         accumulation = min(2, 32 // processes // resolved.micro_batch)
         assert resolved.batch == resolved.micro_batch * accumulation * processes
         assert resolved.hyper.max_length == {"batches": 1000}
         assert number == len(tries.done) and needs > 0
-        key = resolved.zero_stage, resolved.micro_batch
-        result = rates.get((*key, "recomputed") if resolved.hyper.checkpoint_activations else key, 1)
-        if isinstance(result, Attempt):
-            return result
-        seconds = (
-            resolved.micro_batch * processes / result
-        )  # of a micro-batch; the optimizer's step costs none
-        return Attempt(seconds, seconds, 100.0)
+        return result
 
     tries = Tries(config, experiment, attempt, lambda tried: None)
     return tries
 
 
 FULL = Attempt(reason=f"{NO_MEMORY} (killed)")
-
-
-def micro_batches(tries):
-    return [tried.micro_batch for tried in tries.done]
-
-
+ALL = (32, 16, 8, 4, 2, 1)
 ROWS: dict[str, tuple[dict, int, list[int]]] = {
-    "as long as less is not slower": (
-        {(0, 32): 10, (0, 16): 12, (0, 8): 11.9, (0, 4): 5},
-        16,
-        [32, 16, 8, 4],
-    ),
-    "half after each that does not fit": (
-        {(0, 32): FULL, (0, 16): FULL, (0, 8): 3, (0, 4): 1},
-        8,
-        [32, 16, 8, 4],
-    ),
-    "the largest, if all are as fast": ({(0, n): 5 for n in (32, 16, 8, 4, 2, 1)}, 32, [32, 16, 8]),
+    "half is not slower": ({(0, 32): 10, (0, 16): 12, (0, 8): 11.9, (0, 4): 5}, 16, [32, 16, 8, 4]),
+    "half fits": ({(0, 32): FULL, (0, 16): FULL, (0, 8): 3, (0, 4): 1}, 8, [32, 16, 8, 4]),
+    "all are as fast": ({(0, n): 5 for n in ALL}, 32, [32, 16, 8]),
 }
 
 
@@ -71,159 +65,182 @@ def test_the_fastest_micro_batch_that_fits(name):
     best = tries.best_micro_batch({})
     assert best and (best.micro_batch, best.accumulation) == (wanted, 32 // wanted)
     assert best.images_per_second == pytest.approx(rates[0, wanted])
-    assert micro_batches(tries) == tried
+    assert [each.micro_batch for each in tries.done] == tried
 
 
-def test_none_that_trains_is_said_with_what_would():
-    tries = tries_of({(0, n): FULL for n in (32, 16, 8, 4, 2, 1)})
+def test_an_error_says_why_no_micro_batch_trains():
+    tries = tries_of({(0, n): FULL for n in ALL})
     assert tries.best_micro_batch({}) is None
     with pytest.raises(TrainingStopped, match=r"auto: no memory left \(killed\) with 1; use less$"):
         tries.fail("use less")
     refused = Attempt(reason="x", errors=("net: 'a': must be b",))
-    tries = tries_of({(0, n): refused for n in (32, 16, 8, 4, 2, 1)})
+    tries = tries_of({(0, n): refused for n in ALL})
     assert tries.best_micro_batch({}) is None
     assert error_line(tries.fail, "") == "net: 'a': must be b"
 
 
-def test_shares_that_are_no_power_of_two():
+def test_halves_of_any_number_are_its_divisors():
     assert list(halves(96)) == [96, 48, 24, 12, 6, 3, 1]
     assert list(halves(50)) == [50, 25, 10, 5, 2, 1]
     assert list(halves(50, 20)) == [10, 5, 2, 1]
 
 
-def test_what_is_found_goes_into_any_form():
-    found = {STAGE: 2, RECOMPUTE: True}
-    batch = {"train_micro_batch_size_per_gpu": 4}
-    zero = {"stage": 2, "overlap_comm": False}
-    file: dict = {
-        "deepspeed_config": "ds.json",
-        "overwrite_deepspeed_args": {"zero_optimization": {"overlap_comm": False}},
-    }
-    assert changed(file, found, batch) == {
-        "deepspeed_config": "ds.json",
-        RECOMPUTE: True,
-        "overwrite_deepspeed_args": {**batch, "zero_optimization": zero},
-    }
-    inline: dict = {"zero_optimization": {"stage": 1, "overlap_comm": False}, "net": "net"}
-    assert changed(inline, found, batch) == {
-        "net": "net",
-        RECOMPUTE: True,
-        **batch,
-        "zero_optimization": zero,
-    }
+def test_every_form_of_hyperparameters_takes_the_changes():
+    found, batch = {STAGE: 2, RECOMPUTE: True}, {MICRO: 4}
+    before, after = {"overlap_comm": False}, {"stage": 2, "overlap_comm": False}
+    file: dict = {"deepspeed_config": "ds.json", "overwrite_deepspeed_args": {"zero_optimization": before}}
+    section = {**batch, "zero_optimization": after}
+    wanted = {"deepspeed_config": "ds.json", RECOMPUTE: True, "overwrite_deepspeed_args": section}
+    assert changed(file, found, batch) == wanted
+    inline: dict = {"zero_optimization": {"stage": 1, **before}, "net": "net"}
+    assert changed(inline, found, batch) == {"net": "net", RECOMPUTE: True, **section}
     assert inline["zero_optimization"]["stage"] == 1
 
 
+RATES = {(0, 16): 10, (0, 8): 20, (0, 4): 1, (1, 8): 15, (2, 8): 30, (3, 8): 4}
+
+
 def test_tuning_tries_stages_at_the_best_micro_batch_and_recomputes_where_memory_is_short():
-    rates = {(0, 16): 10, (0, 8): 20, (0, 4): 1, (1, 8): 15, (2, 8): 30, (3, 8): 4}
-    net = {"hyperparameters__net": "resnet18"}
-    tries = tries_of(rates, processes=2, **net)
+    tries = tries_of(RATES, 2, **VIT)
     best = fastest.find(tries)
     assert best and (best.changes, best.micro_batch) == ({STAGE: 2}, 8)
     assert len(tries.done) == 6
-    # Where the largest does not fit, each stage is tried with it, too, and recomputed activations at last
-    tries = tries_of(
-        {**rates, (0, 16): FULL, (1, 16): 21, (2, 16): FULL, (3, 16): FULL, (2, 16, "recomputed"): 40},
-        2,
-        **net,
-    )
-    best = fastest.find(tries)
+    # Where the largest does not fit, it is tried with each stage, too, and in the end with recomputed activations
+    full = {(0, 16): FULL, (1, 16): 21, (2, 16): FULL, (3, 16): FULL, (2, 16, "recomputed"): 40}
+    best = fastest.find(tries_of({**RATES, **full}, 2, **VIT))
     assert best and (best.changes, best.micro_batch) == ({STAGE: 2, RECOMPUTE: True}, 16)
 
 
-MORE = overrides(
-    hyperparameters__max_length="{batches: 3}", hyperparameters__net="resnet18", data__image_size=96
-)
-MORE += overrides(
-    **{f"{ARGS}__train_batch_size": 192}, searcher__metric="loss", searcher__smaller_is_better=True
-)
+def test_tuning_writes_its_tries_and_the_fastest_file(tmp_path, monkeypatch, capfd):
+    """Figures stand in for the steps of the tried processes."""
+    ranks = []
+
+    def attempt(trial_class, experiment, given, threads, needs):
+        ranks.append([each["RANK"] for each in given])
+        return result_of(RATES, experiment, len(given))[1]
+
+    monkeypatch.setattr(attempts, "attempt", attempt)
+    arguments = [*DIGITS, "--tune", "--slots", "2", "--output", str(tmp_path / "t")]
+    assert train.main(arguments) == 0
+    assert ranks == [["0", "1"]] * 6
+    shown = capfd.readouterr().out.splitlines()
+    assert (
+        "fastest: zero_optimization.stage 2, train_micro_batch_size_per_gpu 8, gradient_accumulation_steps 2"
+        in shown
+    )
+    assert "ZeRO 2, micro-batch 8 x 2: 30 images/s, 100 MiB" in shown
+    tried = json.loads((tmp_path / "t" / tune.TRIED).read_text())
+    assert {each["changes"].get(STAGE, 0): each["images_per_second"] for each in tried if each["micro_batch"] == 8} == {
+        0: 20, 1: 15, 2: 30, 3: 4,
+    }  # fmt: skip
+    assert train.main(["--config", str(tmp_path / "t" / tune.TUNED), "--check", "--slots", "2"]) == 0
+    resolved = json.loads(capfd.readouterr().out)
+    assert (resolved[MICRO], resolved["zero_optimization"]["stage"]) == (8, 2)
+    assert train.main(arguments) == 2  # it replaces no file
+    assert capfd.readouterr().err.endswith("tuned.yaml: is there already; give another folder\n")
 
 
+def test_contradictions_to_trying_are_refused(monkeypatch, capfd):
+    auto = [*DIGITS, *overrides(**AUTO)]
+    sizes = overrides(**{f"{ARGS}__train_batch_size": 16, f"{ARGS}__gradient_accumulation_steps": "auto"})
+    assert train.main([*auto, *sizes, "--check", "--slots", "2"]) == 0
+    pipeline = ["--config", "experiments/pipeline.yaml", *overrides(**AUTO, data__dataset="digits")]
+    assert train.main([*pipeline, *sizes, "--check", "--slots", "2"]) == 2
+    assert "pipelines and experts are built for one size; give a number" in capfd.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert train.main([*DIGITS, "--tune"]) == 2
+    assert "run python3 train.py --tune --slots N" in capfd.readouterr().err
+
+
+def test_a_resumed_run_takes_the_micro_batch_of_its_file(tmp_path, monkeypatch):
+    experiment = experiment_file.load("experiments/digits.yaml", overrides(**AUTO)[1::2])
+    monkeypatch.setattr(attempts, "attempt", lambda *_: FULL)
+    for chosen, kept in ((8, 8), (5, 0), ("8", 0)):
+        (tmp_path / micro_batch.FILE).write_text(
+            json.dumps({"processes": 1, "train_batch_size": 32, MICRO: chosen})
+        )
+        choice = micro_batch.choose(object, experiment, tmp_path)
+        assert choice and choice.micro_batch == kept and bool(choice.error) == (not kept)
+
+
+# ------------------------------------------------------------------------------------------------- real runs
+
+
+def assert_chosen_together(made):
+    assert made.code == 0, made.stderr
+    tried = [line for line in made.stdout.splitlines() if "micro-batch 2: " in line]
+    assert len(tried) == 1 and "images/s" in tried[0]
+    found = json.loads((made.output / "tried.json").read_text())
+    assert found["processes"] == 2 and found[MICRO] in (2, 1)
+    assert f"micro-batch {found[MICRO]} x accumulation {2 // found[MICRO]}" in made.stdout
+
+
+SMALL = overrides(**AUTO, **{f"{ARGS}__train_batch_size": 4}, hyperparameters__max_length="{batches: 2}")
+
+
+def test_ranks_choose_together(tmp_path):
+    assert_chosen_together(
+        run(["train.py", *DIGITS, *SMALL, "--output", str(tmp_path)], tmp_path, processes=2)
+    )
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["torchrun", "deepspeed"])
+def test_ranks_of_a_launcher_choose_together(name, tmp_path):
+    command = [*launcher(name, 2), "train.py", *DIGITS, *SMALL, "--output", str(tmp_path)]
+    assert_chosen_together(execute(command, tmp_path))
+
+
+@pytest.mark.soak
+def test_a_tuned_file_trains(tmp_path):
+    small = [
+        *DIGITS,
+        *overrides(**{f"{ARGS}__train_batch_size": 8}, hyperparameters__max_length="{batches: 2}"),
+    ]
+    made = execute(
+        [sys.executable, "train.py", *small, "--tune", "--slots", "2", "--output", str(tmp_path)], tmp_path
+    )
+    assert made.code == 0, made.stderr
+    tried = json.loads((tmp_path / tune.TRIED).read_text())
+    best = max(tried, key=lambda each: each["images_per_second"])
+    assert {each["changes"].get(STAGE, 0) for each in tried} == {0, 1, 2, 3}
+    assert f"fastest: {''.join(f'{key} {value}, ' for key, value in best['changes'].items())}" in made.stdout
+    file = ["train.py", "--config", str(tmp_path / tune.TUNED), "--output", str(tmp_path / "run")]
+    trained = run(file, tmp_path / "run", processes=2)
+    assert trained.code == 0, trained.stderr
+    assert trained.summary["zero_stage"] == best["changes"].get(STAGE, 0)
+
+
+@pytest.mark.soak
 def test_auto_halves_in_little_memory_and_trains_to_the_same_bits_as_by_hand(tmp_path):
-    """900 MiB: too little for 192 images of 96 pixels in a ResNet-18, which needs 4.6 MB for each."""
+    """900 MiB hold fewer than 192 images of 96 pixels in a ResNet-18, which needs 4.6 MB for each."""
     limited = (
         "import resource, runpy, sys, model_def;"
         "used = [int(line.split()[1]) for line in open('/proc/self/status') if line.startswith('VmData')];"
         "limit = used[0] * 1024 + 900 * 2**20; resource.setrlimit(resource.RLIMIT_DATA, (limit, limit));"
         "sys.argv.pop(0); runpy.run_path('train.py', run_name='__main__')"
     )
-    row = ["train.py", *DIGITS, *MORE, *overrides(**AUTO, hyperparameters__max_length="{batches: 2}")]
-    run = execute(
+    more = overrides(
+        hyperparameters__max_length="{batches: 3}",
+        hyperparameters__net="resnet18",
+        data__image_size=96,
+        searcher__metric="loss",
+        searcher__smaller_is_better=True,
+        **{f"{ARGS}__train_batch_size": 192},
+    )
+    row = ["train.py", *DIGITS, *more, *overrides(**AUTO, hyperparameters__max_length="{batches: 2}")]
+    made = execute(
         [sys.executable, "-c", limited, *row, "--output", str(tmp_path / "auto")], tmp_path / "auto"
     )
-    assert run.code == 0, run.stdout + run.stderr
-    lines = [line for line in run.stdout.splitlines() if line.startswith("micro-batch ")]
-    assert (
-        lines[0].startswith("micro-batch 192: no memory left (")
-        and "MiB by forecast" in lines[0]
-        and "images/s" in lines[-1]
-    )
-    found = json.loads((run.output / "tried.json").read_text())
-    chosen = found["train_micro_batch_size_per_gpu"]
-    assert chosen < 192 and f"micro-batch {chosen} x accumulation {192 // chosen}" in run.stdout
-    # A resumed run takes the same, without trying
-    by_hand = overrides(**{f"{ARGS}__train_micro_batch_size_per_gpu": chosen})
-    runs = train_many(
-        tmp_path,
-        {
-            "auto": [*DIGITS, *MORE, *overrides(**AUTO), *LATEST],
-            "hand": [*DIGITS, *MORE, *by_hand],
-        },
-    )
+    assert made.code == 0, made.stdout + made.stderr
+    lines = [line for line in made.stdout.splitlines() if line.startswith("micro-batch ")]
+    assert lines[0].startswith("micro-batch 192: no memory left (") and "MiB by forecast" in lines[0]
+    assert "images/s" in lines[-1]
+    chosen = json.loads((made.output / "tried.json").read_text())[MICRO]
+    assert chosen < 192 and f"micro-batch {chosen} x accumulation {192 // chosen}" in made.stdout
+    hand = overrides(**{f"{ARGS}__{MICRO}": chosen})
+    rows = {"auto": [*DIGITS, *more, *overrides(**AUTO), *LATEST], "hand": [*DIGITS, *more, *hand]}
+    runs = train_many(tmp_path, rows)
     assert [each.code for each in runs.values()] == [0, 0], [each.stderr for each in runs.values()]
     assert "micro-batch 192:" not in runs["auto"].stdout
     assert runs["auto"].summary["weights_sha256"] == runs["hand"].summary["weights_sha256"]
-
-
-@pytest.mark.parametrize("name", ["torchrun", "deepspeed"])
-def test_ranks_of_a_launcher_choose_together(name, tmp_path):
-    small = {**AUTO, f"{ARGS}__train_batch_size": 8, "hyperparameters__max_length": "{batches: 2}"}
-    row = ["train.py", *DIGITS, *overrides(**small)]
-    run = execute([*launcher(name, 2), *row, "--output", str(tmp_path / "run")], tmp_path / "run")
-    assert run.code == 0, run.stderr
-    tried = [line for line in run.stdout.splitlines() if "micro-batch 4: " in line]
-    assert len(tried) == 1 and "images/s" in tried[0]
-    found = json.loads((run.output / "tried.json").read_text())
-    assert found["processes"] == 2 and found["train_micro_batch_size_per_gpu"] in (4, 2, 1)
-
-
-def test_a_tuned_file_trains(tmp_path, capfd):
-    small = [*DIGITS, *overrides(**{f"{ARGS}__train_batch_size": 8})]
-    arguments = ["train.py", *small, "--tune", "--slots", "2", "--output", str(tmp_path / "t")]
-    run = execute([sys.executable, *arguments], tmp_path / "t")
-    assert run.code == 0, run.stderr
-    tried = json.loads((tmp_path / "t" / tune.TRIED).read_text())
-    best = max(tried, key=lambda each: each["images_per_second"])
-    assert {each["changes"].get(STAGE, 0) for each in tried} == {0, 1, 2, 3}
-    assert f"fastest: {''.join(f'{key} {value}, ' for key, value in best['changes'].items())}" in run.stdout
-    assert train.main(["--config", str(tmp_path / "t" / tune.TUNED), "--check", "--slots", "2"]) == 0
-    resolved = json.loads(capfd.readouterr().out)
-    assert resolved["train_micro_batch_size_per_gpu"] == best["micro_batch"]
-    assert resolved.get("zero_optimization", {}).get("stage", 0) == best["changes"].get(STAGE, 0)
-    # Nothing is written over
-    assert train.main(arguments[1:]) == 2
-    assert capfd.readouterr().err.endswith("tuned.yaml: is there already; give another folder\n")
-
-
-def test_what_cannot_be_tried_is_refused(monkeypatch, capfd):
-    rows = {
-        "pipelines and experts are built for one size; give a number": [
-            "--config",
-            "experiments/pipeline.yaml",
-        ],
-        "": DIGITS,
-    }
-    sizes = {f"{ARGS}__train_batch_size": 16, f"{ARGS}__gradient_accumulation_steps": "auto"}
-    for what, config in rows.items():
-        arguments = [
-            *config,
-            *overrides(**AUTO, data__dataset="digits", **sizes),
-            "--check",
-            "--slots",
-            "2",
-        ]
-        code = train.main(arguments)
-        assert (code, what in capfd.readouterr().err) == (2 if what else 0, True)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert train.main([*DIGITS, "--tune"]) == 2
-    assert "run python3 train.py --tune --slots N" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Searches that learn from their trials: what they draw, a real one that is killed and goes on, its page."""
+"""Searches that learn from their trials: draws, a real search that is killed and continued, and its page."""
 
 import csv
 import html
@@ -6,14 +6,12 @@ import itertools
 import json
 import math
 import re
-import subprocess
-import sys
-import time
+import signal
 
 import optuna
 import pytest
 from optuna.trial import TrialState
-from support import PROJECT, TIME_LIMIT, error_line, execute
+from support import PROJECT, error_line, run, started, wait_until
 
 import checkpoint
 import train
@@ -43,7 +41,7 @@ def trial(search, drawn, value=None, state=TrialState.COMPLETE):
 
 
 def searched(search, score, count):
-    """The trials of a search in which each ends at once with a score; None is a failure."""
+    """Trials that end at once with a score; None is a failure."""
     known: list[optuna.trial.FrozenTrial] = []
     for _ in range(count):
         drawn = next(search.draws(known))
@@ -60,11 +58,11 @@ def params(trials):
     return [each.params for each in trials]
 
 
-def test_a_trial_depends_on_the_file_the_seed_and_the_results_before_alone():
+def test_a_trial_depends_on_the_file_the_seed_and_earlier_results_alone():
     search = tpe("searcher.max_trials=24")
     first = searched(search, near_a_hundredth, 24)
     assert params(searched(tpe("searcher.max_trials=24"), near_a_hundredth, 24)) == params(first)
-    assert next(search.draws(first[:15])) == first[15].params  # gone on with, after 15
+    assert next(search.draws(first[:15])) == first[15].params
     random = list(itertools.islice(specification.load(RANDOM, [SMOOTHING], 1).draws(), 7))
     assert random[:6] == params(first[:6]) and random[6] != first[6].params  # a quarter of the trials
     other = searched(tpe("searcher.max_trials=24", "reproducibility.experiment_seed=1"), near_a_hundredth, 8)
@@ -75,7 +73,6 @@ def test_a_trial_depends_on_the_file_the_seed_and_the_results_before_alone():
 
 @pytest.mark.parametrize("smaller", [False, True])
 def test_later_trials_are_better_than_random_ones(smaller):
-    """Whichever way is better, of the range's two ends."""
     sign = -1 if smaller else 1
     for seed in range(3):
         changes = [f"reproducibility.experiment_seed={seed}", "searcher.max_trials=40"]
@@ -89,7 +86,7 @@ def test_later_trials_are_better_than_random_ones(smaller):
 def test_trials_that_fail_keep_others_from_their_place():
     search = tpe("searcher.max_trials=40")
     found = searched(search, lambda drawn: None if drawn[ZERO] >= 2 else drawn[RATE], 40)
-    assert sum(each.params[ZERO] >= 2 for each in found[20:]) < 5  # of 20, half of which would be by chance
+    assert sum(each.params[ZERO] >= 2 for each in found[20:]) < 5  # of 20; chance would give 10
 
 
 def test_a_trial_that_runs_keeps_others_from_its_place():
@@ -118,12 +115,12 @@ def test_every_kind_of_range_is_drawn():
         assert isinstance(json.loads(said[f"{ARGS}.optimizer.params.betas"]), list)
 
 
-def test_what_tpe_needs_and_does_not_know():
+def test_invalid_fields_of_tpe_are_refused():
     assert error_line(tpe, "searcher.max_trials=null").startswith("searcher.max_trials: None: tpe needs it;")
     assert error_line(tpe, "searcher.num_rungs=2").startswith("searcher.num_rungs: 2: tpe has no such field;")
 
 
-def test_that_a_cluster_has_no_such_searcher_is_said(capsys):
+def test_a_note_says_that_clusters_have_no_tpe(capsys):
     tpe()
     line = "note: searcher.name: 'tpe': a cluster has no such searcher; "
     assert f"search.py: {line}" in capsys.readouterr().err
@@ -159,12 +156,12 @@ def test_that_a_cluster_has_no_such_searcher_is_said(capsys):
         (2, 1, 4, 20, []),  # each has a thread
     ],
 )
-def test_cores_that_are_left_over_are_said(cores, slots, concurrent, most, parts):
+def test_a_note_names_idle_cores(cores, slots, concurrent, most, parts):
     lines = specification.idle_cores(cores, slots, concurrent, most)
     assert len(lines) == bool(parts) and all(part in lines[0] for part in parts)
 
 
-def test_no_trial_keeps_cores_for_trials_that_there_are_not():
+def test_few_trials_share_all_cores():
     assert specification.load(RANDOM, ["searcher.max_trials=2"], 8).concurrent == 2
     assert specification.load(RANDOM, ["searcher.max_concurrent_trials=3"], 8).concurrent == 3
 
@@ -176,96 +173,87 @@ NAME = "<script>alert('x')</script>\x1b[31m"
 CHANGES = [
     "data.dataset=digits",
     "searcher.name=tpe",
-    "searcher.max_trials=3",
+    "searcher.max_trials=2",
     f"name={json.dumps(NAME)}",
     f"{STAGE}=0",
-    "hyperparameters.max_length={batches: 30}",
-    "min_validation_period={batches: 15}",
+    "hyperparameters.max_length={batches: 60}",
+    "min_validation_period={batches: 30}",
     "scheduling_unit=5",
 ]
 
 
 @pytest.fixture(scope="module")
 def guided(tmp_path_factory):
-    """A search killed while it took its first trial, and in its second: its folder, what it said, its page then."""
+    """(folder, page after the kill, continued run) of a search.
+
+    SIGKILL ends it while it takes its first trial, and in its second trial.
+    """
     output = tmp_path_factory.mktemp("guided") / "search"
     output.mkdir()
-    begun = SearchRunner(
-        specification.load(RANDOM, CHANGES, 1),
-        output,
-        DataSettings.parse({"dataset": "digits"}).open_source(),
-    )
+    source = DataSettings.parse({"dataset": "digits"}).open_source()
+    begun = SearchRunner(specification.load(RANDOM, CHANGES, 1), output, source)
     begun._enqueue_missing()
-    begun.study.ask()  # runs, and has no hyperparameters yet
+    begun.study.ask()  # it runs, and has no hyperparameters yet
     sets = [part for change in CHANGES for part in ("--set", change)]
-    command = [sys.executable, "search.py", "--config", RANDOM, "--output", str(output), *sets]
-    going = subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.DEVNULL)
-    second, until = output / "trials/001/metrics.jsonl", time.monotonic() + TIME_LIMIT
-    while not (second.exists() and "validation" in second.read_text()):
-        assert time.monotonic() < until and going.poll() is None
-        time.sleep(0.02)
-    going.kill()
-    going.wait()
+    arguments = ["search.py", "--config", RANDOM, "--output", str(output), *sets]
+    second = output / "trials/001/metrics.jsonl"
+    with started(arguments) as program:
+        wait_until(lambda: second.exists() and "validation" in second.read_text(), program)
+        program.send_signal(signal.SIGKILL)
     assert checkpoint.main(["report", str(output)]) == 0
-    return output, (output / "report.html").read_text(), execute(command, output)
+    return output, (output / "report.html").read_text(), run(arguments, output)
 
 
-def test_a_killed_search_goes_on_to_the_trials_that_it_would_have_had(guided):
-    output, _, run = guided
-    assert run.code == 0, run.stderr
+def test_a_killed_search_continues_with_the_same_trials(guided):
+    output, _, made = guided
+    assert made.code == 0, made.stderr
     with open(output / "trials.csv") as file:
         table = list(csv.DictReader(file))
-    assert [(row["trial"], row["outcome"]) for row in table] == [(str(i), "complete") for i in range(3)]
-    assert len(list(output.glob("trials/*/summary.json"))) == 3
+    assert [(row["trial"], row["outcome"]) for row in table] == [("0", "complete"), ("1", "complete")]
+    assert len(list(output.glob("trials/*/summary.json"))) == 2
     results, _ = search_page.read(output)
     for number, each in enumerate(results.trials):
         assert next(results.search.draws(results.trials[:number])) == each.params
-        trained = [
-            json.loads(line)
-            for line in (output / f"trials/{number:03}/metrics.jsonl").read_text().splitlines()
-        ]
-        steps = [entry["steps_completed"] for entry in trained if entry["group"] == "validation"]
-        assert steps == [15, 30]
+        lines = (output / f"trials/{number:03}/metrics.jsonl").read_text().splitlines()
+        trained = [entry for entry in map(json.loads, lines) if entry["group"] == "validation"]
+        assert [entry["steps_completed"] for entry in trained] == [30, 60]
+    assert (output / "trials/000.log").read_text().count("starting: ") == 1  # it has not run again
+    assert (output / "trials/001.log").read_text().count("starting: ") == 2
 
 
 def rows(page):
     """The cells of the page's table of trials, and the classes of its rows."""
     table = page[page.index('class="trials"') :].split("<tbody>")[1].split("</tbody>")[0]
-    found = re.findall(r"<tr([^>]*)>(.*?)</tr>", table, re.S)
     return [
         ([html.unescape(cell) for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)], kind)
-        for kind, row in found
+        for kind, row in re.findall(r"<tr([^>]*)>(.*?)</tr>", table, re.S)
     ]
 
 
-def test_a_search_has_a_page_also_under_way(guided, capsys):
-    output, before, run = guided
+def test_a_search_has_a_page_at_any_time(guided, tmp_path, capsys):
+    output, before, made = guided
     cells = [row for row, _ in rows(before)]
     assert [row[-1] for row in cells] == ["complete", "not ended"]
-    assert "1 of 3" in before and 15 <= int(cells[1][-4]) <= 30  # steps
+    assert "1 of 2" in before and 30 <= int(cells[1][-4]) <= 60  # steps
     assert checkpoint.main(["report", str(output)]) == 0
     page = (output / "report.html").read_text()
     assert "<script" not in page and html.escape("<script>alert(") in page and r"\x1b[31m" in page
-    assert "<b>3 of 3</b>" in page and "chosen on test images" in page
-    assert page.count('src="data:image/png;base64,') == len(list(output.glob("*.png"))) > 1 and not re.search(
-        r'(src|href)="(?!data:)', page
-    )
+    assert "<b>2 of 2</b>" in page and "chosen on test images" in page
+    assert page.count('src="data:image/png;base64,') == len(list(output.glob("*.png"))) > 1
+    assert not re.search(r'(src|href)="(?!data:)', page)
     results, _ = search_page.read(output)
     best = results.best(results.trials)
     assert best
     for each, (row, kind) in zip(results.trials, rows(page), strict=True):
         assert row[0] == str(each.number) and f"{results.score(each):.4g}" in row
-        assert [f"{each.params[RATE]:.4g}", "30", "complete"] == [row[1], row[-4], row[-1]]
+        assert [f"{each.params[RATE]:.4g}", "60", "complete"] == [row[1], row[-4], row[-1]]
         assert ("best" in kind) == (each.number == best.number)
-    (shown,) = re.findall(r"^train with them: (.*)", run.stdout, re.M)
+    (shown,) = re.findall(r"^train with them: (.*)", made.stdout, re.M)
     assert html.unescape(re.findall(r'<pre class="framed">(.*?)</pre>', page)[0]) == shown
-    assert f"report: python3 checkpoint.py report {output}" in run.stdout
-
-
-def test_a_page_of_what_is_no_search_is_refused(guided, tmp_path, capsys):
+    assert f"report: python3 checkpoint.py report {output}" in made.stdout
     (tmp_path / "search.db").write_text("no data base")
     assert checkpoint.main(["report", str(tmp_path)]) == 2
     assert f"{tmp_path}/search.db: holds no search that can be read" in capsys.readouterr().err
     assert not list(tmp_path.glob("*report*"))
-    assert checkpoint.main(["report", str(guided[0]), str(tmp_path)]) == 2
+    assert checkpoint.main(["report", str(output), str(tmp_path)]) == 2
     assert "a search has a page of its own; give its folder alone" in capsys.readouterr().err

@@ -1,135 +1,106 @@
-"""Searches on this machine: the file's meaning, and real searches that are killed, pruned and go on."""
+"""Searches on this machine: the meaning of the file, the choice among trials, and a real search."""
 
 import csv
 import io
 import itertools
 import json
 import math
-import os
 import pathlib
 import re
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import optuna
 import pytest
 from matplotlib import pyplot
-from support import PROJECT, TIME_LIMIT, Run, error_line, execute
+from matrix import Runs
+from support import PROJECT, error_line, execute, run, started, wait_until
 
 import search
+from classify.images.settings import DataSettings
 from classify.tuning import display, plots, runner, searchers, space, specification
 from classify.tuning.display import SearchDisplay
-from classify.tuning.results import Results
+from classify.tuning.results import Results, quiet_optuna
+from classify.tuning.runner import SearchRunner
+from classify.tuning.trial_run import TrialRun
 from harness.errors import InvalidInput
 
-GRID = "experiments/search-grid.yaml"
-ASHA = "experiments/search-asha.yaml"
-LR = "hyperparameters.overwrite_deepspeed_args.optimizer.params.lr"
-STAGE = "hyperparameters.overwrite_deepspeed_args.zero_optimization.stage"
-DIGITS = ["data.dataset=digits"]
+GRID, ASHA = (str(PROJECT / f"experiments/search-{name}.yaml") for name in ("grid", "asha"))
+RATE, ZERO = (
+    "overwrite_deepspeed_args.optimizer.params.lr",
+    "overwrite_deepspeed_args.zero_optimization.stage",
+)
+LR, STAGE = f"hyperparameters.{RATE}", f"hyperparameters.{ZERO}"
 
-# What is wrong, by what is set in which file, and the line that says so.
+
+@pytest.fixture(autouse=True)
+def quiet():
+    quiet_optuna()
+
+
+# File, change, and the line that refuses it
 REFUSALS = {
-    "unknown searcher": (
-        GRID,
-        ["searcher.name=grit"],
-        "searcher.name: 'grit': unknown searcher; did you mean 'grid'?",
-    ),
-    "unknown field": (GRID, ["searcher.max_trials=3"], "searcher.max_trials: 3: grid has no such field;"),
-    "mode": (
-        ASHA,
-        ["searcher.mode=quick"],
-        "searcher.mode: 'quick': must be one of aggressive, standard, conservative",
-    ),
-    "no trials": (ASHA, ["searcher.max_trials=null"], "searcher.max_trials: None: adaptive_asha needs it;"),
-    "unknown type": (
-        GRID,
-        [f"{LR}={{type: loq, base: 10, minval: -4, maxval: -1}}"],
-        f"{LR}.type: 'loq': unknown hyperparameter type; did you mean 'log'?",
-    ),
-    "min above max": (
-        GRID,
-        [f"{LR}={{type: double, minval: 2, maxval: 1, count: 2}}"],
-        f"{LR}.minval: 2: must be below maxval, which is 1; exchange them",
-    ),
-    "no name": (GRID, ["searcher.name=[]"], "searcher.name: []: must be a searcher's name"),
-    "too wide": (
-        ASHA,
-        [f"{LR}={{type: double, minval: 0, maxval: 1e308}}"],
-        f"{LR}.maxval: 1e+308: must be a number",
-    ),
-    "no count": (
-        GRID,
-        [f"{LR}={{type: double, minval: 1, maxval: 2}}"],
-        f"{LR}.count: None: a grid needs it;",
-    ),
-    "no base": (
-        ASHA,
-        [f"{LR}={{type: log, minval: 1, maxval: 2}}"],
-        f"{LR}.base: None: must be a number above 0",
-    ),
-    "overflow": (
-        ASHA,
-        [f"{LR}={{type: log, base: 10, minval: 1, maxval: 999}}"],
-        f"{LR}.maxval: 999: too large;",
-    ),
-    "no values": (GRID, [f"{STAGE}={{type: categorical, vals: []}}"], f"{STAGE}.vals: []: must be a list"),
-    "range's key": (
-        ASHA,
-        [f"{LR}={{type: int, minval: 1, maxval: 2, counts: 2}}"],
-        f"{LR}.counts: 2: unknown key; did you mean 'count'?",
-    ),
-    "metric": (GRID, ["searcher.metric=acuracy"], "searcher.metric: 'acuracy': no validation reports it;"),
-    "unit": (
-        ASHA,
-        ["searcher.time_metric=batches"],
-        "searcher.time_metric: 'batches': hyperparameters.max_length counts",
-    ),
-    "length": (
-        ASHA,
-        ["searcher.max_time=5"],
-        "searcher.max_time: 5: hyperparameters.max_length is 9 epochs;",
-    ),
-}
+    "unknown searcher": (GRID, "searcher.name=grit", "searcher.name: 'grit': unknown searcher; did you mean 'grid'?"),
+    "unknown field": (GRID, "searcher.max_trials=3", "searcher.max_trials: 3: grid has no such field;"),
+    "mode": (ASHA, "searcher.mode=quick", "searcher.mode: 'quick': must be one of aggressive, standard, conservative"),
+    "no trials": (ASHA, "searcher.max_trials=null", "searcher.max_trials: None: adaptive_asha needs it;"),
+    "unknown type": (GRID, f"{LR}={{type: loq, base: 10, minval: -4, maxval: -1}}", f"{LR}.type: 'loq': unknown hyperparameter type; did you mean 'log'?"),
+    "min above max": (GRID, f"{LR}={{type: double, minval: 2, maxval: 1, count: 2}}", f"{LR}.minval: 2: must be below maxval, which is 1; exchange them"),
+    "no name": (GRID, "searcher.name=[]", "searcher.name: []: must be a searcher's name"),
+    "too wide": (ASHA, f"{LR}={{type: double, minval: 0, maxval: 1e308}}", f"{LR}.maxval: 1e+308: must be a number"),
+    "no count": (GRID, f"{LR}={{type: double, minval: 1, maxval: 2}}", f"{LR}.count: None: a grid needs it;"),
+    "no base": (ASHA, f"{LR}={{type: log, minval: 1, maxval: 2}}", f"{LR}.base: None: must be a number above 0"),
+    "overflow": (ASHA, f"{LR}={{type: log, base: 10, minval: 1, maxval: 999}}", f"{LR}.maxval: 999: too large;"),
+    "no values": (GRID, f"{STAGE}={{type: categorical, vals: []}}", f"{STAGE}.vals: []: must be a list"),
+    "range's key": (ASHA, f"{LR}={{type: int, minval: 1, maxval: 2, counts: 2}}", f"{LR}.counts: 2: unknown key; did you mean 'count'?"),
+    "metric": (GRID, "searcher.metric=acuracy", "searcher.metric: 'acuracy': no validation reports it;"),
+    "unit": (ASHA, "searcher.time_metric=batches", "searcher.time_metric: 'batches': hyperparameters.max_length counts"),
+    "length": (ASHA, "searcher.max_time=5", "searcher.max_time: 5: hyperparameters.max_length is 9 epochs;"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSALS)
-def test_what_is_wrong_is_said_before_any_trial(case):
-    file, changes, line = REFUSALS[case]
-    assert error_line(specification.load, str(PROJECT / file), changes, 1).startswith(line)
+def test_an_invalid_search_is_refused_before_any_trial(case):
+    file, change, line = REFUSALS[case]
+    assert error_line(specification.load, file, [change], 1).startswith(line)
 
 
-def test_every_error_is_said_at_once():
+def test_every_error_is_named_at_once():
     changes = ["data.rot=x", "searcher.metric=f1", f"{LR}={{type: loq, minval: 1, maxval: 2}}"]
     with pytest.raises(InvalidInput) as caught:
-        specification.load(str(PROJECT / GRID), changes, 0)
+        specification.load(GRID, changes, 0)
     keys = sorted(line.split(": ")[0] for line in caught.value.errors)
     assert keys == ["--parallel", "data.rot", f"{LR}.type", "searcher.metric"]
 
 
+def arguments(output: pathlib.Path, file: str, *changes: str) -> list[str]:
+    sets = [part for change in ("data.dataset=digits", *changes) for part in ("--set", change)]
+    return ["--config", file, "--output", str(output), *sets]
+
+
 def test_a_search_of_invalid_trials_alone_is_refused(tmp_path, capsys):
-    arguments = command(
-        tmp_path / "search", str(PROJECT / GRID), f"{STAGE}={{type: categorical, vals: [4, 5]}}"
-    )[2:]
-    assert search.main(arguments) == 2
+    output = tmp_path / "search"
+    assert search.main(arguments(output, GRID, f"{STAGE}={{type: categorical, vals: [4, 5]}}")) == 2
     assert "zero_optimization.stage: 4" in capsys.readouterr().err
-    assert search.main([*arguments[:-1], f"{STAGE}={{type: categorical, vals: [7]}}"]) == 2
-    assert "zero_optimization.stage: 7" in capsys.readouterr().err  # mended, the same folder serves
-    missing = ["--set", "data.dataset=imagefolder", "--set", f"data.root={tmp_path}/none"]
-    assert search.main([*command(tmp_path / "other", str(PROJECT / GRID))[2:], *missing]) == 2
+    other = arguments(output, GRID, f"{STAGE}={{type: categorical, vals: [7]}}")
+    assert search.main(other) == 2
+    assert (
+        "zero_optimization.stage: 7" in capsys.readouterr().err
+    )  # the refused search did not take the folder
+    missing = ["data.dataset=imagefolder", f"data.root={tmp_path}/none"]
+    assert search.main(arguments(tmp_path / "other", GRID, *missing)) == 2
     assert f"data.root: {tmp_path}/none: no such folder" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
-    assert search.main([*arguments, "--output", "/proc/none"]) == 2
+    assert search.main([*other, "--output", "/proc/none"]) == 2
     assert "--output: /proc/none: cannot be made" in capsys.readouterr().err
-    assert not (tmp_path / "search/trials").exists()
+    assert not (output / "trials").exists()
 
 
-def test_what_cannot_be_honoured_is_said(capsys):
+def test_notes_name_settings_that_this_machine_ignores(capsys):
     changes = ["searcher.max_concurrent_trials=4", "searcher.divisor=2.5", "searcher.smaller_is_better=null"]
-    specification.load(str(PROJECT / ASHA), changes, 2)
+    specification.load(ASHA, changes, 2)
     notes = capsys.readouterr().err
     assert "searcher.smaller_is_better: None: so less accuracy is better" in notes
     assert "searcher.max_concurrent_trials: 4: 2 at a time here" in notes
@@ -139,7 +110,7 @@ def test_what_cannot_be_honoured_is_said(capsys):
 def test_names_are_text_in_the_table():
     values = ["[bold]x", "[/no]", ":smile:", "e\x1b[31m"]
     changes = ["name='[/red]grid'", f"{STAGE}={{type: categorical, vals: {json.dumps(values)}}}"]
-    loaded = specification.load(str(PROJECT / GRID), [*changes, "searcher.metric='accuracy/a[/b]'"], 1)
+    loaded = specification.load(GRID, [*changes, "searcher.metric='accuracy/a[/b]'"], 1)
     study = optuna.create_study()
     for value in values:
         params = {each.name: value if each.path == STAGE else 0.1 for each in loaded.ranges}
@@ -147,8 +118,7 @@ def test_names_are_text_in_the_table():
             name: optuna.distributions.CategoricalDistribution([each]) for name, each in params.items()
         }
         ended = {"bracket": 0, "outcome": "invalid", "reason": f"data.root: {value}: none"}
-        trial = optuna.create_trial(value=0.5, params=params, distributions=kinds, user_attrs=ended)
-        study.add_trial(trial)
+        study.add_trial(optuna.create_trial(value=0.5, params=params, distributions=kinds, user_attrs=ended))
     shown = display.SearchDisplay(Results(study, loaded), pathlib.Path(), "test images")
     shown.console.width, shown.console.file = 300, io.StringIO()
     shown.console.print(shown._table())
@@ -160,29 +130,26 @@ def test_names_are_text_in_the_table():
 
 
 def draws_of(file, *changes, count=12):
-    loaded = specification.load(str(PROJECT / file), list(changes), 1)
+    loaded = specification.load(file, list(changes), 1)
     return list(itertools.islice(loaded.draws(), count))
 
 
-def test_the_same_seed_draws_the_same():
+def test_draws_depend_on_the_seed_and_follow_the_file():
     assert draws_of(ASHA) == draws_of(ASHA)
     assert draws_of(ASHA) != draws_of(ASHA, "reproducibility.experiment_seed=1")
-
-
-def test_what_is_drawn_follows_the_file():
     drawn = draws_of(ASHA, count=200)
-    rates = [each["overwrite_deepspeed_args.optimizer.params.lr"] for each in drawn]
+    rates = [each[RATE] for each in drawn]
     assert all(1e-4 <= rate <= 1e-1 for rate in rates)
     assert 0.35 < sum(rate < 10**-2.5 for rate in rates) / len(rates) < 0.65  # even in the exponent
-    assert {each["overwrite_deepspeed_args.zero_optimization.stage"] for each in drawn} == {0, 1, 2, 3}
+    assert {each[ZERO] for each in drawn} == {0, 1, 2, 3}
 
 
 def test_a_grid_is_every_pair():
     drawn = draws_of(GRID, count=99)
     assert len(drawn) == 12
-    exponents = sorted({math.log10(each["overwrite_deepspeed_args.optimizer.params.lr"]) for each in drawn})
+    exponents = sorted({math.log10(each[RATE]) for each in drawn})
     assert exponents == pytest.approx([-4, -4 + 2 / 3, -4 + 4 / 3, -2])
-    loaded = specification.load(str(PROJECT / GRID), [], 1)
+    loaded = specification.load(GRID, [], 1)
     assert loaded.overrides_of(drawn[0]) == [f"{LR}=0.0001", f"{STAGE}=0"]
 
 
@@ -196,7 +163,7 @@ def test_a_grid_is_every_pair():
     ],
 )
 def test_brackets_are_determineds(chosen, shares):
-    """The numbers of master/pkg/searcher/adaptive_asha.go for 16 trials of 16 epochs."""
+    """For 16 trials of 16 epochs master/pkg/searcher/adaptive_asha.go has these numbers."""
     section = {"name": "adaptive_asha", "max_trials": 16, "max_time": 16, "divisor": 4, **chosen}
     assert searchers.brackets(section, 1) == [searchers.Bracket(*share) for share in shares]
 
@@ -204,7 +171,7 @@ def test_brackets_are_determineds(chosen, shares):
 @pytest.mark.parametrize(("least", "most"), [(-3.0, -2.9), (-3.0, -2.0), (-4.0, -1.0)])
 def test_plots_have_labels_apart_whole_trials_and_no_white_line(tmp_path, monkeypatch, least, most):
     changes = [f"{LR}={{type: log, base: 10, minval: {least}, maxval: {most}}}"]
-    loaded = specification.load(str(PROJECT / ASHA), changes, 1)
+    loaded = specification.load(ASHA, changes, 1)
     distributions = space.space(loaded.ranges)
     study = optuna.create_study(direction="maximize")
     for number, drawn in enumerate(itertools.islice(loaded.draws(), 4)):
@@ -240,7 +207,7 @@ def test_plots_have_labels_apart_whole_trials_and_no_white_line(tmp_path, monkey
     pyplot.close("all")
 
 
-def test_a_trial_that_starts_with_other_code_is_told_once(tmp_path, monkeypatch, capsys):
+def test_changed_code_is_told_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(runner, "PROJECT", tmp_path)
     for name in ("net.py", "mine/__init__.py", "mine/deep/loss.py", "data/photos.py", "experiments/a.json"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -250,11 +217,10 @@ def test_a_trial_that_starts_with_other_code_is_told_once(tmp_path, monkeypatch,
     (tmp_path / "net.py").write_text("2")
     (tmp_path / "mine/deep/loss.py").unlink()
     (tmp_path / "mine/new.py").write_text("3")
-    study = optuna.create_study()
-    search = specification.load(str(PROJECT / GRID), [], 1)
-    display = SearchDisplay(Results(study, search), tmp_path, "test images")
+    results = Results(optuna.create_study(), specification.load(GRID, [], 1))
+    shown = SearchDisplay(results, tmp_path, "test images")
     for number in (1, 2, 3):
-        display.tell_changes(number, begun, runner.code_digests())
+        shown.tell_changes(number, begun, runner.code_digests())
         if number == 2:
             (tmp_path / "net.py").write_text("1")
     first, second = capsys.readouterr().err.splitlines()
@@ -262,21 +228,113 @@ def test_a_trial_that_starts_with_other_code_is_told_once(tmp_path, monkeypatch,
     assert "trial 3: mine/deep/loss.py, mine/new.py changed since" in second
 
 
+RANK_FAILED = "train.py: note: x\nFailures:\n  exitcode  : {} (pid: 7)\n"
+
+
+@pytest.mark.parametrize(
+    ("slots", "log", "code", "found"),
+    [
+        (1, "train.py: note: x\ntrain.py: net: 'a': must be b\n", 2, ("invalid", "net: 'a': must be b")),
+        (1, "train.py: no memory left\ntrain.py: no memory left\n", 1, ("failed", "no memory left")),
+        (1, "", -9, ("failed", "killed by SIGKILL")),
+        (1, "Traceback\nValueError: x\n\n", 1, ("failed", "exit code 1: ValueError: x; see LOG")),
+        (1, "", 1, ("failed", "exit code 1: it printed nothing; see LOG")),
+        (2, f"train.py: a: b\n{RANK_FAILED.format(2)}", 1, ("invalid", "a: b")),
+        (2, RANK_FAILED.format(-9), 1, ("failed", "killed by SIGKILL")),
+    ],
+)
+def test_the_reason_of_a_failed_trial(tmp_path, slots, log, code, found):
+    trial = TrialRun(tmp_path / "000", tmp_path / "search.yaml", [], slots)
+    trial.log.write_text(log)
+    trial.process = subprocess.Popen(["sh", "-c", "kill -9 $$" if code < 0 else f"exit {code}"])
+    trial.process.wait()
+    outcome, reason = trial.failure()
+    assert (outcome, reason.replace(str(trial.log), "LOG")) == found
+
+
+# ----------------------------------------------------------------------------- searches with a stand-in for trials
+
+
+class StandIn(TrialRun):
+    """Instead of a training, writes a validation whenever the search looks: the accuracy is the learning rate."""
+
+    def start(self, environment):
+        self.folder.mkdir(parents=True)
+        chosen = dict(each.split("=") for each in self.overrides)
+        self.left, self.stopped, self.rate = list(range(1, 10)), False, float(chosen[LR])
+
+    @property
+    def has_ended(self):
+        if self.left and not self.stopped:
+            step = self.left.pop(0)
+            entry = {"group": "validation", "steps_completed": step, "batches": step, "epochs": step}
+            with open(self.folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({**entry, "accuracy": self.rate, "loss": self.rate}) + "\n")
+            return False
+        if not self.stopped:
+            (self.folder / "summary.json").write_text('{"steps": 9}')
+        return True
+
+    def stop(self):
+        self.stopped = True
+
+
+@pytest.fixture
+def searched(tmp_path, monkeypatch):
+    """Search by stand-ins: the trials."""
+    monkeypatch.setattr(runner, "TrialRun", StandIn)
+    monkeypatch.setattr(runner, "POLL", 0)
+
+    def search(file, *changes):
+        loaded = specification.load(file, ["data.dataset=digits", *changes], 1)
+        source = DataSettings.parse({"dataset": "digits"}).open_source()
+        made = SearchRunner(loaded, tmp_path, source)
+        assert made.run() == 0
+        return made.display.results
+
+    return search
+
+
+@pytest.mark.parametrize(("metric", "smaller"), [("accuracy", False), ("loss", True)])
+def test_asha_stops_the_worse_trials(searched, capsys, metric, smaller):
+    changes = ["searcher.max_trials=10", f"searcher.metric={metric}", f"searcher.smaller_is_better={smaller}"]
+    results = searched(ASHA, *changes)
+    rates = [trial.params[RATE] * (-1 if smaller else 1) for trial in results.trials]
+    outcomes = [trial.user_attrs["outcome"] for trial in results.trials]
+    assert len(set(rates)) == 10 and outcomes.count("pruned") > 3
+    best = rates.index(max(rates))
+    assert outcomes[best] == "complete" and f"best: trial {best}, " in capsys.readouterr().out
+    found = results.best(results.trials)
+    assert found and found.number == best
+    for trial, rate, outcome in zip(results.trials, rates, outcomes, strict=True):
+        before, rungs = rates[: trial.number], list(trial.intermediate_values)
+        if outcome == "pruned":
+            assert rungs[-1] in (1, 3) and max(before) > rate
+            assert trial.user_attrs["reason"] == f"not among the best after {rungs[-1]} epochs"
+        else:  # a third or less of the trials was better so far
+            assert rungs == list(range(1, 10)) and sum(each > rate for each in before) <= len(before) / 3
+
+
+def test_a_grid_trains_all_valid_pairs_and_names_the_best(searched, tmp_path, capsys):
+    changes = [f"{STAGE}={{type: categorical, vals: [1, 4]}}"]
+    results = searched(GRID, *changes)
+    table = rows(tmp_path)
+    assert [row["outcome"] for row in table] == ["complete", "invalid"] * 4
+    assert all("zero_optimization.stage: 4" in row["reason"] for row in table[1::2])
+    rates = [float(row[RATE]) for row in table]
+    assert rates == [drawn[RATE] for drawn in draws_of(GRID, *changes)]
+    best = results.best(results.trials)
+    assert best and best.number == 6
+    shown = capsys.readouterr().out
+    assert f"best: trial 6, accuracy {rates[6]:.6g}: " in shown
+    command = re.search(r"train with them: (.*)", shown)
+    assert command and f"{LR}={rates[6]}" in command[1]
+    assert {"history.png", "accuracy-by-lr.png"} <= {path.name for path in tmp_path.glob("*.png")}
+    assert search.main(arguments(tmp_path, GRID, *changes, "reproducibility.experiment_seed=3")) == 2
+    assert "holds another search" in capsys.readouterr().err
+
+
 # ------------------------------------------------------------------------------------------------ real searches
-
-
-def command(output: pathlib.Path, file: str, *changes: str) -> list[str]:
-    sets = [part for change in (*DIGITS, *changes) for part in ("--set", change)]
-    return [sys.executable, "search.py", "--config", file, "--output", str(output), *sets]
-
-
-def run_search(tmp_path, file, *changes) -> Run:
-    return execute(command(tmp_path / "search", file, *changes), tmp_path / "search")
-
-
-def start_search(arguments: list[str]) -> subprocess.Popen[str]:
-    """A search that the test may kill."""
-    return subprocess.Popen(arguments, cwd=PROJECT, stdout=subprocess.PIPE, text=True)
 
 
 def rows(output: pathlib.Path) -> list[dict[str, str]]:
@@ -289,11 +347,50 @@ def entries(output: pathlib.Path, trial: int, group: str) -> list[dict]:
     return [entry for entry in map(json.loads, lines) if entry["group"] == group]
 
 
-def wait_until(holds):
-    until = time.monotonic() + TIME_LIMIT
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+KILLS = """
+import os, pathlib, signal, sys
+
+def source(root):
+    wish = pathlib.Path(root, "kill")
+    if sys.argv[0].endswith("train.py") and wish.exists():
+        wish.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {part: [(file, file.parent.name) for file in sorted(pathlib.Path(root, part).glob("*/*"))] for part in ("train", "test")}
+"""
+
+
+def test_a_search_bears_a_killed_trial_and_stops_the_worse(runs: Runs, tmp_path):
+    """The first trial kills itself."""
+    root = runs.files["photos"]
+    (tmp_path / "own.py").write_text(KILLS)
+    (tmp_path / "kill").touch()
+    for part in ("train", "test"):
+        (tmp_path / part).symlink_to(root / part)
+    changes = [
+        f"data={{dataset: {tmp_path}/own.py, root: {tmp_path}}}",
+        "searcher={name: async_halving, num_rungs: 2, divisor: 3, max_trials: 3, metric: loss, smaller_is_better: true, time_metric: batches, max_time: 90}",
+        f"{LR}={{type: categorical, vals: [0.002, 0.0000001]}}",
+        f"{STAGE}=0",
+        "hyperparameters.overwrite_deepspeed_args.train_micro_batch_size_per_gpu=48",
+        "hyperparameters.overwrite_deepspeed_args.scheduler.params.warmup_num_steps=2",
+        "hyperparameters.max_length={batches: 90}",
+        "min_validation_period={batches: 30}",
+        "scheduling_unit=1",
+    ]
+    output = tmp_path / "search"
+    made = run(["search.py", *arguments(output, ASHA, *changes)], output)
+    assert made.code == 0, made.stderr
+    failed, good, worse = table = rows(output)
+    assert [row["outcome"] for row in table] == ["failed", "complete", "pruned"]
+    assert failed["reason"] == "killed by SIGKILL"
+    assert [good[RATE], worse[RATE]] == ["0.002", "1e-07"]
+    assert (good["steps"], worse["reason"]) == ("90", "not among the best after 30 batches")
+    assert 30 <= int(worse["steps"]) < 90
+    for row in (good, worse):
+        assert list((output / row["folder"]).glob("checkpoints/*/metadata.json"))
+        training = entries(output, int(row["trial"]), "training")
+        assert training[-1]["learning_rate"] == pytest.approx(float(row[RATE]), rel=1e-6)
+    assert not (output / worse["folder"] / "summary.json").exists()
 
 
 FOUR_RATES = [
@@ -305,44 +402,34 @@ FOUR_RATES = [
 ]
 
 
-def test_a_search_goes_on_after_sigkill_and_trains_at_the_rates_it_searches(tmp_path, capsys):
+@pytest.mark.soak
+def test_a_search_continues_after_sigkill_and_trains_at_its_rates(tmp_path):
     output = tmp_path / "search"
-    going = start_search(command(output, GRID, *FOUR_RATES))
-    second = output / "trials/001/metrics.jsonl"
-    wait_until(lambda: second.exists() and second.read_text().count("\n") > 5)
-    going.kill()
-    going.communicate()
+    with started(["search.py", *arguments(output, GRID, *FOUR_RATES)]) as program:
+        second = output / "trials/001/metrics.jsonl"
+        wait_until(lambda: second.exists() and second.read_text().count("\n") > 5, program)
+        program.send_signal(signal.SIGKILL)
     first = (output / "trials/000/net.pt").stat()
-    rest = run_search(tmp_path, GRID, *FOUR_RATES)
+    rest = execute([sys.executable, "search.py", *arguments(output, GRID, *FOUR_RATES)], output)
     assert rest.code == 0, rest.stderr
-    assert (output / "trials/000/net.pt").stat() == first  # not run again
+    assert (output / "trials/000/net.pt").stat() == first  # it has not run again
     table = rows(output)
     assert [row["outcome"] for row in table] == ["complete"] * 4
-    wanted = [each["overwrite_deepspeed_args.optimizer.params.lr"] for each in draws_of(GRID, *FOUR_RATES)]
-    assert [float(row["overwrite_deepspeed_args.optimizer.params.lr"]) for row in table] == wanted
     losses = set()
-    for trial, rate in enumerate(wanted):
+    for trial, row in enumerate(table):
         training = entries(output, trial, "training")
         assert [entry["steps_completed"] for entry in training] == sorted(
             {e["steps_completed"] for e in training}
         )
-        assert training[-1]["learning_rate"] == pytest.approx(
-            rate, rel=1e-6
-        )  # the engine's own, after warm-up
+        assert training[-1]["learning_rate"] == pytest.approx(float(row[RATE]), rel=1e-6)  # after the warm-up
         assert training[-1]["steps_completed"] == 300
         losses.add(training[-1]["loss"])
     assert len(losses) == 4
-    assert (output / "trials/001.log").read_text().count("validation") == 2  # gone on with, not begun anew
-    best = max(table, key=lambda row: float(row["accuracy"]))
-    assert f"best: trial {best['trial']}, " in rest.stdout
-    shown = re.search(r"train with them: (.*)", rest.stdout)
-    assert shown and f"{LR}={best['overwrite_deepspeed_args.optimizer.params.lr']}" in shown[1]
-    assert {"history.png", "accuracy-by-lr.png"} <= {path.name for path in output.glob("*.png")}
-    assert search.main(command(output, GRID, *FOUR_RATES, "reproducibility.experiment_seed=3")[2:]) == 2
-    assert "holds another search" in capsys.readouterr().err
+    assert (output / "trials/001.log").read_text().count("validation") == 2  # it has continued
 
 
-def test_invalid_pairs_are_reported_and_the_rest_finishes(tmp_path):
+@pytest.mark.soak
+def test_invalid_pairs_of_two_ranks_are_reported_and_the_others_finish(tmp_path):
     changes = [
         f"{LR}={{type: double, minval: 0.001, maxval: 0.002, count: 2}}",
         f"{STAGE}={{type: categorical, vals: [1, 2]}}",
@@ -350,43 +437,10 @@ def test_invalid_pairs_are_reported_and_the_rest_finishes(tmp_path):
         "resources.slots_per_trial=2",
         "hyperparameters.max_length={batches: 20}",
     ]
-    run = run_search(tmp_path, GRID, *changes)
+    run = execute(
+        [sys.executable, "search.py", *arguments(tmp_path / "search", GRID, *changes)], tmp_path / "search"
+    )
     assert run.code == 0, run.stderr
-    outcomes = {
-        (row["overwrite_deepspeed_args.zero_optimization.stage"], row["outcome"]) for row in rows(run.output)
-    }
-    assert outcomes == {("1", "complete"), ("2", "invalid")}
+    assert {(row[ZERO], row["outcome"]) for row in rows(run.output)} == {("1", "complete"), ("2", "invalid")}
     assert "zero_optimization.stage: 2: a pipeline" in run.stdout
     assert len(list(run.output.glob("trials/*/summary.json"))) == 2
-
-
-def test_asha_stops_the_worse_and_bears_a_killed_trial(tmp_path):
-    changes = [
-        "searcher.max_trials=5",
-        "reproducibility.experiment_seed=2",
-        f"{LR}={{type: categorical, vals: [0.002, 0.0000001]}}",
-        "hyperparameters.overwrite_deepspeed_args.train_micro_batch_size_per_gpu=32",
-        "scheduling_unit=10",
-    ]
-    output = tmp_path / "search"
-    going = start_search(command(output, ASHA, *changes))
-    first = output / "trials/000/metrics.jsonl"
-    wait_until(lambda: first.exists() and "validation" in first.read_text())
-    pids = subprocess.run(["pgrep", "-P", str(going.pid)], capture_output=True, text=True).stdout.split()
-    (pid,) = [pid for pid in pids if b"train.py" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(int(pid), signal.SIGKILL)
-    stdout, _ = going.communicate(timeout=TIME_LIMIT)
-    assert going.returncode == 0, stdout
-    table = rows(output)
-    assert (table[0]["outcome"], table[0]["reason"]) == ("failed", "killed by SIGKILL")
-    rates = [row["overwrite_deepspeed_args.optimizer.params.lr"] for row in table[1:]]
-    assert rates == ["1e-07", "1e-07", "0.002", "1e-07"]
-    # One in three goes on; the first two are equals, with none that is better.
-    assert [row["outcome"] for row in table[1:]] == ["complete", "complete", "complete", "pruned"]
-    for row in table[1:]:
-        folder = output / row["folder"]
-        assert list(folder.glob("checkpoints/*/metadata.json"))
-        if row["outcome"] == "pruned":
-            assert int(row["steps"]) < 9 * 45
-            assert "not among the best after" in row["reason"]
-            assert not (folder / "summary.json").exists()

@@ -1,4 +1,4 @@
-"""A length in minutes: what of a configuration follows its plan, and what is refused."""
+"""Learning rates: a schedule's peak and lengths, and what follows the plan of a length in minutes."""
 
 import itertools
 import json
@@ -9,21 +9,26 @@ import pytest
 import torch
 from support import DIGITS, PROJECT, checkpoints, error_line, overrides, train_many
 
+import train
 from classify.config import experiment_fields, experiment_file
+from classify.config.hyperparameters import Hyperparameters
+from classify.engine import deepspeed_config
 from classify.engine.learning_rate import counts_steps, planned
-from classify.engine.optimizer_rules import schedule_maker
+from classify.engine.optimizer_rules import TORCH_SCHEDULES, schedule_maker
 from classify.engine.trial_config import TrialConfig
+from classify.models import registry
 from classify.tuning import specification
 from harness.plan import Plan
 from harness.schedules import GroupSchedule, PlannedSchedule
 
+RATE = 0.0123
 OPTIMIZER = {"type": "Adam", "params": {"lr": 0.1}}
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "WarmupLR": {},
+    "WarmupLR": {"warmup_num_steps": 0.2},
     "WarmupDecayLR": {"warmup_num_steps": 0.1},
     "WarmupCosineLR": {"warmup_num_steps": 0.2, "cos_min_ratio": 0.0},
-    "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 0.3},
-    "OneCycleLR": {"max_lr": 0.1},
+    "OneCycle": {"cycle_first_step_size": 0.3},
+    "OneCycleLR": {},
     "LinearLR": {"start_factor": 1.0, "end_factor": 0.01},
     "PolynomialLR": {"power": 2.0},
     "CosineAnnealingLR": {},
@@ -31,33 +36,17 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 }
 
 
-def resolve(scheduler, length=None, plan=None, **more):
-    hyper = {
-        "net": "net",
-        "train_batch_size": 32,
-        "optimizer": OPTIMIZER,
-        "max_length": length or {"minutes": 3},
-        **more,
-    }
-    if scheduler:
-        hyper["scheduler"] = scheduler
+def of_digits(hyper, plan=None) -> TrialConfig:
     return TrialConfig.resolve(hyper, {"data": {"dataset": "digits"}}, 1, "cpu", plan=plan)
 
 
-def schedules(kind):
-    """What makes a schedule of a plan, and one of a number of steps."""
-    config = resolve({"type": kind, "params": SCHEDULES[kind]}).deepspeed
+def resolve(scheduler, length=None, plan=None, **more):
+    hyper = {"train_batch_size": 32, "optimizer": OPTIMIZER, "max_length": length or {"minutes": 3}, **more}
+    return of_digits(hyper | ({"scheduler": scheduler} if scheduler else {}), plan)
 
-    def adam():
-        return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 
-    def make_for(total):
-        return schedule_maker(planned(config, total))
-
-    return (
-        lambda plan: PlannedSchedule(adam(), 0.1, make_for, plan),
-        lambda total: GroupSchedule(adam(), 0.1, make_for(total)),
-    )
+def adam(lr=0.1):
+    return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=lr)
 
 
 def rates_of(schedule, steps):
@@ -67,6 +56,77 @@ def rates_of(schedule, steps):
         found.append((schedule.learning_rate, schedule.optimizer.param_groups[0]["betas"]))
         schedule.step()
     return found
+
+
+def hyper_in(form, schedule, folder):
+    """Hyperparameters of 20 steps with one schedule and learning rate in one of the three forms."""
+    scheduler = {"type": schedule, "params": SCHEDULES[schedule]}
+    whole = {
+        "train_batch_size": 32,
+        "optimizer": {"type": "Adam", "params": {"lr": RATE}},
+        "scheduler": scheduler,
+    }
+    (folder / "ds.json").write_text(json.dumps(whole))
+    # The base file has another rate
+    over = {"optimizer": {"params": {"lr": RATE}}, "scheduler": scheduler}
+    forms: dict[str, dict[str, Any]] = {
+        "file": {"deepspeed_config": str(folder / "ds.json")},
+        "override": {"deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": over},
+        "inline": whole,
+    }
+    return {**forms[form], "max_length": {"batches": 20}}
+
+
+@pytest.mark.parametrize("form", ["file", "override", "inline"])
+def test_every_schedule_peaks_at_the_optimizers_learning_rate(tmp_path, form):
+    """DeepSpeed would silently take the schedule's peak instead."""
+    rates = {}
+    for kind in SCHEDULES.keys() - {"LRRangeTest"}:
+        config = of_digits(hyper_in(form, kind, tmp_path)).deepspeed
+        schedule = GroupSchedule(adam(RATE), RATE, schedule_maker(config))
+        rates[kind] = [rate for rate, _ in rates_of(schedule, 20)]
+        assert max(rates[kind]) == pytest.approx(RATE, rel=1e-6), kind
+        # The lengths follow the training's: a decay ends with it
+        assert (rates[kind][-1] < 0.5 * RATE) == (kind != "WarmupLR"), kind
+    # A training by one of DeepSpeed's schedules, and by one of torch's
+    kinds = ["WarmupLR", "OneCycleLR"] if form == "override" else ["WarmupDecayLR"]
+    assert "OneCycleLR" in TORCH_SCHEDULES and "WarmupLR" not in TORCH_SCHEDULES
+    for kind in kinds:
+        chosen = overrides(hyperparameters=json.dumps(hyper_in(form, kind, tmp_path)), scheduling_unit=1)
+        (made,) = train_many(tmp_path, {kind: [*DIGITS, *chosen]}).values()
+        assert made.code == 0, made.stderr
+        found = [entry["learning_rate"] for entry in made.metrics if entry["group"] == "training"]
+        assert found == pytest.approx(rates[kind]), kind
+
+
+def test_the_least_rate_keeps_its_share_of_the_peak():
+    def cycle(**chosen):
+        hparams = {"deepspeed_config": "experiments/cifar10-67.json", "overwrite_deepspeed_args": chosen}
+        hyper = Hyperparameters.parse(hparams, registry.check_name)
+        resolved = deepspeed_config.resolve(deepspeed_config.merge(hyper), hyper, 1, "cpu", lambda *_: 7038)
+        params = resolved["scheduler"]["params"]
+        return params["cycle_min_lr"], params["cycle_max_lr"]
+
+    half = {"params": {"lr": 0.003}}
+    assert cycle() == (0.002, 0.006)
+    assert cycle(optimizer=half) == pytest.approx((0.001, 0.003))
+    assert cycle(optimizer=half, scheduler={"params": {"cycle_min_lr": 0.0001}}) == (0.0001, 0.003)
+
+
+# ------------------------------------------------------------------------------------------- a length in minutes
+
+
+def schedules(kind):
+    """Functions that make a schedule of a plan, and one of a number of steps."""
+    config = resolve({"type": kind, "params": SCHEDULES[kind]}).deepspeed
+
+    def make_for(total):
+        return schedule_maker(planned(config, total))
+
+    return (
+        lambda plan: PlannedSchedule(adam(), 0.1, make_for, plan),
+        lambda total: GroupSchedule(adam(), 0.1, make_for(total)),
+    )
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
@@ -91,7 +151,7 @@ def test_a_rise_of_one_step_ends_no_training():
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_with_corrections_the_rates_end_where_the_schedule_ends(kind):
-    """They never jump, and a schedule that is loaded goes on with the same."""
+    """They never jump, and a loaded schedule continues with the same."""
     by_plan, by_steps = schedules(kind)
     plan = Plan()
     schedule, found = by_plan(plan), []
@@ -129,11 +189,14 @@ def test_counts_of_steps_are_of_schedules_without_an_end():
         assert counts_steps(config) == counts
     for kind, key in {"WarmupDecayLR": "total_num_steps", "CosineAnnealingLR": "T_max"}.items():
         line = error_line(resolve, {"type": kind, "params": {key: 500}})
-        assert line.startswith(
-            f"scheduler.params.{key}: 500: is a number of steps, and a training of minutes"
-        )
+        is_count = "is a number of steps, and a training of minutes"
+        assert line.startswith(f"scheduler.params.{key}: 500: {is_count}")
     line = error_line(resolve, {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 100}})
     assert "scheduler.params.warmup_num_steps: 100" in line and "e.g. 0.1" in line
+
+
+def check(hyperparameters, **config):
+    return experiment_fields.check({"hyperparameters": hyperparameters, **config})
 
 
 @pytest.mark.parametrize("minutes", [0, -1, "x", True, float("inf"), None])
@@ -142,10 +205,6 @@ def test_minutes_are_a_number_above_0(minutes):
     line = error_line(check, {"max_length": length})
     assert line == f"hyperparameters.max_length.minutes: {minutes!r}: must be a number above 0, e.g. 30"
     assert "hyperparameters.max_length: " in error_line(lambda: resolve(None, length))
-
-
-def check(hyperparameters, **config):
-    return experiment_fields.check({"hyperparameters": hyperparameters, **config})
 
 
 def test_a_length_has_one_unit_and_a_search_none_of_minutes():
@@ -160,25 +219,24 @@ def test_a_length_has_one_unit_and_a_search_none_of_minutes():
     assert experiment_file.read(file, with_minutes)["hyperparameters"]["max_length"] == {"minutes": 3}
 
 
-def test_a_run_of_seconds_says_its_plan_and_keeps_it(tmp_path):
-    """With validations, a test at the end, lookahead and a schedule to 0; stopped, it goes on with the plan."""
+def test_a_run_of_seconds_says_its_plan_and_keeps_it(tmp_path, capsys):
+    """With validations, a test at the end, lookahead and a schedule to 0; a resumed run keeps the plan."""
     scheduler = "{type: WarmupDecayLR, params: {warmup_num_steps: 0.1, warmup_type: linear}}"
-    row = [
-        *DIGITS,
-        *overrides(
-            hyperparameters__max_length="{minutes: 0.05}",
-            hyperparameters__overwrite_deepspeed_args__scheduler=scheduler,
-            hyperparameters__weight_average="{lookahead: true, rising: true, every: 5}",
-            data__validation=0.1,
-            scheduling_unit=1,
-        ),
-    ]
-    runs = train_many(tmp_path, {"check": [*row, "--check"], "run": row}, sigterm_at=3)
-    assert "train.py: length 0.05 minutes, in steps as planned on the way" in runs["check"].stderr
-    config = json.loads(runs["check"].stdout)
+    more = overrides(
+        hyperparameters__max_length="{minutes: 0.05}",
+        hyperparameters__overwrite_deepspeed_args__scheduler=scheduler,
+        hyperparameters__weight_average="{lookahead: true, rising: true, every: 5}",
+        data__validation=0.1,
+        scheduling_unit=1,
+    )
+    row = [*DIGITS, *more]
+    assert train.main([*row, "--check"]) == 0
+    said = capsys.readouterr()
+    assert "train.py: length 0.05 minutes, in steps as planned on the way" in said.err
+    config = json.loads(said.out)
     assert config["scheduler"]["params"]["warmup_num_steps"] == 0.1
     assert "total_num_steps" not in config["scheduler"]["params"]
-    stopped = runs["run"]
+    stopped = train_many(tmp_path, {"run": row}, sigterm_at=3)["run"]
     assert stopped.code == 130 and "plan: " in stopped.stdout
     (checkpoint,) = checkpoints(stopped).values()
     kept = json.loads((checkpoint / "identity.json").read_text())["progress"]["budget"]
@@ -193,6 +251,5 @@ def test_a_run_of_seconds_says_its_plan_and_keeps_it(tmp_path):
     rates = [each["learning_rate"] for each in runs["run"].metrics if each["group"] == "training"]
     assert len(rates) == summary["steps"] and rates[:3] == begun and rates[0] == 0
     counted = schedule_maker(planned(config, summary["steps"]))
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=0.002)
-    last = rates_of(GroupSchedule(optimizer, 0.002, counted), summary["steps"])[-1][0]
+    last = rates_of(GroupSchedule(adam(0.002), 0.002, counted), summary["steps"])[-1][0]
     assert rates[-1] == pytest.approx(last) and last < 0.002

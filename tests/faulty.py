@@ -1,31 +1,38 @@
-"""Runs train.py with what makes rank ``RANK_AT_FAULT`` hang, as ``FAULT`` says, in the sixth step, after it, or at once."""
+"""Train with a fault: the rank ``RANK_AT_FAULT`` gets the signal ``FAULT``, or hangs, in step ``STEP`` or after it."""
 
+import importlib
 import os
+import pathlib
 import signal
 import sys
 import time
+from typing import Any
 
 import torch
+from line_trial import LineTrial
 
 import harness.checkpoints.files
-import train
 from harness.hangs.exchange import Exchange
 from harness.loop import Loop
 from model_def import CIFARTrial
 from net import Net
 
+PROGRAM = pathlib.PurePath(os.environ.get("PROGRAM", "train.py")).stem
 FAULT, SECONDS = os.environ["FAULT"], float(os.environ.get("SLEEP", 1000))
-IS_AT_FAULT = os.environ["RANK"] == os.environ["RANK_AT_FAULT"]
-STEP = 5  # counted from 0
+IS_AT_FAULT = os.environ.get("RANK", "0") == os.environ["RANK_AT_FAULT"]
+STEP = int(os.environ.get("STEP", 6)) - 1  # counted from 0
+TRIAL: Any = {"train": CIFARTrial, "line": LineTrial}[PROGRAM]
 
 
 def before_step(trial, iterator, epoch, step):
-    if step == STEP and FAULT == "data":
-        time.sleep(SECONDS)
-    if step == STEP and FAULT in ("SIGSTOP", "SIGKILL"):
-        os.kill(os.getpid(), signal.Signals[FAULT])
-    if step == STEP and FAULT == "barrier":
-        torch.distributed.barrier()
+    if step == STEP and not calls["fault"]:
+        calls["fault"] += 1  # once, whatever the number of its micro-batches
+        if FAULT == "data":
+            time.sleep(SECONDS)
+        elif FAULT == "barrier":
+            torch.distributed.barrier()
+        elif FAULT.startswith("SIG"):
+            os.kill(os.getpid(), signal.Signals[FAULT])
     return train_batch(trial, iterator, epoch, step)
 
 
@@ -46,10 +53,10 @@ def stop_before_the_first_beat(exchange):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-calls = {"forward": 0}
-train_batch, forward, set_data_loaders = CIFARTrial.train_batch, Net.forward, Loop._set_data_loaders
+calls = {"forward": 0, "fault": 0}
+train_batch, forward, set_data_loaders = TRIAL.train_batch, Net.forward, Loop._set_data_loaders
 if IS_AT_FAULT:
-    CIFARTrial.train_batch = before_step  # type: ignore[method-assign]
+    TRIAL.train_batch = before_step
     if FAULT == "branch":
         Net.forward = skip_a_layer  # type: ignore[method-assign]
     if FAULT == "unequal":
@@ -58,4 +65,4 @@ if IS_AT_FAULT:
         Exchange._talk = stop_before_the_first_beat  # type: ignore[method-assign]
     if FAULT == "save":
         harness.checkpoints.files.write_metadata = lambda *_: time.sleep(SECONDS)
-sys.exit(train.main(sys.argv[1:]))
+sys.exit(importlib.import_module(PROGRAM).main(sys.argv[1:]))
