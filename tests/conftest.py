@@ -18,7 +18,7 @@ import shards
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep in one worker the tests of a row of the matrix, and those of a file: see --dist in pyproject.toml."""
+    """Keep the tests of a file, or of a row of the matrix, in one worker: see --dist in pyproject.toml."""
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         group = parameters.get("name", "") if item.path.stem == "test_matrix" else ""
@@ -44,15 +44,6 @@ def train(tmp_path):
         return run(["train.py", *arguments, "--output", str(output)], output, processes=processes, **env)
 
     return train
-
-
-@pytest.fixture(scope="session", params=[1, 2])
-def mode_runs(request, tmp_path_factory):
-    """A short run in every mode with 1 and with 2 processes: (processes, folder, runs by mode)."""
-    from modes import mode_rows
-
-    folder = tmp_path_factory.mktemp(f"modes{request.param}")
-    return request.param, folder, train_many(folder, mode_rows(request.param), request.param)
 
 
 @pytest.fixture(scope="session")
@@ -84,7 +75,7 @@ def photos(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def written(photos, tmp_path_factory) -> pathlib.Path:
-    """The same images in shards of a few each."""
+    """Shards of a few of these images."""
     target = tmp_path_factory.mktemp("shards")
     assert shards.main(["write", str(photos), str(target), "--size-limit", "40KB"]) == 0
     assert len(list(target.glob("train-*.tar"))) > 2

@@ -9,8 +9,17 @@ from typing import Any
 
 import psutil
 import pytest
-from support import PROJECT, environment, started, wait_until
+from matrix import DEEPSPEED
+from support import PROJECT, environment, overrides, started, wait_until
 from warm import Started
+
+# A training of 40 steps; at this learning rate a difference of rounding does not grow
+SHORT = overrides(
+    data__dataset="digits",
+    scheduling_unit=1,
+    hyperparameters__max_length="{batches: 40}",
+    **{f"{DEEPSPEED}scheduler__params__warmup_num_steps": 5, f"{DEEPSPEED}optimizer__params__lr": 0.0005},
+)
 
 # Debian gives the hostname an address of the loopback, and so does a namespace without other addresses.
 CHIEF, OTHER, THIRD = (f"10.213.{os.getpid() % 250}.{number}" for number in (1, 2, 3))
@@ -25,8 +34,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+def ip(*words: str) -> str:
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
 
 def _ids(address: str) -> tuple[str, str, str]:
@@ -111,6 +120,11 @@ def wait_for_step(step: int, output: pathlib.Path, ranks: list[Any]) -> None:
     """Wait until a run has reported a step: its ``scheduling_unit`` is 1."""
     file = output / "metrics.jsonl"
     wait_until(lambda: file.exists() and file.read_text().count('"training"') >= step, *ranks)
+
+
+def processes_on(address: str) -> list[str]:
+    """The processes that run in a host's namespace."""
+    return ip("netns", "pids", _ids(address)[0]).split()
 
 
 def cut(address: str, is_cut: bool = True) -> None:

@@ -32,10 +32,14 @@ def refused(dataset: str, root: object, **section: Any) -> str:
     return error_line(lambda: load(dataset, root, **section))
 
 
+def everything(images: ImageSet) -> torch.Tensor:
+    return images.select(torch.arange(len(images)))
+
+
 def assert_same(found: ImageSet, wanted: ImageSet) -> None:
     assert found.classes == wanted.classes
     assert torch.equal(found.labels, wanted.labels)
-    assert torch.equal(found.images, wanted.images)
+    assert torch.equal(everything(found), everything(wanted))
 
 
 def copied(root: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
@@ -119,19 +123,12 @@ def made(kind: str, photos: pathlib.Path, written: pathlib.Path, folder: pathlib
     if kind in ("csv", "jsonl"):
         return "table", write_table(photos, folder, kind)
     (folder / "own.py").write_text(OWN)
-    return "imagefolder" if kind == "imagefolder" else str(folder / "own.py"), copied(
-        photos, folder / "photos"
-    )
+    root = copied(photos, folder / "photos")
+    return (kind if kind == "imagefolder" else str(folder / "own.py")), root
 
 
 class Faulty(http.server.ThreadingHTTPServer):
-    """A web server.
-
-    Attributes:
-        folder: the served one.
-        faults: by the name of a file its fault and the number of times.
-        asked: names of all requested files.
-    """
+    """A web server of a folder; ``faults`` has by the name of a file its fault and the number of times."""
 
     daemon_threads = True
 
@@ -164,24 +161,16 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         self.server.faults[name] = fault, times - 1
         self.close_connection = True
         content = pathlib.Path(self.translate_path(self.path)).read_bytes()
-        half = len(content) // 2
-        begun, kind = (
-            f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n\r\n".encode(),
-            "Transfer-Encoding: chunked",
-        )
-        answers = {
-            "dies": begun + content[:half],
-            "dies in a chunk": f"HTTP/1.1 200 OK\r\n{kind}\r\n\r\n{len(content):x}\r\n".encode()
-            + content[:half],
-            "alters": begun + content[:half] + bytes(len(content) - half),
-            "garbage": b"garbage\r\n\r\n",
-        }
+        size, half = len(content), content[: len(content) // 2]
+        begun = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + half
+        chunk = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % size + half
+        answers = {"dies": begun, "dies in a chunk": chunk, "alters": begun + bytes(size - len(half))}
         if fault == "silent":
             self.server.ended.wait(60)
-        elif fault in answers:
-            self.wfile.write(answers[fault])
-        else:
+        elif fault.isdigit():
             self.send_error(int(fault))
+        else:
+            self.wfile.write(answers.get(fault, b"garbage\r\n\r\n"))
         return None
 
 

@@ -164,6 +164,11 @@ def train_many(
     }
 
 
+def losses(run: Run) -> list[float]:
+    """Return the loss of each report; with ``scheduling_unit: 1`` of each step."""
+    return [entry["loss"] for entry in run.metrics if entry["group"] == "training"]
+
+
 def overrides(**values: object) -> list[str]:
     """``--set`` arguments; two underscores stand for a dot."""
     return [part for key, value in values.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
@@ -224,7 +229,7 @@ def checkpoints(run) -> dict[int, pathlib.Path]:
 def wait_for_checkpoint(program: Started, output: pathlib.Path) -> list[psutil.Process]:
     """Wait for a checkpoint that was not there before; return the ranks."""
     before = set(output.glob("checkpoints/*/metadata.json"))
-    wait_until(lambda: set(output.glob("checkpoints/*/metadata.json")) > before, program)
+    wait_until(lambda: set(output.glob("checkpoints/*/metadata.json")) - before, program)
     return psutil.Process(program.pid).children()
 
 

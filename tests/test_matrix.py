@@ -9,7 +9,7 @@ import pathlib
 import pytest
 import torch
 from matrix import ROWS, Row, Runs
-from support import DIGITS, PROJECT, Run, checkpoints, run
+from support import DIGITS, PROJECT, Run, checkpoints, losses, run
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import checkpoint
@@ -29,10 +29,6 @@ def each(rows: dict[str, Row], most: bool = False) -> pytest.MarkDecorator:
     """Parametrise by row and ranks, or by row and the most ranks."""
     pairs = [(name, ranks) for name, row in rows.items() for ranks in (row.ranks[-1:] if most else row.ranks)]
     return pytest.mark.parametrize(("name", "ranks"), pairs, ids=[f"{name}-{ranks}" for name, ranks in pairs])
-
-
-def losses(run) -> list[float]:
-    return [entry["loss"] for entry in run.metrics if entry["group"] == "training"]
 
 
 def loss_scales(run) -> list[float]:
@@ -84,7 +80,7 @@ def test_trains(runs: Runs, name, ranks):
 def test_a_stopped_run_resumes_to_the_same_bits(runs: Runs, name, ranks):
     row, straight, stopped = ROWS[name], runs.straight(name, ranks), runs.stopped(name, ranks)
     assert stopped.code == 130, stopped.stderr
-    (step,) = checkpoints(stopped)
+    step = max(checkpoints(stopped))
     assert step == row.stop if ranks == 1 else row.stop <= step <= row.stop + 1
     assert "go on with --resume latest" in stopped.stderr or row.program != "train.py"
     assert not (stopped.output / "summary.json").exists()
@@ -178,4 +174,4 @@ def test_a_run_leaves_its_network_and_its_figures(runs: Runs, name, ranks, tmp_p
     assert events.Scalars("accuracy/validation")[-1].value == pytest.approx(accuracy)
     assert [event.value for event in events.Scalars("loss/train")] == pytest.approx(losses(made))
     norms = [event.value for event in events.Scalars("gradient_norm")]
-    assert all(map(math.isfinite, norms)) and len(set(norms)) > 2
+    assert len(norms) == len(losses(made)) and min(norms) > 0 and len(set(norms)) > 2

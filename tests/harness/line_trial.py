@@ -135,7 +135,7 @@ KEEP["reproducibility"] = {"experiment_seed": 3}
 
 @contextlib.contextmanager
 def saving_fast() -> Iterator[None]:
-    """Have checkpoints copy an empty folder as their code, and not wait for the disk."""
+    """Spare checkpoints the copy of the code and the wait for the disk."""
     with tempfile.TemporaryDirectory() as empty, mock.patch.object(os, "fsync"):
         before = os.getcwd()
         os.chdir(empty)

@@ -35,6 +35,17 @@ FAULTS: dict[str, tuple] = {
     "another branch under ZeRO 3": ("branch", 1, "", BRANCH, "step", "wait"),
 }
 CHEAP = ["data that do not come", "the chief is stopped"]
+# Rank 1 is long in step 6, and moves for some seconds after it
+SLOW = """
+import sys, time, train
+from model_def import CIFARTrial
+def slow(trial, iterator, epoch, step, train_batch=CIFARTrial.train_batch):
+    if trial.context.distributed.rank == 1 and step >= 5:
+        time.sleep(SECONDS if step == 5 else 2)
+    return train_batch(trial, iterator, epoch, step)
+CIFARTrial.train_batch = slow
+sys.exit(train.main(sys.argv[1:]))
+"""
 SOAK = [pytest.param(name, marks=pytest.mark.soak) for name in FAULTS if name not in CHEAP]
 
 
@@ -59,8 +70,8 @@ def ended(tmp_path_factory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("hangs")
     wanted = {name: words(FAULTS[name][0], FAULTS[name][1], folder / name) for name in CHEAP}
     wanted["killed"] = words("SIGKILL", 1, folder / "killed")
-    wanted["slow"] = words("data", 1, folder / "slow", ROWS["zero0"].arguments, 2 * hang_after())
-    wanted["slow"][1]["SLEEP"] = str(1.5 * hang_after())
+    wanted["slow"] = words("", 1, folder / "slow", ROWS["zero0"].arguments, 2 * hang_after())
+    wanted["slow"][0][:1] = ["-c", SLOW.replace("SECONDS", str(1.5 * hang_after()))]
     with contextlib.ExitStack() as stack:
         programs = {
             name: stack.enter_context(started(arguments, processes=2, **environment))

@@ -13,12 +13,12 @@ from support import (
     TWO,
     Run,
     checkpoints,
+    losses,
     overrides,
     run,
     train_many,
     truncate_model,
 )
-from test_matrix import losses
 from warm import Warm
 
 from harness.checkpoints import files
@@ -32,8 +32,9 @@ SCHEDULES = {
     "cycle": "scheduler={type: OneCycleLR, params: {cycle_momentum: true, total_steps: 3}}",
     "line": "scheduler={type: LinearLR, params: {start_factor: 1, end_factor: 0}}",  # as long as the training
 }
-BEGUN = {**{name: [schedule] for name, schedule in SCHEDULES.items()}, "ZeRO 1": ["scheduler=null", "zero_optimization.stage=1"]}  # fmt: skip
-RATE = "optimizer.params.lr=0.0005"
+BEGUN = {name: [schedule] for name, schedule in SCHEDULES.items()}
+BEGUN["ZeRO 1"] = ["scheduler=null", "zero_optimization.stage=1"]
+DEEPSPEED, RATE = "hyperparameters.overwrite_deepspeed_args.", "optimizer.params.lr=0.0005"
 # A resumed run: the beginning, and the changed settings
 CHANGES = {
     "same": ("constant", []),
@@ -50,11 +51,7 @@ CHANGES = {
 
 
 def row(length, *settings):
-    return [
-        *DIGITS,
-        *length,
-        *(f"--set=hyperparameters.overwrite_deepspeed_args.{each}" for each in settings),
-    ]
+    return [*DIGITS, *length, *(f"--set={DEEPSPEED}{setting}" for setting in settings)]
 
 
 def test_new_values_hold_from_the_first_step_after_a_resume(tmp_path):

@@ -11,16 +11,27 @@ from typing import Any
 
 import pytest
 from containers import ENTRYPOINT, SMALL, container
-from hosts import CHIEF, OTHER, entering, joined_namespaces, processes, wait_for_step
+from hosts import CHIEF, OTHER, SHORT, entering, joined_namespaces, processes, wait_for_step
 from master import Master
-from modes import DEEPSPEED, LR, SHORT, losses
-from support import DIGITS, LATEST, PROJECT, Run, execute, free_port, overrides, time_limit, train_many
+from matrix import DEEPSPEED
+from support import (
+    DIGITS,
+    LATEST,
+    PROJECT,
+    Run,
+    execute,
+    free_port,
+    losses,
+    overrides,
+    time_limit,
+    train_many,
+)
 
 from harness import slurm
 
 RECORD = 'python3 -c \'import json, os; json.dump(dict(os.environ), open("environment-" + os.environ["RANK"], "w"))\''
 MINE = {"MINE": """it's "$HOME" `id`; \\ """, "EMPTY": ""}  # of the container, and nothing for a shell
-ROW = ["--config", "experiments/zero2.yaml", *SHORT, *LR, *overrides(**{f"{DEEPSPEED}train_batch_size": 32})]
+ROW = ["--config", "experiments/zero2.yaml", *SHORT, *overrides(**{f"{DEEPSPEED}train_batch_size": 32})]
 PATHS = f"{PROJECT}:{PROJECT}/tests/harness"
 
 
@@ -164,7 +175,7 @@ SSHD = """/usr/sbin/sshd -D -f /dev/null -p {port} -h {key} -o AuthorizedKeysFil
 
 @contextlib.contextmanager
 def reached_by_ssh(hosts, folder):
-    """Run sshd on every host; give the environment in which ssh needs neither password nor port."""
+    """Run sshd on every host; give an environment whose ssh needs neither password nor port."""
     if not (pathlib.Path("/usr/sbin/sshd").exists() and shutil.which("pdsh")):
         pytest.skip("needs sshd and pdsh: apt-get install openssh-server pdsh")
     pathlib.Path("/run/sshd").mkdir(exist_ok=True)  # sshd needs it

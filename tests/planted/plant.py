@@ -1,7 +1,7 @@
-"""Plants each bug of this folder in a copy of the project, and runs the tests that have to catch it.
+"""Plant each bug of this folder in a copy of the project, and run the tests that have to catch it.
 
-The head of a patch says by ``Bug:`` what goes wrong for a user, and by ``Tests:`` what pytest has to run. A
-bug is killed if a test fails; tests that cannot be collected kill nothing. The exit code is 1 if it survives.
+The head of a patch has a line ``Bug:``, the effect for a user, and a line ``Tests:``, the arguments of pytest. A
+failed test kills the bug; tests that cannot be collected kill nothing. The exit code is 1 if a bug survives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Unusable(Exception):
 
 
 def main() -> int:
-    """Plants the bugs, prints a line for each, and gives the exit code."""
+    """Plant the bugs, print a line for each, and return the exit code."""
     known = {path.stem: path for path in sorted(HERE.glob("*.patch"))}
     parser = argparse.ArgumentParser(description="Shows which of the planted bugs the tests catch.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="of a patch, without .patch; all by default")
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def first_failure(patch: pathlib.Path) -> str | None:
-    """Gives the id of the first test that fails with the bug; None if all pass."""
+    """Return the id of the first test that fails with the bug, or None."""
     arguments = tests_of(patch)
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         copy = pathlib.Path(folder) / PROJECT.name
@@ -70,7 +70,7 @@ def first_failure(patch: pathlib.Path) -> str | None:
 
 
 def tests_of(patch: pathlib.Path) -> list[str]:
-    """Gives the arguments of pytest in the head of a patch."""
+    """Return the arguments of pytest in the head of a patch."""
     head = patch.read_text().split("diff --git", 1)[0].splitlines()
     tests = [line.removeprefix("Tests:").strip() for line in head if line.startswith("Tests:")]
     if len(tests) != 1 or tests[0] in ("", "TODO"):
@@ -79,7 +79,7 @@ def tests_of(patch: pathlib.Path) -> list[str]:
 
 
 def copy_project(copy: pathlib.Path) -> None:
-    """Copies what git tracks, and what is new and not ignored."""
+    """Copy all files except ignored ones."""
     command = ["git", "ls-files", "-co", "--exclude-standard", "-z"]
     listed = subprocess.run(command, cwd=PROJECT, stdout=subprocess.PIPE, check=True).stdout.decode()
     for name in filter(None, listed.split("\0")):
@@ -89,7 +89,11 @@ def copy_project(copy: pathlib.Path) -> None:
 
 
 def plant(patch: pathlib.Path, copy: pathlib.Path) -> None:
-    """Applies a patch to a copy; raises ``Unusable`` if a file stays as it was, or is no Python any more."""
+    """Apply a patch to a copy.
+
+    Raises:
+        Unusable: if the patch changes no file, or a changed file does not compile.
+    """
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(copy.parent)}  # git looks for no repository
     run = subprocess.run(["git", "apply", patch], cwd=copy, env=environment, capture_output=True, text=True)
     if run.returncode:

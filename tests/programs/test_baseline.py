@@ -6,8 +6,7 @@ import sys
 
 import pytest
 import torch
-from modes import losses
-from support import DIGITS, INSTRUCTIONS, Run, execute, overrides, run
+from support import DIGITS, INSTRUCTIONS, Run, execute, losses, overrides, run
 
 import baseline
 from classify.config import experiment_file

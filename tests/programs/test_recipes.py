@@ -5,8 +5,8 @@ import sys
 from typing import Any
 
 import pytest
-from modes import DEEPSPEED, losses
-from support import INSTRUCTIONS, Run, execute, overrides, run, train_many
+from matrix import DEEPSPEED
+from support import INSTRUCTIONS, Run, execute, losses, overrides, run, train_many
 
 from benchmarks import recipes, report
 from harness import machine

@@ -16,9 +16,6 @@ from classify.images.settings import DataSettings
 from classify.models import registry
 
 AVERAGES = {name: row for name, row in ROWS.items() if name.startswith("average") and "resnet" not in name}
-SKIPPING = "average of some steps"  # fp16 skips the others
-# The row of a training without the average, where another precision or network than zero0's trains
-TRAINED = {"average bf16": "bf16", "average experts": "experts", SKIPPING: SKIPPING}
 KEPT = overrides(min_checkpoint_period="{batches: 1}", checkpoint_storage__save_trial_latest=STEPS)
 NO_AVERAGE = overrides(hyperparameters__weight_average="null")
 
@@ -32,26 +29,17 @@ def options(name) -> WeightAverage:
     return WeightAverage.parse("", json.loads(chosen.partition("=")[2]))
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """The weights after each step of a training without an average, and the number of skipped steps."""
-    folder = tmp_path_factory.mktemp("trained")
-    made: dict[str, dict] = {}
-
-    def of(name):
-        source = TRAINED.get(name, "zero0")
-        if source not in made:
-            arguments = [*ROWS[source].arguments, *NO_AVERAGE, *KEPT, "--output", str(folder / source)]
-            ranks = 2 if source in ("bf16", "experts") else 0
-            plain = run(["train.py", *arguments], folder / source, processes=ranks)
-            assert plain.code == 0, plain.stderr
-            made[source] = {}
-            for step, checkpoint in checkpoints(plain).items():
-                counts = json.loads((checkpoint / "identity.json").read_text())["progress"]["engines"][0]
-                made[source][step] = network(checkpoint), counts["skipped_steps"]
-        return made[source]
-
-    return of
+def trained(name, ranks, output):
+    """The weights after each step of a row without its average, and the number of skipped steps."""
+    arguments = [*ROWS[name].arguments, *NO_AVERAGE, *KEPT, "--output", str(output)]
+    made = run(["train.py", *arguments], output, processes=ranks if ranks > 1 else 0)
+    assert made.code == 0, made.stderr
+    weights = {}
+    for step, folder in checkpoints(made).items():
+        counts = json.loads((folder / "identity.json").read_text())["progress"]["engines"][0]
+        weights[step] = network(folder), counts["skipped_steps"]
+    assert sorted(weights) == list(range(1, STEPS + 1))
+    return weights
 
 
 def averaged(weights, how, last, start=1):
@@ -78,18 +66,17 @@ def assert_close(found, expected, tolerance):
 
 
 @each(AVERAGES)
-def test_the_average_follows_the_weights_of_the_same_training(runs, trained, name, ranks):
-    made, how, weights = runs.straight(name, ranks), options(name), trained(name)
-    assert sorted(weights) == list(range(1, STEPS + 1))
+def test_the_average_follows_the_weights_of_the_same_training(runs, tmp_path, name, ranks):
+    made, how, weights = runs.straight(name, ranks), options(name), trained(name, ranks, tmp_path)
     assert json.loads((made.output / "net.json").read_text())["provenance"]["weight_average"] == vars(how)
     assert "\naverage  of the weights, which is validated and kept: " in made.stdout
     ((stopped, checkpoint),) = checkpoints(runs.stopped(name, ranks)).items()
-    assert (0 < weights[STEPS][1] < STOP) == (name == SKIPPING)
+    assert (0 < weights[STEPS][1] < STOP) == (name == "average of some steps")  # fp16 skips the others
     for step, folder in ((stopped, checkpoint), (STEPS, made.output)):
-        assert_close(network(folder), averaged(weights, how, step), 1e-5)
+        assert_close(network(folder), averaged(weights, how, step), 1e-6)
 
 
-def test_an_average_is_switched_on_and_off_by_a_resume(runs, trained, tmp_path):
+def test_an_average_is_switched_on_and_off_by_a_resume(runs, tmp_path):
     """A new average starts from the checkpoint's weights."""
     decay, made = 0.6, {}
     on = overrides(hyperparameters__weight_average=f"{{decay: {decay}}}")
@@ -97,8 +84,9 @@ def test_an_average_is_switched_on_and_off_by_a_resume(runs, trained, tmp_path):
         output = shutil.copytree(runs.stopped(name, 1).output, tmp_path / name)
         made[name] = run(["train.py", *ROWS[name].arguments, *more, *LATEST, "--output", str(output)], output)
         assert made[name].code == 0, made[name].stderr
-    how = WeightAverage.parse("", {"decay": decay})
-    assert_close(network(made["zero0"].output), averaged(trained("zero0"), how, STEPS, STOP), 1e-6)
+    weights = trained("zero0", 1, tmp_path / "trained")
+    expected = averaged(weights, WeightAverage.parse("", {"decay": decay}), STEPS, STOP)
+    assert_close(network(made["zero0"].output), expected, 1e-6)
     plain = runs.straight("zero0", 1).summary
     assert made["average"].summary["weights_sha256"] == plain["weights_sha256"]
 

@@ -32,9 +32,8 @@ def augmenter(augmentation: Augmentation, seed=5) -> Augmenter:
     return Augmenter(augmentation, COUNT, (SIZE, SIZE), (SIZE, SIZE), seed)
 
 
-def augmented(images, epoch=0, indices=None, seed=5, **how):
-    indices = torch.arange(COUNT) if indices is None else indices
-    return augmenter(Augmentation(**how), seed)(images.index_select(0, indices), indices, epoch)
+def augmented(images, epoch=0, **how):
+    return augmenter(Augmentation(**how))(images, torch.arange(COUNT), epoch)
 
 
 def loader(images, augmentation, batch=16, parts=1, workers=0):
@@ -106,24 +105,6 @@ def test_resized_crops_have_the_configured_area_and_may_be_mirrored():
         assert area.std() > 0.02 and ratio.std() > 0.02
 
 
-def test_any_batch_changes_an_image_alike_and_another_epoch_or_seed_otherwise(images):
-    how = {"flip": True, "crop": 4, "cutout": 8}
-    whole = augmented(images, **how)
-    some = torch.tensor([40, 3, 17])
-    assert torch.equal(augmented(images, indices=some, **how), whole[some])
-    assert not torch.equal(augmented(images, epoch=1, **how), whole)
-    assert not torch.equal(augmented(images, seed=6, **how), whole)
-
-
-def test_a_loader_augments_by_its_epoch(images):
-    given = loader(images, Augmentation(flip=True)).get_data_loader()
-    order = MicroBatchSampler(COUNT, 16, 1, seed=5)
-    for epoch in range(2):
-        wanted = augmented(images, epoch=epoch, flip=True)
-        for indices, (changed, _) in zip(order, given, strict=True):
-            assert torch.equal(changed, wanted[indices])
-
-
 @table(
     "augment, line",
     list=([], "data.augment: []: must be a mapping"),
@@ -150,7 +131,6 @@ def test_a_loader_augments_by_its_epoch(images):
     random_size=({"transforms": ["RandomZoomOut"]}, f"{LIST}[0].RandomZoomOut: {{}}: makes [3, "),
     of_batches=({"transforms": ["MixUp"]}, f"{LIST}[0].MixUp: is not for single images of 0 to 255; set hyper"),
     pil=({"transforms": ["ToPILImage"]}, f"{LIST}[0].ToPILImage: {{}}: makes Image of an image"),
-    image=({"transforms": ["ToImage"]}, f"{LIST}[0].ToImage: {{}}: makes Image of an image"),
     five=({"transforms": [{"FiveCrop": {"size": 32}}]}, f"{LIST}[0].FiveCrop: {{'size': 32}}: makes tuple of"),
     nothing=({"transforms": ["PILToTensor"]}, f"{LIST}[0].PILToTensor: {{}}: does nothing to an image"),
     boxes=({"transforms": ["RandomIoUCrop"]}, f"{LIST}[0].RandomIoUCrop: {{}}: fails on an image of 32x32"),
@@ -161,14 +141,15 @@ def test_invalid_augmentation_is_refused(augment, line):
 
 
 TRANSFORMS = ("RandAugment", {"ColorJitter": {"brightness": 0.2}}, {"RandomErasing": {"p": 0.5}})
+CHANGES = {"transforms": TRANSFORMS, "flip": True, "crop": 4, "cutout": 8}
+AUGMENTATION = Augmentation.parse(CHANGES, (SIZE, SIZE))
 
 
 def given_by_ranks(images, ranks=1, accumulated=1, workers=0, skip=0) -> dict[tuple[int, int], torch.Tensor]:
     """Every image of two epochs by (epoch, image), without the first ``skip`` micro-batches of each rank."""
     seen: dict[tuple[int, int], torch.Tensor] = {}
-    augmentation = Augmentation.parse({"transforms": TRANSFORMS, "flip": True}, (SIZE, SIZE))
     for rank in range(ranks):
-        given = loader(images, augmentation, parts=ranks * accumulated, workers=workers)
+        given = loader(images, AUGMENTATION, parts=ranks * accumulated, workers=workers)
         dealt = iter(given.get_data_loader(repeat=True, skip=skip, num_replicas=ranks, rank=rank))
         epoch = COUNT // 16 * accumulated
         for number in range(skip, 2 * epoch):
@@ -185,11 +166,16 @@ def test_an_image_draws_the_same_transforms_wherever_a_process_transforms_it(ima
     after = torch.get_rng_state()
     assert len(whole) == 2 * COUNT
     assert sum(not torch.equal(image, images[index]) for (_, index), image in whole.items()) > 1.9 * COUNT
+    assert not torch.equal(augmenter(AUGMENTATION, 6)(images[:1], torch.zeros(1).long(), 0)[0], whole[0, 0])
     assert sum(not torch.equal(whole[0, i], whole[1, i]) for i in range(COUNT)) > 0.9 * COUNT
+    for epoch in (0, 1):
+        wanted = augmenter(AUGMENTATION)(images, torch.arange(COUNT), epoch)
+        assert torch.equal(torch.stack([whole[epoch, index] for index in range(COUNT)]), wanted)
+    ranks = {"ranks": 2}
     for how in (
         {"workers": 2},
-        {"ranks": 2, "workers": 1},
-        {"ranks": 2, "accumulated": 4},
+        {**ranks, "workers": 1},
+        {**ranks, "accumulated": 4},
         {"workers": 2, "skip": 6},
     ):
         again = given_by_ranks(images, **how)

@@ -103,10 +103,7 @@ def test_the_place_of_a_cache_is_shown_listed_and_cleared(folder, tmp_path, monk
     added=(lambda root: save(root / "train/a/3.bmp", 99), [*TRAIN[:2], (99, 0), *TRAIN[2:]]),
     removed=(lambda root: (root / "train/a/1.bmp").unlink(), TRAIN[1:]),
     moved=(lambda root: (root / "train/a/2.bmp").rename(root / "train/b/0.bmp"), [(10, 0), (20, 1), *TRAIN[2:]]),
-    new_class=(
-        lambda root: [save(root / split / "Z/1.bmp", 99) for split in ("train", "test")],
-        [(99, 0), *((grey, label + 1) for grey, label in TRAIN)],
-    ),
+    new_class=(lambda root: [save(root / f"{split}/Z/1.bmp", 99) for split in ("train", "test")], [(99, 0), *((grey, label + 1) for grey, label in TRAIN)]),
 )  # fmt: skip
 def test_a_change_of_the_folder_is_noticed(folder, change, wanted):
     assert greys(read(folder)) == TRAIN
@@ -175,9 +172,7 @@ def test_all_unreadable_files_are_named_at_once(folder):
     with pytest.raises(InvalidInput) as caught:
         read(folder)
     *named, more = caught.value.errors
-    assert [line.split(": ")[0][-9:] for line in named] == [
-        f"bad{index:02}.png" for index in range(len(named))
-    ]
+    assert [line.split(": ")[0][-9:] for line in named] == [f"bad{each:02}.png" for each in range(len(named))]
     assert len(named) == decode_once.SHOWN and "3 more files are not readable" in more
     assert caches(folder) == {}
 
@@ -222,10 +217,7 @@ def cut(path: pathlib.Path) -> None:
     pipe=(lambda root: os.mkfifo(root / "train/b/0.png"), ["{}/train/b/0.png:", "is no file"]),
     name=(lambda root: os.mkdir(os.fsencode(root / "train") + b"/\xff"), ["{}/train:", "no UTF-8 name"]),
     loop=(lambda root: (root / "train/a/again").symlink_to(".."), ["data.root: {}:", "that it lies in", "a/again"]),
-    loops=(
-        lambda root: [(root / "train/a" / name).symlink_to(".") for name in ("one", "two")],
-        ["data.root: {}:", "a link to a folder that it lies in"],
-    ),
+    loops=(lambda root: [(root / "train/a" / name).symlink_to(".") for name in ("one", "two")], ["data.root: {}:", "a link to a folder that it lies in"]),
     text=(lambda root: (root / "train/b/0.png").write_text("a\nb"), ["{}/train/b/0.png:", "not a readable image"]),
 )  # fmt: skip
 def test_an_invalid_folder_is_one_line(folder, damage, parts):

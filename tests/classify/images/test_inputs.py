@@ -58,14 +58,10 @@ def test_a_gpu_keeps_images_that_fit(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 200))
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
     assert places([60, 10], DataSettings(device="auto"), gpu) == [cpu, gpu]
-    assert places([49, 30], DataSettings(device="auto"), gpu) == [
-        gpu,
-        cpu,
-    ]  # half of the rest after the first
+    assert places([49, 30], DataSettings(device="auto"), gpu) == [gpu, cpu]  # each gets half of the rest
     assert places([60, 40], DataSettings(device="cuda"), gpu) == [gpu, gpu]
-    assert (
-        places([1, 1], DataSettings(device="cpu"), gpu) == places([1, 1], DataSettings(), cpu) == [cpu, cpu]
-    )
+    for device, settings in ((gpu, DataSettings(device="cpu")), (cpu, DataSettings())):
+        assert places([1, 1], settings, device) == [cpu, cpu]
     line = error_line(places, [60, 41], DataSettings(device="cuda"), gpu)
     assert "data.device: 'cuda': 0 MiB of images" in line
 

@@ -184,9 +184,7 @@ def test_a_thread_fetches_the_next_images_of_the_loader():
     for (images, labels), (expected, order), _ in zip(ahead, plain, range(12), strict=False):
         torch.testing.assert_close(images, expected, rtol=0, atol=0)
         assert labels.tolist() == order.tolist()
-    assert (
-        sampler.next_epoch == 5
-    )  # an epoch has 4 micro-batches; the twelfth is number 14, the last fetched is 16
+    assert sampler.next_epoch == 5  # of 4 micro-batches: the twelfth is number 14, the last fetched one 16
 
 
 def test_the_thread_passes_errors_on():

@@ -1,10 +1,9 @@
 """A training fetches shards in windows while it reads others: the cache, its limit, and lost servers."""
 
+import itertools
 import pathlib
 import random
 import resource
-import shutil
-import signal
 import threading
 import time
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from matrix import ROWS, Runs, train
 from sources import copied, load, refused, served
-from support import LATEST, fork, overrides, run, started, time_limit, wait_for_checkpoint
+from support import DIGITS, LATEST, all_at_once, checkpoints, fork, losses, overrides, run
 
 from classify.images.sampler import MicroBatchSampler
 from classify.images.settings import DataSettings
@@ -42,10 +41,9 @@ def test_an_order_is_a_function_of_seed_and_epoch_and_mixes_a_few_shards_at_a_ti
             assert set.union(*groups) == set(range(10))
             within = windows.shards[order[:18]]
             assert (np.diff(within) != 0).sum() > 6  # without mixing it would be 2
-    first, second = (MicroBatchSampler(60, 12, 1, 5, windows=windows).order(epoch) for epoch in (0, 1))
-    assert not torch.equal(first, second)
-    other = MicroBatchSampler(60, 12, 1, 6, windows=windows).order(0)
-    assert not torch.equal(first, other)
+    places = ((5, 0), (5, 1), (6, 0))
+    drawn = [MicroBatchSampler(60, 12, 1, seed, windows=windows).order(epoch) for seed, epoch in places]
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(drawn, 2))
     in_order = MicroBatchSampler(60, 12, 1, windows=windows).order(0)
     assert windows.places[in_order].tolist() == list(range(60))
     assert windows.first().tolist() == in_order[:18].tolist()
@@ -114,10 +112,7 @@ def test_processes_share_shards_under_the_limit(tmp_path):
 
         return read
 
-    processes = fork(read_many(1), read_many(2))
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0, 0]
+    all_at_once(read_many(1), read_many(2))
 
 
 def test_the_newest_request_is_fetched_first():
@@ -182,10 +177,6 @@ def remote(runs: Runs, tmp_path):
         yield server, files, overrides(data__cache__limit=limit), limit
 
 
-def losses(made) -> list[float]:
-    return [entry["loss"] for entry in made.metrics if entry["group"] == "training"]
-
-
 def test_ranks_train_on_shards_of_a_server_as_on_the_folder(runs: Runs, remote, tmp_path):
     server, files, _, _ = remote
     made = train(ROWS["shards"], 2, tmp_path / "run", files, tuple(overrides(data__window="all")))
@@ -210,51 +201,31 @@ def test_a_limited_cache_and_no_workers_train_to_the_same_bits(runs: Runs, remot
     assert "shuffled 1 shard at a time" in made.stdout
 
 
-def lost_line(files, server) -> str:
-    lost = sorted(each.name for each in pathlib.Path(server.folder).glob("train-*.tar"))[-1]
-    server.faults = {lost: ("404", 99)}
-    return f"train.py: {files['shards']}/{lost}: no such file; mend data.root, or put it there"
-
-
 def test_ranks_end_with_one_line_for_a_lost_shard_or_a_missing_table(remote, tmp_path):
     server, files, limited, _ = remote
-    line = lost_line(files, server)
+    lost = sorted(each.name for each in server.folder.glob("train-*.tar"))[-1]
+    server.faults = {lost: ("404", 99)}
     failed = train(ROWS["windows"], 2, tmp_path / "run", files, tuple(limited))
     assert failed.code == 2
+    line = f"train.py: {files['shards']}/{lost}: no such file; mend data.root, or put it there"
     assert line in failed.stderr.splitlines(), failed.stderr
-    table = overrides(
-        data=f"{{dataset: table, root: '{files['shards']}', cache: {{folder: {files['cache']}}}}}"
-    )
-    refusal = run(["train.py", *table, "--config", "experiments/digits.yaml"], tmp_path, processes=2)
+    table = overrides(data__dataset="table", data__root=files["shards"], data__cache__folder=files["cache"])
+    refusal = run(["train.py", *DIGITS, *table], tmp_path, processes=2)
     assert refusal.code == 2
-    assert [each for each in refusal.stderr.splitlines() if "holds no table" in each] == [
-        f"train.py: data.root: {files['shards']}: holds no table of training images; it needs train.csv or train.jsonl,"
-        " and may have the same of val and test"
-    ]
+    (line,) = [each for each in refusal.stderr.splitlines() if each.startswith("train.py: data.root: ")]
+    assert f"{files['shards']}: holds no table of training images; it needs train.csv or train.jsonl" in line
 
 
 @pytest.mark.soak
-def test_neither_a_lost_server_nor_a_kill_costs_more_than_a_resume(remote, tmp_path):
-    server, files, limited, _ = remote
-    row, output = ROWS["windows"], tmp_path / "run"
-    long = (
-        *limited,
-        *overrides(hyperparameters__max_length="{batches: 60}", min_checkpoint_period="{batches: 1}"),
-    )
-    line = lost_line(files, server)
-    failed = train(row, 2, output, files, long)
-    assert failed.code == 2 and line in failed.stderr.splitlines(), failed.stderr
-    server.faults = {}
-    shutil.rmtree(tmp_path / "cache")
-    resume = LATEST if list(output.glob("checkpoints/*/metadata.json")) else []
-    arguments = [*row.arguments, *long, *resume, "--output", str(output)]
-    for name, file in files.items():
-        arguments = [each.replace(f"{{{name}}}", str(file)) for each in arguments]
-    with started(["train.py", *arguments], processes=2) as program:
-        for rank in wait_for_checkpoint(program, output):
-            rank.send_signal(signal.SIGKILL)
-        assert program.wait(time_limit()) != 0
-    last = train(row, 2, output, files, (*long, *LATEST))
-    straight = train(row, 2, tmp_path / "straight", files, long)
-    assert last.code == straight.code == 0, last.stderr
-    assert last.summary["weights_sha256"] == straight.summary["weights_sha256"]
+@pytest.mark.parametrize("step", [2, 6])
+def test_a_kill_of_ranks_that_read_from_a_server_costs_no_more_than_a_resume(
+    runs: Runs, remote, tmp_path, step
+):
+    _, files, limited, _ = remote
+    more = (*limited, *overrides(min_checkpoint_period="{batches: 1}"))
+    fault = {"FAULT": "SIGKILL", "RANK_AT_FAULT": "1", "STEP": str(step)}
+    killed = train(ROWS["windows"], 2, tmp_path / "run", files, more, **fault)
+    assert killed.code != 0 and checkpoints(killed)
+    last = train(ROWS["windows"], 2, tmp_path / "run", files, (*limited, *LATEST))
+    assert last.code == 0, last.stderr
+    assert last.summary["weights_sha256"] == runs.straight("windows", 2).summary["weights_sha256"]

@@ -1,6 +1,7 @@
 """Shards, Parquet files, tables and source files of users: the same images as in a folder, and their faults."""
 
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -21,6 +22,7 @@ from sources import (
     NAMES,
     assert_same,
     copied,
+    everything,
     files_in,
     load,
     made,
@@ -38,9 +40,8 @@ from classify.images.sources.shard_files import expand
 
 def test_shards_hold_the_files_of_the_folder_and_their_classes(photos, written, tmp_path, capsys):
     assert shards.main(["read", str(written), str(tmp_path / "back")]) == 0
-    assert files_in(tmp_path / "back") == {
-        k: v for k, v in files_in(photos).items() if "/" in k and k[0] != "."
-    }
+    wanted = {name: content for name, content in plain(photos).items() if "/" in name}
+    assert files_in(tmp_path / "back") == wanted
     again = tmp_path / "again"
     assert shards.main(["write", str(photos), str(again), "--size-limit", "40KB"]) == 0
     assert files_in(again) == plain(written)
@@ -76,14 +77,17 @@ def test_interrupted_writing_continues(photos, written, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_every_source_has_the_images_of_the_folder(photos, written, tmp_path, kind):
+    """Decode in each step without and with a cache, and at once."""
     dataset, root = made(kind, photos, written, tmp_path)
-    for split in ("train", "test"):
-        found, wanted = load(dataset, root, split), load("imagefolder", photos, split)
+    hows: list[dict[str, Any]] = [{"decode": "stream", "cache": {"limit": "1KB"}}, {"decode": "stream"}, {}]
+    for split, how in itertools.product(("train", "test"), hows):
+        found, wanted = load(dataset, root, split, **how), load("imagefolder", photos, split)
+        assert found.is_streamed == bool(how)
         if kind in ("no index", "pattern"):  # the shards give the order
             assert found.classes == wanted.classes
             assert not torch.equal(found.labels, wanted.labels)
-            rows = [tuple(image.flatten().tolist()) for image in wanted.images]
-            order = [rows.index(tuple(image.flatten().tolist())) for image in found.images]
+            rows, own = ([image.flatten().tolist() for image in everything(each)] for each in (wanted, found))
+            order = [rows.index(row) for row in own]
             assert sorted(order) == list(range(len(wanted)))
             assert torch.equal(found.labels, wanted.labels[order])
         else:
@@ -145,7 +149,7 @@ ATTEMPTS = f"{FIRST}: cannot be read in 5 attempts ("
 @table(
     "fault, said",
     errors=(("500", 99), [f"{ATTEMPTS}500", "start again"]),
-    silent=(("silent", 99), [f"{ATTEMPTS}not a byte in 0.3 s", "start again"]),
+    silent=(("silent", 99), [f"{ATTEMPTS}not a byte in 0.5 s", "start again"]),
     dies=(("dies", 99), [ATTEMPTS, "start again"]),
     alters=(("alters", 99), [f"{ATTEMPTS}its bytes differ", "start again"]),
     missing=(("404", 99), [f"{FIRST}: no such file; mend data.root"]),
@@ -153,7 +157,7 @@ ATTEMPTS = f"{FIRST}: cannot be read in 5 attempts ("
 )
 def test_a_server_without_an_answer_is_one_line(written, tmp_path, monkeypatch, hurried, kept, fault, said):
     if fault[0] == "silent":
-        monkeypatch.setattr(remote, "TIMEOUT", 0.3)
+        monkeypatch.setattr(remote, "TIMEOUT", 0.5)
     with served(written) as (server, url):
         server.faults = {FIRST: fault}
         line = refused("webdataset", url, **kept)
@@ -269,8 +273,8 @@ def test_an_invalid_source_is_one_line(tmp_path, monkeypatch, dataset, change, s
     assert all(each in line for each in said), line
 
 
-@pytest.fixture(scope="module")
-def store(written, tmp_path_factory):
+@pytest.fixture
+def store(written):
     """An object store asks for credentials and has the shards with and without their index."""
     boto3 = pytest.importorskip("boto3")
     server = pytest.importorskip("moto.server").ThreadedMotoServer(port=0)
@@ -288,24 +292,22 @@ def store(written, tmp_path_factory):
     server.stop()
 
 
-@pytest.mark.parametrize("folder", ["photos", "bare"])
-def test_an_object_store_has_shards(photos, store, kept, monkeypatch, hurried, folder):
+def test_an_object_store_has_shards_and_asks_for_credentials(
+    photos, store, tmp_path, kept, monkeypatch, hurried
+):
     section: Any = {"storage": {"endpoint_url": store}, **kept}
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "a")
-    found, wanted = load("webdataset", f"s3://box/{folder}", **section), load("imagefolder", photos)
-    if folder == "photos":
-        assert_same(found, wanted)
+    wanted = load("imagefolder", photos)
+    assert_same(load("webdataset", "s3://box/photos", **section), wanted)
+    found = load("webdataset", "s3://box/bare", **section)
     assert found.labels.bincount().tolist() == wanted.labels.bincount().tolist()
     assert "s3://box/none: holds no *.tar" in refused("webdataset", "s3://box/none", **section)
-
-
-def test_missing_credentials_are_one_line(store, tmp_path, kept, monkeypatch, hurried):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
     line = refused("webdataset", "s3://box/photos", storage={"endpoint_url": f"{store}/"}, **kept)
     assert line.startswith("s3://box/photos/index.npz: is refused (")
     assert "credentials in the environment" in line

@@ -156,6 +156,5 @@ def test_a_repeated_image_is_augmented_differently_each_time():
     zeros = pictures[labels == 0]
     assert len(zeros) in (count // 2, count // 2 + 1)
     assert len(zeros.flatten(1).unique(dim=0)) > 20  # of one image
-    assert torch.equal(
-        torch.cat([part for part, _ in epoch(3)]), pictures
-    )  # a place of the epoch has its draws
+    parts = torch.cat([part for part, _ in epoch(3)])
+    assert torch.equal(parts, pictures)  # each place in the epoch has its draws

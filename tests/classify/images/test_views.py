@@ -31,10 +31,8 @@ def by_places(net, inputs):
     """Shift by 3 pixels, with each pixel's place computed, and reflected at the edge."""
 
     def shifted(by):
-        rows, columns = (
-            torch.tensor([size - 1 - abs(size - 1 - abs(each + by)) for each in range(size)])
-            for size in inputs.shape[2:]
-        )
+        sizes = inputs.shape[2:]
+        rows, columns = ([n - 1 - abs(n - 1 - abs(each + by)) for each in range(n)] for n in sizes)
         return inputs[:, :, rows][:, :, :, columns]
 
     return 0.5 * net(inputs) + 0.25 * net(shifted(3)) + 0.25 * net(shifted(-3))
@@ -104,19 +102,14 @@ def validations(run):
     return [{k: v for k, v in entry.items() if k not in ("images_per_second", "time")} for entry in entries]
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [
-        ("zero0", 2),
-        *(pytest.param(*each, marks=pytest.mark.soak) for each in [("moe", 1), ("zero3", 2), ("bf16", 2)]),
-    ],
-)
+SOAK = (pytest.param(*each, marks=pytest.mark.soak) for each in (("moe", 1), ("zero3", 2), ("bf16", 2)))
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("zero0", 2), *SOAK])
 def test_it_adds_an_accuracy_and_changes_no_other_metric(runs: Runs, tmp_path, capsys, name, ranks):
     """The program counts as the training does, in batches of other sizes."""
-    plain, run = (
-        runs.straight(name, ranks),
-        train(ROWS[name], ranks, tmp_path / "views", runs.files, tuple(ON)),
-    )
+    plain = runs.straight(name, ranks)
+    run = train(ROWS[name], ranks, tmp_path / "views", runs.files, tuple(ON))
     assert run.code == 0, run.stderr
     validation = run.summary["validation"]
     accuracy, others = validation[TTA], {k: v for k, v in validation.items() if k != TTA}

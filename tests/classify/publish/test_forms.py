@@ -167,44 +167,51 @@ def add_a_class(path: pathlib.Path) -> None:
 
 OTHER = "is not the file that its JSON file describes"
 WEIGHTS = "are not those that its JSON file describes"
-UNREADABLE = "not a readable state_dict"
+
+
+@pytest.fixture
+def error(exported, photos, tmp_path, capsys):
+    """Predict with a damaged copy of a form: the line that refuses it."""
+
+    def predict(form, damage):
+        shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
+        path = tmp_path / FILES[form]
+        damage(path / "model.safetensors" if form == "hf" and damage is not remove_description else path)
+        capsys.readouterr()
+        assert checkpoint.main(["predict", str(path), str(photos)]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"checkpoint.py: {tmp_path}/") and "; " in said
+        return said
+
+    return predict
+
+
+@pytest.mark.parametrize("form", FILES)
+def test_a_truncated_changed_or_foreign_file_is_one_line(form, error):
+    if form in ("onnx", "pt2"):
+        lines = [OTHER] * 3
+    else:
+        file = "folder/model.safetensors" if form == "hf" else FILES[form]
+        unreadable = f"{file}: not a readable state_dict"
+        lines = [unreadable, "net.pt: " if form == "pt" else WEIGHTS, unreadable]
+    for damage, line in zip((truncate, change_a_byte, replace), lines, strict=True):
+        assert line in error(form, damage), damage
 
 
 @table(
     "form, damage, line",
-    truncated_pt=("pt", truncate, f"net.pt: {UNREADABLE}"),
-    truncated_safetensors=("safetensors", truncate, f"net.safetensors: {UNREADABLE}"),
-    truncated_onnx=("onnx", truncate, OTHER),
-    truncated_pt2=("pt2", truncate, OTHER),
-    truncated_folder=("hf", truncate, f"folder/model.safetensors: {UNREADABLE}"),
-    changed_pt=("pt", change_a_byte, "net.pt: "),
-    changed_safetensors=("safetensors", change_a_byte, WEIGHTS),
-    changed_onnx=("onnx", change_a_byte, OTHER),
-    changed_pt2=("pt2", change_a_byte, OTHER),
-    changed_folder=("hf", change_a_byte, WEIGHTS),
-    foreign_pt=("pt", replace, f"net.pt: {UNREADABLE}"),
-    foreign_safetensors=("safetensors", replace, f"net.safetensors: {UNREADABLE}"),
-    foreign_onnx=("onnx", replace, OTHER),
-    foreign_pt2=("pt2", replace, OTHER),
-    foreign_folder=("hf", replace, f"folder/model.safetensors: {UNREADABLE}"),
     no_onnx=("onnx", replace_and_describe, "is not the classifier that its JSON file describes ("),
     another_onnx=("onnx", other_onnx, "is not the classifier that its JSON file describes (takes [1] and"),
     no_pt2=("pt2", replace_and_describe, "is no program of torch.export ("),
     another_pt2=("pt2", add_a_class, "is no program of torch.export (it gives (1, 10)"),
     missing_onnx=("onnx", pathlib.Path.unlink, "net.onnx: cannot be used (["),
-    missing_in_folder=("hf", pathlib.Path.unlink, f"folder/model.safetensors: {UNREADABLE} (["),
+    missing_in_folder=("hf", pathlib.Path.unlink, "folder/model.safetensors: not a readable state_dict (["),
     undescribed_onnx=("onnx", remove_description, "net.onnx.json: is missing"),
     undescribed_pt2=("pt2", remove_description, "net.pt2.json: is missing"),
     undescribed_folder=("hf", remove_description, "folder/config.json: is missing"),
 )
-def test_damaged_and_foreign_files_are_one_line(form, damage, line, exported, photos, tmp_path, capsys):
-    shutil.copytree(exported, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / FILES[form]
-    damage(path / "model.safetensors" if form == "hf" and damage is not remove_description else path)
-    capsys.readouterr()
-    assert checkpoint.main(["predict", str(path), str(photos)]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"checkpoint.py: {tmp_path}/") and line in said and "; " in said
+def test_another_or_a_missing_file_is_one_line(form, damage, line, error):
+    assert line in error(form, damage)
 
 
 @table(

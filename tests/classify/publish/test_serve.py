@@ -23,17 +23,14 @@ def network(tmp_path) -> pathlib.Path:
     return write_checkpoint(tmp_path / "checkpoint", "net", Net(3), ["a", "b", "c"]) / "net.pt"
 
 
-def test_missing_gradio_is_one_line(network, monkeypatch, capsys):
+def test_missing_gradio_and_invalid_ports_are_one_line(network, monkeypatch, capsys):
+    for port in ("0", "70000"):
+        assert checkpoint.main(["serve", str(network), "--port", port]) == 2
+        assert f"--port: {port}: must be from 1 to 65535" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "gradio", None)
     assert checkpoint.main(["serve", str(network)]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("checkpoint.py: serve: needs gradio, ") and said.endswith("; pip install gradio")
-
-
-def test_an_invalid_port_is_refused(network, capsys):
-    for port in ("0", "70000"):
-        assert checkpoint.main(["serve", str(network), "--port", port]) == 2
-        assert f"--port: {port}: must be from 1 to 65535" in capsys.readouterr().err
 
 
 def test_a_large_image_is_refused_before_it_is_decoded(network, tmp_path, monkeypatch):

@@ -24,14 +24,7 @@ def changed(name: str, classes: int, arguments: dict[str, Any]) -> nn.Module:
     return net
 
 
-def write_checkpoint(
-    folder: pathlib.Path,
-    name: str,
-    net: nn.Module,
-    classes: list[str],
-    resize: tuple[int, int] = (32, 32),
-    arguments: dict[str, Any] | None = None,
-) -> pathlib.Path:
+def write_checkpoint(folder, name, net, classes, resize=(32, 32), arguments=None) -> pathlib.Path:
     """Write the files of a checkpoint that an export reads."""
     description = {
         "net": {"name": name, "num_classes": len(classes), "net_args": arguments or {}},

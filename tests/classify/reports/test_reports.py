@@ -63,9 +63,8 @@ def test_a_report_names_the_classes_of_each_mistake(runs: Runs, tmp_path):
     output = runs.straight("zero0", 1).output
     assert checkpoint.main(["report", str(output), "--output", str(tmp_path / "report.html")]) == 0
     kept = json.loads((output / "classification.json").read_text())
-    shown = re.findall(
-        r'alt="image (\d+)">\n(.*?)<br><small>is (.*?), loss', (tmp_path / "report.html").read_text()
-    )
+    page = (tmp_path / "report.html").read_text()
+    shown = re.findall(r'alt="image (\d+)">\n(.*?)<br><small>is (.*?), loss', page)
     assert shown == [
         (str(each["image"]), kept["classes"][each["predicted"]], kept["classes"][each["label"]])
         for each in kept["mistakes"]

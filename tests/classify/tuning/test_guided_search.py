@@ -31,13 +31,8 @@ def tpe(*changes):
 
 
 def trial(search, drawn, value=None, state=TrialState.COMPLETE):
-    return optuna.create_trial(
-        state=state,
-        value=value,
-        params=drawn,
-        distributions=space.space(search.ranges),
-        user_attrs={"bracket": 0},
-    )
+    about: dict = {"distributions": space.space(search.ranges), "user_attrs": {"bracket": 0}}
+    return optuna.create_trial(state=state, value=value, params=drawn, **about)
 
 
 def searched(search, score, count):
@@ -83,14 +78,10 @@ def test_later_trials_are_better_than_random_ones(smaller):
         assert sum(away[20:]) / 20 < 0.6 * sum(random) / 200
 
 
-def test_trials_that_fail_keep_others_from_their_place():
+def test_failed_and_running_trials_keep_others_from_their_place():
     search = tpe("searcher.max_trials=40")
     found = searched(search, lambda drawn: None if drawn[ZERO] >= 2 else drawn[RATE], 40)
     assert sum(each.params[ZERO] >= 2 for each in found[20:]) < 5  # of 20; chance would give 10
-
-
-def test_a_trial_that_runs_keeps_others_from_its_place():
-    search = tpe("searcher.max_trials=40")
     known = searched(search, near_a_hundredth, 20)
 
     def beside(ended, running):
@@ -101,26 +92,19 @@ def test_a_trial_that_runs_keeps_others_from_its_place():
 
 
 def test_every_kind_of_range_is_drawn():
-    search = tpe(
-        f"{STAGE}={{type: categorical, vals: [0, 1]}}",
-        "hyperparameters.seed_of_mine={type: int, minval: 3, maxval: 5}",
-    )
-    known = searched(search, near_a_hundredth, 12)
-    kinds = {each.spec["type"] for each in search.ranges}
-    assert kinds == {"int", "double", "log", "categorical"}
-    for each in known:
+    number = "hyperparameters.seed_of_mine={type: int, minval: 3, maxval: 5}"
+    search = tpe(f"{STAGE}={{type: categorical, vals: [0, 1]}}", number)
+    assert {each.spec["type"] for each in search.ranges} == {"int", "double", "log", "categorical"}
+    for each in searched(search, near_a_hundredth, 12):
         for name, distribution in space.space(search.ranges).items():
             assert distribution._contains(distribution.to_internal_repr(each.params[name])), name
         said = dict(line.split("=", 1) for line in search.overrides_of(each.params))
         assert isinstance(json.loads(said[f"{ARGS}.optimizer.params.betas"]), list)
 
 
-def test_invalid_fields_of_tpe_are_refused():
+def test_fields_of_tpe_are_checked_and_a_note_says_that_clusters_have_none(capsys):
     assert error_line(tpe, "searcher.max_trials=null").startswith("searcher.max_trials: None: tpe needs it;")
     assert error_line(tpe, "searcher.num_rungs=2").startswith("searcher.num_rungs: 2: tpe has no such field;")
-
-
-def test_a_note_says_that_clusters_have_no_tpe(capsys):
     tpe()
     line = "note: searcher.name: 'tpe': a cluster has no such searcher; "
     assert f"search.py: {line}" in capsys.readouterr().err
@@ -135,33 +119,19 @@ def test_a_note_says_that_clusters_have_no_tpe(capsys):
 @pytest.mark.parametrize(
     ("cores", "slots", "concurrent", "most", "parts"),
     [
-        (
-            5,
-            1,
-            2,
-            20,
-            ["--parallel 2: 1 of 5 cores idle: every process has 2 threads", "; --parallel 1 uses"],
-        ),
-        (
-            6,
-            1,
-            4,
-            20,
-            ["--parallel 4: 2 of 6 cores idle: every process has 1 thread;", "; --parallel 3 uses"],
-        ),
+        (5, 1, 2, 20, ["--parallel 2: 1 of 5 cores idle: every process has 2 threads", "; --parallel 1 uses"]),
+        (6, 1, 4, 20, ["--parallel 4: 2 of 6 cores idle: every process has 1 thread;", "; --parallel 3 uses"]),
         (8, 2, 3, 20, ["--parallel 3: 2 of 8 cores idle", "; --parallel 4 uses all"]),
         (8, 2, 3, 3, ["; --parallel 2 uses all"]),
         (5, 2, 1, 20, ["--parallel 1: 1 of 5 cores idle"]),
         (6, 1, 3, 20, []),
         (2, 1, 4, 20, []),  # each has a thread
     ],
-)
+)  # fmt: skip
 def test_a_note_names_idle_cores(cores, slots, concurrent, most, parts):
     lines = specification.idle_cores(cores, slots, concurrent, most)
     assert len(lines) == bool(parts) and all(part in lines[0] for part in parts)
-
-
-def test_few_trials_share_all_cores():
+    # Few trials share all cores
     assert specification.load(RANDOM, ["searcher.max_trials=2"], 8).concurrent == 2
     assert specification.load(RANDOM, ["searcher.max_concurrent_trials=3"], 8).concurrent == 3
 

@@ -7,16 +7,16 @@ import json
 import math
 import pathlib
 import re
-import signal
 import subprocess
 import sys
 
 import numpy as np
 import optuna
 import pytest
+from folders import table
 from matplotlib import pyplot
 from matrix import Runs
-from support import PROJECT, error_line, execute, run, started, wait_until
+from support import PROJECT, error_line, execute, run
 
 import search
 from classify.images.settings import DataSettings
@@ -28,10 +28,8 @@ from classify.tuning.trial_run import TrialRun
 from harness.errors import InvalidInput
 
 GRID, ASHA = (str(PROJECT / f"experiments/search-{name}.yaml") for name in ("grid", "asha"))
-RATE, ZERO = (
-    "overwrite_deepspeed_args.optimizer.params.lr",
-    "overwrite_deepspeed_args.zero_optimization.stage",
-)
+RATE = "overwrite_deepspeed_args.optimizer.params.lr"
+ZERO = "overwrite_deepspeed_args.zero_optimization.stage"
 LR, STAGE = f"hyperparameters.{RATE}", f"hyperparameters.{ZERO}"
 
 
@@ -40,30 +38,26 @@ def quiet():
     quiet_optuna()
 
 
-# File, change, and the line that refuses it
-REFUSALS = {
-    "unknown searcher": (GRID, "searcher.name=grit", "searcher.name: 'grit': unknown searcher; did you mean 'grid'?"),
-    "unknown field": (GRID, "searcher.max_trials=3", "searcher.max_trials: 3: grid has no such field;"),
-    "mode": (ASHA, "searcher.mode=quick", "searcher.mode: 'quick': must be one of aggressive, standard, conservative"),
-    "no trials": (ASHA, "searcher.max_trials=null", "searcher.max_trials: None: adaptive_asha needs it;"),
-    "unknown type": (GRID, f"{LR}={{type: loq, base: 10, minval: -4, maxval: -1}}", f"{LR}.type: 'loq': unknown hyperparameter type; did you mean 'log'?"),
-    "min above max": (GRID, f"{LR}={{type: double, minval: 2, maxval: 1, count: 2}}", f"{LR}.minval: 2: must be below maxval, which is 1; exchange them"),
-    "no name": (GRID, "searcher.name=[]", "searcher.name: []: must be a searcher's name"),
-    "too wide": (ASHA, f"{LR}={{type: double, minval: 0, maxval: 1e308}}", f"{LR}.maxval: 1e+308: must be a number"),
-    "no count": (GRID, f"{LR}={{type: double, minval: 1, maxval: 2}}", f"{LR}.count: None: a grid needs it;"),
-    "no base": (ASHA, f"{LR}={{type: log, minval: 1, maxval: 2}}", f"{LR}.base: None: must be a number above 0"),
-    "overflow": (ASHA, f"{LR}={{type: log, base: 10, minval: 1, maxval: 999}}", f"{LR}.maxval: 999: too large;"),
-    "no values": (GRID, f"{STAGE}={{type: categorical, vals: []}}", f"{STAGE}.vals: []: must be a list"),
-    "range's key": (ASHA, f"{LR}={{type: int, minval: 1, maxval: 2, counts: 2}}", f"{LR}.counts: 2: unknown key; did you mean 'count'?"),
-    "metric": (GRID, "searcher.metric=acuracy", "searcher.metric: 'acuracy': no validation reports it;"),
-    "unit": (ASHA, "searcher.time_metric=batches", "searcher.time_metric: 'batches': hyperparameters.max_length counts"),
-    "length": (ASHA, "searcher.max_time=5", "searcher.max_time: 5: hyperparameters.max_length is 9 epochs;"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_an_invalid_search_is_refused_before_any_trial(case):
-    file, change, line = REFUSALS[case]
+@table(
+    "file, change, line",
+    unknown_searcher=(GRID, "searcher.name=grit", "searcher.name: 'grit': unknown searcher; did you mean 'grid'?"),
+    unknown_field=(GRID, "searcher.max_trials=3", "searcher.max_trials: 3: grid has no such field;"),
+    mode=(ASHA, "searcher.mode=quick", "searcher.mode: 'quick': must be one of aggressive, standard, conservative"),
+    no_trials=(ASHA, "searcher.max_trials=null", "searcher.max_trials: None: adaptive_asha needs it;"),
+    unknown_type=(GRID, f"{LR}={{type: loq, base: 10, minval: -4, maxval: -1}}", f"{LR}.type: 'loq': unknown hyperparameter type; did you mean 'log'?"),
+    min_above_max=(GRID, f"{LR}={{type: double, minval: 2, maxval: 1, count: 2}}", f"{LR}.minval: 2: must be below maxval, which is 1; exchange them"),
+    no_name=(GRID, "searcher.name=[]", "searcher.name: []: must be a searcher's name"),
+    too_wide=(ASHA, f"{LR}={{type: double, minval: 0, maxval: 1e308}}", f"{LR}.maxval: 1e+308: must be a number"),
+    no_count=(GRID, f"{LR}={{type: double, minval: 1, maxval: 2}}", f"{LR}.count: None: a grid needs it;"),
+    no_base=(ASHA, f"{LR}={{type: log, minval: 1, maxval: 2}}", f"{LR}.base: None: must be a number above 0"),
+    overflow=(ASHA, f"{LR}={{type: log, base: 10, minval: 1, maxval: 999}}", f"{LR}.maxval: 999: too large;"),
+    no_values=(GRID, f"{STAGE}={{type: categorical, vals: []}}", f"{STAGE}.vals: []: must be a list"),
+    ranges_key=(ASHA, f"{LR}={{type: int, minval: 1, maxval: 2, counts: 2}}", f"{LR}.counts: 2: unknown key; did you mean 'count'?"),
+    metric=(GRID, "searcher.metric=acuracy", "searcher.metric: 'acuracy': no validation reports it;"),
+    unit=(ASHA, "searcher.time_metric=batches", "searcher.time_metric: 'batches': hyperparameters.max_length counts"),
+    length=(ASHA, "searcher.max_time=5", "searcher.max_time: 5: hyperparameters.max_length is 9 epochs;"),
+)  # fmt: skip
+def test_an_invalid_search_is_refused_before_any_trial(file, change, line):
     assert error_line(specification.load, file, [change], 1).startswith(line)
 
 
@@ -86,9 +80,7 @@ def test_a_search_of_invalid_trials_alone_is_refused(tmp_path, capsys):
     assert "zero_optimization.stage: 4" in capsys.readouterr().err
     other = arguments(output, GRID, f"{STAGE}={{type: categorical, vals: [7]}}")
     assert search.main(other) == 2
-    assert (
-        "zero_optimization.stage: 7" in capsys.readouterr().err
-    )  # the refused search did not take the folder
+    assert "zero_optimization.stage: 7" in capsys.readouterr().err  # the folder is still free
     missing = ["data.dataset=imagefolder", f"data.root={tmp_path}/none"]
     assert search.main(arguments(tmp_path / "other", GRID, *missing)) == 2
     assert f"data.root: {tmp_path}/none: no such folder" in capsys.readouterr().err
@@ -113,10 +105,8 @@ def test_names_are_text_in_the_table():
     loaded = specification.load(GRID, [*changes, "searcher.metric='accuracy/a[/b]'"], 1)
     study = optuna.create_study()
     for value in values:
-        params = {each.name: value if each.path == STAGE else 0.1 for each in loaded.ranges}
-        kinds: dict = {
-            name: optuna.distributions.CategoricalDistribution([each]) for name, each in params.items()
-        }
+        params: dict = {RATE: 0.1, ZERO: value}
+        kinds: dict = {name: optuna.distributions.CategoricalDistribution([params[name]]) for name in params}
         ended = {"bracket": 0, "outcome": "invalid", "reason": f"data.root: {value}: none"}
         study.add_trial(optuna.create_trial(value=0.5, params=params, distributions=kinds, user_attrs=ended))
     shown = display.SearchDisplay(Results(study, loaded), pathlib.Path(), "test images")
@@ -175,15 +165,10 @@ def test_plots_have_labels_apart_whole_trials_and_no_white_line(tmp_path, monkey
     distributions = space.space(loaded.ranges)
     study = optuna.create_study(direction="maximize")
     for number, drawn in enumerate(itertools.islice(loaded.draws(), 4)):
-        study.add_trial(
-            optuna.create_trial(
-                value=number / 4,
-                params={name: drawn[name] for name in distributions},
-                distributions=distributions,
-                intermediate_values={9: number / 4},
-                user_attrs={"outcome": "complete"},
-            )
-        )
+        params, value = {name: drawn[name] for name in distributions}, number / 4
+        about: dict = {"intermediate_values": {9: value}, "user_attrs": {"outcome": "complete"}}
+        trial = optuna.create_trial(value=value, params=params, distributions=distributions, **about)
+        study.add_trial(trial)
     figures = {}
 
     def keep(folder, name):
@@ -199,9 +184,8 @@ def test_plots_have_labels_apart_whole_trials_and_no_white_line(tmp_path, monkey
         labels = [*axis.get_majorticklabels(), *axis.get_minorticklabels()]
         boxes = [each.get_window_extent() for each in labels if each.get_text() and each.get_visible()]
         seen = [box for box in boxes if axes.figure.bbox.overlaps(box)]
-        assert len(seen) > 1 and not [
-            pair for pair in itertools.combinations(seen, 2) if pair[0].overlaps(pair[1])
-        ]
+        assert len(seen) > 1
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(seen, 2))
     (lines,) = figures["parallel-coordinates.png"].axes[0].collections
     assert np.asarray(lines.get_edgecolor())[:, :3].min(axis=1).max() < 0.7  # white is 1
     pyplot.close("all")
@@ -287,8 +271,7 @@ def searched(tmp_path, monkeypatch):
 
     def search(file, *changes):
         loaded = specification.load(file, ["data.dataset=digits", *changes], 1)
-        source = DataSettings.parse({"dataset": "digits"}).open_source()
-        made = SearchRunner(loaded, tmp_path, source)
+        made = SearchRunner(loaded, tmp_path, DataSettings("digits").open_source())
         assert made.run() == 0
         return made.display.results
 
@@ -393,41 +376,6 @@ def test_a_search_bears_a_killed_trial_and_stops_the_worse(runs: Runs, tmp_path)
     assert not (output / worse["folder"] / "summary.json").exists()
 
 
-FOUR_RATES = [
-    f"{LR}={{type: log, base: 10, minval: -4, maxval: -1, count: 4}}",
-    f"{STAGE}=1",
-    "hyperparameters.max_length={batches: 300}",
-    "min_validation_period={batches: 150}",
-    "scheduling_unit=10",
-]
-
-
-@pytest.mark.soak
-def test_a_search_continues_after_sigkill_and_trains_at_its_rates(tmp_path):
-    output = tmp_path / "search"
-    with started(["search.py", *arguments(output, GRID, *FOUR_RATES)]) as program:
-        second = output / "trials/001/metrics.jsonl"
-        wait_until(lambda: second.exists() and second.read_text().count("\n") > 5, program)
-        program.send_signal(signal.SIGKILL)
-    first = (output / "trials/000/net.pt").stat()
-    rest = execute([sys.executable, "search.py", *arguments(output, GRID, *FOUR_RATES)], output)
-    assert rest.code == 0, rest.stderr
-    assert (output / "trials/000/net.pt").stat() == first  # it has not run again
-    table = rows(output)
-    assert [row["outcome"] for row in table] == ["complete"] * 4
-    losses = set()
-    for trial, row in enumerate(table):
-        training = entries(output, trial, "training")
-        assert [entry["steps_completed"] for entry in training] == sorted(
-            {e["steps_completed"] for e in training}
-        )
-        assert training[-1]["learning_rate"] == pytest.approx(float(row[RATE]), rel=1e-6)  # after the warm-up
-        assert training[-1]["steps_completed"] == 300
-        losses.add(training[-1]["loss"])
-    assert len(losses) == 4
-    assert (output / "trials/001.log").read_text().count("validation") == 2  # it has continued
-
-
 @pytest.mark.soak
 def test_invalid_pairs_of_two_ranks_are_reported_and_the_others_finish(tmp_path):
     changes = [
@@ -437,10 +385,9 @@ def test_invalid_pairs_of_two_ranks_are_reported_and_the_others_finish(tmp_path)
         "resources.slots_per_trial=2",
         "hyperparameters.max_length={batches: 20}",
     ]
-    run = execute(
-        [sys.executable, "search.py", *arguments(tmp_path / "search", GRID, *changes)], tmp_path / "search"
-    )
-    assert run.code == 0, run.stderr
-    assert {(row[ZERO], row["outcome"]) for row in rows(run.output)} == {("1", "complete"), ("2", "invalid")}
-    assert "zero_optimization.stage: 2: a pipeline" in run.stdout
-    assert len(list(run.output.glob("trials/*/summary.json"))) == 2
+    output = tmp_path / "search"
+    made = execute([sys.executable, "search.py", *arguments(output, GRID, *changes)], output)
+    assert made.code == 0, made.stderr
+    assert {(row[ZERO], row["outcome"]) for row in rows(output)} == {("1", "complete"), ("2", "invalid")}
+    assert "zero_optimization.stage: 2: a pipeline" in made.stdout
+    assert len(list(output.glob("trials/*/summary.json"))) == 2
