@@ -55,7 +55,10 @@ FAMILIES = [
 ]
 CHANGES = [(*pair, 2) for family in FAMILIES for pair in itertools.permutations(family, 2)]
 CHANGES += [(*pair, ranks) for pair in itertools.product(STAGES, STAGES) for ranks in (1, 3)]
-CHANGES += [(before, family[0], 1) for family in FAMILIES[1:] for before in family]
+# Not with batch norm, whose statistics are a rank's
+CHANGES += [
+    (before, family[0], 1) for family in FAMILIES[1:] if "resnet18" not in family for before in family
+]
 
 
 @pytest.mark.soak
