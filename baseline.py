@@ -40,10 +40,12 @@ from classify.models import dry_run, registry, state_dicts
 from classify.models.registry import NetSpec
 from classify.reports import summary
 from classify.reports.metrics import ClassificationMetrics
+from harness import messages
 from harness.callbacks import Patience
 from harness.errors import ErrorList, InvalidInput, one_line, print_errors, printable
 from harness.experiment import Experiment
 from harness.local.folder import default_output, why_unusable
+from harness.meeting import meet
 from net import Net
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -212,6 +214,7 @@ def start() -> tuple[int, int, torch.device]:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if world_size > 1 and not torch.distributed.is_initialized():
+        meet()
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
     return rank, world_size, device
 
@@ -272,9 +275,8 @@ def evaluate(
     sampler = MicroBatchSampler(len(test_set), 256 * world_size, world_size)
     for inputs, labels in batches(test_set, sampler, rank, world_size, device):
         counts.update(net(inputs), labels)
-    everyone: list[Any] = [counts.per_slot_reduce()] * world_size
-    if world_size > 1:
-        torch.distributed.all_gather_object(everyone, counts.per_slot_reduce())
+    counted = counts.per_slot_reduce()
+    everyone = messages.all_gather(counted) if world_size > 1 else [counted]
     return summary.metrics_summary(counts.cross_slot_reduce(everyone), test_set.classes)
 
 

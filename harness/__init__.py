@@ -51,6 +51,8 @@ def choose_accelerator() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or torch's optimizers look for a driver in every step
 
 
+# Errors alone: the store's warnings about a lost rank are a page of C++ frames each
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 sys.meta_path.insert(0, NoMLflowInAutotuner())
 if sys.orig_argv[1:3] != ["-m", "harness.launch"]:  # which chooses once it knows that it starts processes
     choose_accelerator()

@@ -218,7 +218,7 @@ def _steps(
 ) -> Attempt:
     hang_after = min(experiment.hang_after, HANG)
     ranks = processes.join_local_processes(hang_after)
-    ranks.broadcast(output)
+    ranks.allgather(None)  # each has joined
     output.mkdir()
     with (
         contextlib.ExitStack() as stack,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import deepspeed
 import torch
@@ -17,6 +16,8 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from harness import messages
 
 _EXPERT = re.compile(
     r"^(?P<layer>.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(?P<local>\d+)(?P<rest>.*)$"
@@ -60,8 +61,7 @@ def gather_full_state_dict(
     for name, buffer in kept.items():
         held[plain_name(engine, name, stage_layers)] = buffer.detach().float().cpu()
     if stage_layers or engine.has_moe_layers:  # ranks hold different weights
-        everyone: list[Any] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, held)
+        everyone = messages.all_gather(held)
         held = {name: weight for each in reversed(everyone) for name, weight in each.items()}
     return dict(sorted(held.items()))
 

@@ -11,6 +11,8 @@ from typing import Any
 import deepspeed
 import torch
 
+from harness import messages
+
 
 def clip_stages_together(stage: torch.nn.Module) -> None:
     """Has a pipeline's gradients clipped by their norm over all stages.
@@ -31,9 +33,7 @@ def patch_pipeline(engine: deepspeed.DeepSpeedEngine) -> None:
     if grid is None or not hasattr(optimizer, "scaled_global_norm"):
         return
     group = grid.get_model_parallel_group()
-    counts = [0] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(counts, len(optimizer.param_groups), group=group)
-    if len(set(counts)) == 1:
+    if len(set(messages.all_gather(len(optimizer.param_groups), group))) == 1:
         return
     measure, reduce = optimizer.scaled_global_norm, optimizer._model_parallel_all_reduce
 

@@ -84,7 +84,9 @@ def entering(address: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def started_on(addresses: list[str], arguments: list[str], each: int = 1) -> Iterator[list[Started]]:
+def started_on(
+    addresses: list[str], arguments: list[str], each: int = 1, **environment: str
+) -> Iterator[list[Started]]:
     """Start ``each`` ranks of a Python program on every host, in forks."""
     hosts, ranks = len(addresses), []
     with contextlib.ExitStack() as stack:
@@ -93,7 +95,7 @@ def started_on(addresses: list[str], arguments: list[str], each: int = 1) -> Ite
             numbers = {"RANK": rank, "LOCAL_RANK": local, "GROUP_RANK": host, "WORLD_SIZE": each * hosts}
             numbers |= {"LOCAL_WORLD_SIZE": each, "GROUP_WORLD_SIZE": hosts}
             numbers |= {"MASTER_PORT": 29500}  # a namespace has all its ports to itself
-            variables: dict[str, Any] = {name: str(number) for name, number in numbers.items()}
+            variables: dict[str, Any] = {name: str(number) for name, number in numbers.items()} | environment
             program = ["-c", ENTER, *_place(addresses[host]), *arguments]
             ranks.append(stack.enter_context(started(program, MASTER_ADDR=CHIEF, **variables)))
         yield ranks

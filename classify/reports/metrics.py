@@ -160,10 +160,10 @@ class ClassificationMetrics(pytorch.MetricReducer):
         self._which = which[:, chosen]
 
     @override
-    def per_slot_reduce(self) -> Counted:
+    def per_slot_reduce(self) -> tuple[Any, ...]:
         if self._counts is None:
             nothing = np.zeros((len(self.classes),) * 2, dtype=np.int64)
-            return Counted(nothing, 0.0, [], 0, 0, np.zeros((3, scores.BINS)))
+            return tuple(Counted(nothing, 0.0, [], 0, 0, np.zeros((3, scores.BINS))))
         counts = self._counts.view(len(self.classes), -1).cpu().numpy()
         mistakes = []
         for loss, place, *names in zip(self._hardest.tolist(), *self._which.tolist(), strict=True):
@@ -171,30 +171,31 @@ class ClassificationMetrics(pytorch.MetricReducer):
                 image = place if self.order is None else int(self.order[place])
                 mistakes.append({"loss": loss, "image": image, "predicted": names[0], "label": names[1]})
         bins, views, top5 = self._bins.cpu().numpy(), int(self._right_by_views), int(self._in_top5)
-        return Counted(counts, self._loss.item(), mistakes, views, top5, bins)
+        return counts, self._loss.item(), mistakes, views, top5, bins
 
     @override
-    def cross_slot_reduce(self, per_slot_metrics: list[Counted]) -> dict[str, Any]:
+    def cross_slot_reduce(self, per_slot_metrics: list[tuple[Any, ...]]) -> dict[str, Any]:
         """Gives the metrics of ``classify/config/metric_names.py`` and ``images``, as numbers.
 
         ``accuracy_tta``, that by the mean scores of views, where there are views; ``accuracy/<class>`` is the
         same as its recall.
         """
-        self.confusion = confusion = np.sum([each.confusion for each in per_slot_metrics], axis=0)
-        everyones = [mistake for each in per_slot_metrics for mistake in each.mistakes]
+        counted = [Counted(*each) for each in per_slot_metrics]
+        self.confusion = confusion = np.sum([each.confusion for each in counted], axis=0)
+        everyones = [mistake for each in counted for mistake in each.mistakes]
         self.mistakes = sorted(everyones, key=lambda each: (-each["loss"], each["image"]))[:MISTAKES]
         images = int(confusion.sum())
         metrics: dict[str, Any] = {
             "accuracy": int(confusion.trace()) / max(images, 1),
-            "loss": sum(each.loss for each in per_slot_metrics) / max(images, 1),
+            "loss": sum(each.loss for each in counted) / max(images, 1),
             "images": images,
         }
         if self.how:
-            metrics[TTA_METRIC] = sum(each.right_by_views for each in per_slot_metrics) / max(images, 1)
+            metrics[TTA_METRIC] = sum(each.right_by_views for each in counted) / max(images, 1)
         if len(self.classes) > 5:
-            metrics[TOP5_METRIC] = sum(each.in_top5 for each in per_slot_metrics) / max(images, 1)
+            metrics[TOP5_METRIC] = sum(each.in_top5 for each in counted) / max(images, 1)
         metrics.update(scores.macro(confusion))
-        bins = np.sum([each.bins for each in per_slot_metrics], axis=0)
+        bins = np.sum([each.bins for each in counted], axis=0)
         metrics[CALIBRATION_METRIC] = scores.calibration_error(bins)
         of_classes = scores.of_classes(confusion)
         for prefix, score in (("accuracy", "recall"), ("precision", "precision")):

@@ -18,6 +18,7 @@ import torch
 from deepspeed import DeepSpeedEngine
 from torch import Tensor
 
+from harness import messages
 from harness.checkpoints import safe_load
 from harness.checkpoints.weights import mismatch
 from harness.errors import ErrorList, InvalidInput
@@ -98,23 +99,22 @@ def _moment(engine: DeepSpeedEngine, weight: Tensor, key: str) -> Tensor:
 
 def _kept_by_all(engine: DeepSpeedEngine) -> tuple[dict[str, torch.dtype], dict[str, float]] | None:
     """The moments that any rank keeps, with their types, and what is one number; None if there is more."""
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, _kept(engine))
+    everyone = messages.all_gather(_kept(engine))
     if None in everyone:
         return None
-    moments = {key: dtype for kept, _ in everyone for key, dtype in kept.items()}
+    moments = {key: getattr(torch, dtype) for kept, _ in everyone for key, dtype in kept.items()}
     return dict(sorted(moments.items())), {key: value for _, one in everyone for key, value in one.items()}
 
 
-def _kept(engine: DeepSpeedEngine) -> tuple[dict[str, torch.dtype], dict[str, float]] | None:
+def _kept(engine: DeepSpeedEngine) -> tuple[dict[str, str], dict[str, float]] | None:
     if engine.basic_optimizer is None:
         return None
-    moments: dict[str, torch.dtype] = {}
+    moments: dict[str, str] = {}
     scalars: dict[str, float] = {}
     for weight in master_weights(engine):
         for key, value in engine.basic_optimizer.state.get(weight, {}).items():
             if isinstance(value, Tensor) and value.shape == weight.shape and key != "step":
-                moments[key] = value.dtype
+                moments[key] = str(value.dtype).removeprefix("torch.")
             elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
                 scalars[key] = max(float(value), scalars.get(key, float(value)))
             elif value is not None:

@@ -19,7 +19,7 @@ WAITING = (
 # A debugger waits for its user; Determined's session asks a master that is down again, for half an hour
 EXCUSED = ("pdb.py", "bdb.py", "pydevd.py", "debugpy", "determined/common/api/_session.py")
 DECORATORS = ("wrapper", "log_wrapper", "decorate_context", "wrapped_fn")
-COLLECTIVES = {"distributed_c10d.py": "", "_distributed.py": "Determined's "}
+COLLECTIVES = {"distributed_c10d.py": "", "messages.py": "Determined's "}
 
 
 def frames_of_training() -> list[traceback.FrameSummary]:

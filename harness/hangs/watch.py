@@ -6,6 +6,7 @@ Determined's own collectives have no time limit, torch's one of minutes, and nei
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import socket
@@ -58,9 +59,10 @@ class Watch:
         self._gone_since: dict[int, float] = {}
         self._exchange: Exchange | None = None
         if self.size > 1 and torch.distributed.is_initialized():
-            beats = distributed.allgather((f"harness-{uuid.uuid4()}", self._beat()))
-            self._exchange = Exchange(self.rank, beats[0][0], [beat for _, beat in beats], self._beat)
-            for _, beat in beats:
+            told = distributed.allgather((f"harness-{uuid.uuid4()}", dataclasses.asdict(self._beat())))
+            beats = [Beat(**beat) for _, beat in told]
+            self._exchange = Exchange(self.rank, told[0][0], beats, self._beat)
+            for beat in beats:
                 if beat.space == self._space and beat.rank != self.rank:
                     with contextlib.suppress(psutil.NoSuchProcess):
                         self._siblings[beat.rank] = psutil.Process(beat.pid)
@@ -261,9 +263,9 @@ def watching(distributed: core.DistributedContext, place: Place, hang_after: flo
 
 
 def is_lost_rank(error: Exception) -> bool:
-    """Whether an error is gloo's that it has lost the connection to another rank, or waited in vain."""
+    """Whether an error says that gloo or the store has lost another rank, or waited for it in vain."""
     text = str(error)
-    return (
+    return isinstance(error, torch.distributed.DistNetworkError) or (
         "gloo" in text
         and ("onnect" in text or "Timed out" in text)
         and not isinstance(error, TrainingStopped)

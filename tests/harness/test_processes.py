@@ -1,5 +1,6 @@
 """Processes: their launchers, cores and ports, Determined's stock trainer, and a checkpoint's code."""
 
+import json
 import os
 import shutil
 import socket
@@ -9,17 +10,6 @@ import pytest
 from support import DIGITS, PROJECT, TWO, execute, launcher, overrides, run
 
 from harness.processes import joblib, threads_per_process
-
-LAUNCHED = """
-import os, pathlib, sys
-import train
-from harness import processes
-import torch
-processes.joblib.cpu_count = lambda: 8
-code = train.main(sys.argv[1:])
-pathlib.Path(os.environ["THREADS"] + os.environ["RANK"]).write_text(str(torch.get_num_threads()))
-sys.exit(code)
-"""
 
 
 @pytest.mark.parametrize(
@@ -31,17 +21,20 @@ sys.exit(code)
         pytest.param("deepspeed", None, 4, marks=pytest.mark.soak),
     ],
 )
-def test_a_launcher_s_processes_train_and_share_the_cores(tmp_path, monkeypatch, by, chosen, threads):
+def test_a_launcher_s_processes_share_the_cores_and_listen_on_the_loopback_alone(
+    tmp_path, monkeypatch, by, chosen, threads
+):
     """Each of two has half of the eight cores, unless OMP_NUM_THREADS says otherwise."""
     monkeypatch.delenv("OMP_NUM_THREADS")
-    script, output = tmp_path / "launched.py", tmp_path / "run"
-    script.write_text(LAUNCHED)
-    env: dict[str, Any] = {"PYTHONPATH": str(PROJECT), "THREADS": str(tmp_path / "threads")}
+    output = tmp_path / "run"
+    env: dict[str, Any] = {"PYTHONPATH": str(PROJECT), "FOUND": str(tmp_path / "found")}
     env |= {"OMP_NUM_THREADS": chosen} if chosen else {}
-    done = execute([*launcher(by, 2), str(script), *TWO, "--output", str(output)], output, **env)
+    done = execute([*launcher(by, 2), "tests/listening.py", *TWO, "--output", str(output)], output, **env)
     assert done.code == 0, done.stderr
     assert (done.summary["world_size"], done.summary["validation"]["images"]) == (2, 360)
-    assert [(tmp_path / f"threads{rank}").read_text() for rank in (0, 1)] == [str(threads)] * 2
+    found = [json.loads((tmp_path / f"found{rank}").read_text()) for rank in (0, 1)]
+    assert [each["threads"] for each in found] == [threads] * 2
+    assert [{address for address, _ in each["listening"]} for each in found] == [{"127.0.0.1"}] * 2
 
 
 def test_a_batch_that_does_not_divide_is_one_line(tmp_path):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from containers import ENTRYPOINT, SMALL, container
-from hosts import CHIEF, OTHER, SHORT, entering, joined_namespaces, processes, wait_for_step
+from hosts import CHIEF, OTHER, SHORT, entering, joined_namespaces, processes, started_on, wait_for_step
 from master import Master
 from matrix import DEEPSPEED
 from support import (
@@ -137,6 +137,17 @@ def test_a_trial_on_two_hosts(tmp_path, hosts):
         expected = {**MINE, "HOST_OF_ITS_OWN": address, "DET_SESSION_TOKEN": "secret-token"}
         assert expected.items() <= recorded.items()
         assert recorded["DET_EXPERIMENT_CONFIG"] == given["DET_EXPERIMENT_CONFIG"]
+
+
+@pytest.mark.soak
+def test_hosts_listen_for_the_store_and_gloo_alone(tmp_path):
+    """What arrives there is plain data: nobody unpickles it."""
+    found, program = str(tmp_path / "found"), ["tests/listening.py", *ROW, "--output", str(tmp_path / "run")]
+    with joined_namespaces(CHIEF), started_on([CHIEF, OTHER], program, FOUND=found) as ranks:
+        assert [rank.wait(time_limit()) for rank in ranks] == [0, 0], ranks[0].stderr
+    chief, other = (json.loads((tmp_path / f"found{rank}").read_text())["listening"] for rank in (0, 1))
+    assert {(host, port == 29500) for host, port in chief} == {("0.0.0.0", True), (CHIEF, False)}
+    assert {host for host, _ in other} == {OTHER}
 
 
 @pytest.mark.soak
