@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import pathlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,23 +15,36 @@ from harness.experiment import Experiment
 from harness.local import metrics_log
 
 METADATA = "metadata.json"
-OWN_DIGEST = "sha256"  # the key of its own digest in it
+NUMBER, OWN_DIGEST = "number", "sha256"  # keys in it
 
 
 def write_metadata(folder: pathlib.Path, metadata: dict[str, Any]) -> None:
-    """Describes a checkpoint: what is given, when it was written, and the size and SHA-256 of every file.
+    """Write the description of a new checkpoint, and have all of it reach the disk.
 
-    Last comes the SHA-256 of this description itself.
+    The description holds ``metadata``, the checkpoint's number in its run, the size and SHA-256 of every
+    file, and last its own SHA-256. Numbers give the order of checkpoints; a clock may be set back.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     digests = {
         str(path.relative_to(folder)): (path.stat().st_size, sha256(path, flush=True)) for path in files
     }
-    described = {**metadata, "time": time.time_ns(), "files": digests}
+    number = 1 + max((each[NUMBER] for each in known(folder.parent).values()), default=0)
+    described = {**metadata, NUMBER: number, "files": digests}
     with open(folder / METADATA, "w") as file:
         json.dump({**described, OWN_DIGEST: _digest_of(described)}, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
+    for each in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        sync(each)
+
+
+def sync(folder: pathlib.Path) -> None:
+    """Have the names in a folder reach the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 def read_metadata(checkpoint: pathlib.Path) -> dict[str, Any]:
@@ -51,8 +63,8 @@ def read_metadata(checkpoint: pathlib.Path) -> dict[str, Any]:
     # Without a digest: what Determined has written on a cluster, and runs of earlier versions.
     if metadata.pop(OWN_DIGEST, None) not in (None, _digest_of(metadata)):
         raise ValueError("it is not what was written")
-    if not isinstance(metadata.get("time"), int):
-        metadata["time"] = (checkpoint / METADATA).stat().st_mtime_ns
+    if type(metadata.setdefault(NUMBER, 0)) is not int:
+        raise ValueError(f"{NUMBER} is no whole number")
     return metadata
 
 
@@ -65,18 +77,22 @@ def _is_described(file: Any) -> bool:
 
 
 def known(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """The metadata of every checkpoint in a folder of them, the latest first."""
+    """Return the metadata of every readable checkpoint in a folder by its name, the latest first."""
     found = {}
     for path in _folders(folder):
         with contextlib.suppress(OSError, ValueError, RecursionError):
             found[path.name] = read_metadata(path)
-    return dict(sorted(found.items(), key=lambda item: item[1]["time"], reverse=True))
+    order = sorted(
+        found, key=lambda name: (found[name][NUMBER], found[name]["steps_completed"]), reverse=True
+    )
+    return {name: found[name] for name in order}
 
 
-def unreadable(folder: pathlib.Path) -> dict[str, int]:
-    """When those checkpoints were written whose metadata are missing or damaged."""
+def unreadable(folder: pathlib.Path) -> list[str]:
+    """Return the names of checkpoints without readable metadata, the latest by their folders' times first."""
     readable = known(folder)
-    return {path.name: path.stat().st_mtime_ns for path in _folders(folder) if path.name not in readable}
+    paths = [path for path in _folders(folder) if path.name not in readable]
+    return [path.name for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)]
 
 
 def _folders(folder: pathlib.Path) -> list[pathlib.Path]:

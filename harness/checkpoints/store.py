@@ -72,6 +72,7 @@ class LocalCheckpoints:
             if self._dist.rank == 0:
                 files.write_metadata(partial, metadata)
                 os.rename(partial, self.folder / name)
+                files.sync(self.folder)  # before an older checkpoint goes
                 self._prune()
         except (OSError, RuntimeError) as error:  # RuntimeError: torch's for a failed write
             if is_lost_rank(error) or is_gone(error, self.folder.parent):
@@ -104,10 +105,10 @@ class LocalCheckpoints:
             InvalidInput: if there is none such; the line offers the last one that is whole.
         """
         known, unreadable = files.known(self.folder), files.unreadable(self.folder)
-        written = {**{name: each["time"] for name, each in known.items()}, **unreadable}
-        latest = max(written, key=lambda each: written[each], default=None)
+        candidates = [*unreadable[:1], *list(known)[:1]]
+        latest = max(candidates, key=lambda each: (self.folder / each).stat().st_mtime_ns, default=None)
         name = latest if which in ("latest", AUTO) else which
-        if name is None or name not in written:
+        if name is None or name not in [*known, *unreadable]:
             raise InvalidInput(f"--resume: {which}: not found in {self.folder}; {files.in_words(known)}")
         damage = files.damage(self.folder / name)
         if damage is None:
@@ -123,14 +124,16 @@ class LocalCheckpoints:
             mend = f"the last whole one is --resume {whole} (step {known[whole]['steps_completed']})"
         raise InvalidInput(f"--resume: {which}: {self.folder / name / damage}; {mend}")
 
-    def _prune(self) -> None:
+    def best(self) -> list[str]:
+        """Return the names of checkpoints with a validation, the best first, and of equals the earlier."""
         known = files.known(self.folder)
         scores = {name: self._score(metadata["steps_completed"]) for name, metadata in known.items()}
-        judged = [
-            name for name in reversed(known) if scores[name] is not None
-        ]  # of equals, the earlier is kept
-        best = sorted(judged, key=lambda name: scores[name] or 0, reverse=True)
-        kept = {*list(known)[: self.keep_latest], *best[: self.keep_best]}
+        judged = [name for name in reversed(known) if scores[name] is not None]
+        return sorted(judged, key=lambda name: scores[name] or 0, reverse=True)
+
+    def _prune(self) -> None:
+        known = files.known(self.folder)
+        kept = {*list(known)[: self.keep_latest], *self.best()[: self.keep_best]}
         for name in known.keys() - kept:
             partial = self.folder / f"{_PARTIAL}{name}"
             os.rename(self.folder / name, partial)

@@ -1,18 +1,23 @@
 """The kept checkpoints, the end by early stopping, and runs whose folder or disk has no room."""
 
+import itertools
 import os
+import pathlib
 import re
 import shutil
+import time
 
 import pytest
 import torch
-from determined import pytorch
+from determined import core, pytorch
 from line_trial import LineTrial, fit
 from matrix import row
 from support import DIGITS, LATEST, TWO, Run, checkpoints, contents, overrides, run, train_many
 
 import train as program
 from harness.callbacks import EarlyStopping, Patience
+from harness.checkpoints.files import locate, read_metadata
+from harness.checkpoints.store import LocalCheckpoints
 from harness.errors import one_line
 from harness.local.lost_disk import is_full_disk
 
@@ -91,6 +96,41 @@ def test_the_best_and_the_latest_checkpoints_stay(tmp_path, name, stop):
     config = {"searcher": {"metric": "error", "smaller_is_better": smaller}, "checkpoint_storage": storage}
     done, held = judge(tmp_path / "run", Judged, [float(error) for error in errors], config, stop)
     assert held == kept and done.steps == 6
+
+
+def test_a_clock_that_goes_back_changes_no_order(tmp_path, monkeypatch):
+    """The last step stays, and is the latest of an export."""
+    clock = itertools.count(2 * 10**18, -(10**9))
+    monkeypatch.setattr(time, "time_ns", clock.__next__)
+    config = {"checkpoint_storage": {"save_trial_best": 0, "save_trial_latest": 2}}
+    _, held = judge(tmp_path / "run", Judged, [6.0, 5.0, 4.0, 3.0], config)
+    assert held == {3, 4}
+    assert read_metadata(locate(tmp_path / "run"))["steps_completed"] == 4
+
+
+def test_an_older_checkpoint_goes_once_the_new_one_is_on_the_disk(tmp_path, monkeypatch):
+    events: list[tuple[str, pathlib.Path]] = []
+    rmtree = shutil.rmtree
+
+    def fsync(file):
+        events.append(("synced", pathlib.Path(f"/proc/self/fd/{file}").readlink()))
+
+    def remove(path, **_):
+        events.append(("removed", path))
+        rmtree(path)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    store = LocalCheckpoints(tmp_path, core.DummyDistributedContext(), 0, 1, lambda step: None)
+    names = []
+    for step in (1, 2):
+        with store.store_path({"steps_completed": step}) as (folder, name):
+            (folder / "inner").mkdir()
+            (folder / "inner/weights").write_text("1")
+        names.append(name)
+    old, new = (tmp_path / f".partial-{name}" for name in names)
+    written = [new / "inner/weights", new / "metadata.json", new, new / "inner", tmp_path]
+    assert events[-6:] == [*(("synced", path) for path in written), ("removed", old)]
 
 
 @pytest.mark.parametrize("stop", [None, 4, 5, 6])
