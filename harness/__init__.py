@@ -9,8 +9,8 @@ What Determined 0.38 and DeepSpeed 0.19 leave undone is done here; nothing here 
         Trainer(MyTrial(context), context).fit(max_length=pytorch.Epoch(2))
 
 Importing this package tells DeepSpeed, which looks for an accelerator while it is imported, that there is
-none, keeps MLflow out of it, and gives each task of SLURM's ``srun`` its rank. So it has to be imported
-before ``deepspeed``: ``model_def.py`` and ``classify``'s packages do that.
+none, keeps MLflow out of it, lets threads sleep while they wait for each other, and gives each task of
+SLURM's ``srun`` its rank. Import it before ``torch`` and ``deepspeed``, as ``model_def.py`` does.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from harness import slurm
+
+WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables of OpenMP's libraries
 
 
 class NoMLflowInAutotuner(importlib.abc.MetaPathFinder):
@@ -42,6 +44,16 @@ class NoMLflowInAutotuner(importlib.abc.MetaPathFinder):
             raise ImportError("DeepSpeed's autotuner is not used")
 
 
+def sleep_while_waiting() -> None:
+    """Let the threads of a step sleep while they wait for each other, unless the environment says otherwise.
+
+    By default they spin, and take the cores from the threads that they wait for. Torch's OpenMP reads the
+    policy when torch is imported.
+    """
+    if os.environ.keys().isdisjoint(WAIT_POLICIES):
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
 def choose_accelerator() -> None:
     """Tells DeepSpeed and torch that there is no GPU, where there is none."""
     import torch
@@ -54,6 +66,7 @@ def choose_accelerator() -> None:
 # Errors alone: the store's warnings about a lost rank are a page of C++ frames each
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 sys.meta_path.insert(0, NoMLflowInAutotuner())
+sleep_while_waiting()
 if sys.orig_argv[1:3] != ["-m", "harness.launch"]:  # which chooses once it knows that it starts processes
     choose_accelerator()
     slurm.take_ranks(os.environ)

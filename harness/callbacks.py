@@ -9,7 +9,7 @@ from typing import Any
 from determined import pytorch
 from typing_extensions import override
 
-from harness.errors import TrainingStopped
+from harness.errors import Diverged, TrainingStopped
 
 
 class Patience:
@@ -47,7 +47,7 @@ class Patience:
 
 
 class EarlyStopping(pytorch.PyTorchCallback):
-    """Ends the training, with a checkpoint, when a validation metric has stopped improving.
+    """End the training, with a checkpoint, when a validation metric has stopped improving.
 
     Args:
         context: the trial's, which is asked to stop.
@@ -71,8 +71,12 @@ class EarlyStopping(pytorch.PyTorchCallback):
 
     @override
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
-        if self.patience.update(metrics[self.metric]):
-            self.context.set_stop_requested(True)
+        if not self.patience.update(metrics[self.metric]):
+            return
+        self.context.set_stop_requested(True)
+        if self.context.distributed.rank == 0:
+            waited, best = self.patience.waited, self.patience.best
+            print(f"stopping early: {waited} validations without an improvement of {self.metric}, {best:.4g}")
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -149,7 +153,7 @@ class NonFiniteLossMonitor(pytorch.PyTorchCallback):
         last = (
             f"the last good checkpoint is {self.checkpoint}" if self.checkpoint else "no checkpoint was saved"
         )
-        return TrainingStopped(f"{reason}; {last}; use a smaller learning rate or clip gradients")
+        return Diverged(f"{reason}; {last}; use a smaller learning rate or clip gradients")
 
 
 def _rate(metrics: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import determined as det
 from determined import core
 
-from harness.errors import InvalidInput, LostRank, TrainingStopped, UnreadableData
+from harness.errors import InvalidInput, LostRank, TrainingStopped, UnreadableData, is_said_here
 from harness.experiment import Experiment
 
 SINGLE = "single"  # the searcher of an experiment with one trial
@@ -110,7 +110,8 @@ def errors_end_the_trial() -> Iterator[None]:
         yield
     except (InvalidInput, TrainingStopped) as error:
         if on_cluster() and not isinstance(error, (LostRank, UnreadableData)):
-            print(error, file=sys.stderr)
+            if is_said_here(error):
+                print(error, file=sys.stderr)
             raise det.InvalidHP(str(error)) from error
         raise
 
@@ -133,9 +134,17 @@ def leaves_once_reported() -> Iterator[None]:
 
 
 def log_from_chief(is_chief: bool) -> None:
-    """Has Determined's loggers print everything on the chief, and warnings alone on other ranks."""
+    """Let Determined's loggers print everything on the chief, and warnings alone on other ranks.
+
+    Two lines that nobody can act on are left out: which object holds a rank's place among the ranks, and that
+    the files of a checkpoint on a shared file system need no download.
+    """
     level = logging.DEBUG if cluster_info().trial._debug else logging.INFO
     logging.basicConfig(level=level if is_chief else logging.WARNING, format=det.LOG_FORMAT)
+    logging.getLogger("determined.common.storage.shared").setLevel(logging.ERROR)
+    logging.getLogger("determined.pytorch").addFilter(
+        lambda record: "ModelParallelUnit(" not in record.getMessage()
+    )
 
 
 def check_slots(processes: int) -> None:

@@ -42,12 +42,14 @@ class Controller(Loop):
 
     Args:
         records_steps: whether to record a few steps with torch's profiler.
+        best_weights: whether to end with the weights of the best validation.
         kwargs: as Determined's controller takes them.
     """
 
-    def __init__(self, records_steps: bool, **kwargs: Any) -> None:
+    def __init__(self, records_steps: bool, best_weights: bool, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.records_steps = records_steps
+        self.records_steps, self.best_weights = records_steps, best_weights
+        self.kept_checkpoint: str | None = None  # with the final weights, if it is not the last one
         self.engines: list[Any] = self.context.models
         self.last_metrics: dict[str, Any] = {}  # of a micro-batch
         self.test_data: final_test.TestData | None = None
@@ -100,9 +102,11 @@ class Controller(Loop):
                     super()._run()
             interrupted = isinstance(preempt, LocalPreempt) and preempt.requested
             is_done = self.steps_done >= self._total_steps() or self.context.get_stop_requested()
-            if self.test_data and is_done and not interrupted:
-                with final_test.testing(self, self.test_data):
-                    self.test_metrics = self._validate()
+            if is_done and not interrupted:
+                self._choose_weights()
+                if self.test_data:
+                    with final_test.testing(self, self.test_data):
+                        self.test_metrics = self._validate()
             self.context.place.begin(END, self.steps_done)
 
     @override
@@ -116,6 +120,30 @@ class Controller(Loop):
         if self.test_mode:
             return 1
         return length * self.epoch_length if isinstance(self.max_length, pytorch.Epoch) else length
+
+    def _choose_weights(self) -> None:
+        """Load the best checkpoint if the last one is not the best, or say that it stays behind."""
+        checkpoints, best = self.core_context.checkpoint, None
+        if self.local and not self.test_mode and (names := checkpoints.best()):
+            best = names[0], checkpoints.get_metadata(names[0])["steps_completed"]
+        best = self.context.distributed.broadcast(best)
+        if best is None or best[1] == self.steps_done:
+            return
+        name, step = best
+        metric = self.context.experiment.metric
+        if self.best_weights:
+            steps = dict(vars(self.state))
+            self.latest_checkpoint = self.kept_checkpoint = name
+            with checkpoints.restore_path(name) as path:
+                self._load(path)
+            for key, value in steps.items():
+                setattr(self.state, key, value)
+        if self.local and self.best_weights:
+            self.local.judge_by(step)
+            print(f"weights: of step {step:,}, the best by {metric}", flush=True)
+        elif self.local:
+            other = "hyperparameters.best_weights: true keeps them"
+            print(f"weights: of the last step; by {metric} step {step:,} is better; {other}", flush=True)
 
     def _begin_plan(self) -> None:
         if self.budget:
@@ -252,7 +280,7 @@ class Controller(Loop):
         name, mine = str(self.latest_checkpoint), self.identity()
         if not self.local_training:  # or it has been done
             self._check_checkpoint(load_path, name, mine)
-        if self.budget and self.start_from_batch:  # before the schedules, which go by the plan
+        if self.budget and self.start_from_batch and not self.state:  # before schedules, which go by the plan
             self._load_budget(load_path, name)
         with contents.loading(name, self.context.distributed), contextlib.ExitStack() as around:
             for engine in self.engines:

@@ -3,7 +3,7 @@
 - ``prepare_accelerator``, once a process: ``silence_misleading_warnings``, ``allow_fp16_on_cpu``,
   ``reduce_over_gloo``, and those of Muon, in ``muon_patches.py``; ``limit_waiting`` before its group is made;
 - ``patch_engine``, to a new engine: those from ``scale_fp16_loss_without_zero`` on,
-  ``patch_pipeline`` and that of ``zero_patches.py``;
+  ``patch_pipeline`` and the patches in ``zero_patches.py``;
 - before an engine is made: ``partition_for_zero3`` to a network, ``clip_stages_together`` to a pipeline, both
   of whose patches are in ``pipeline_patches.py``;
 - before each validation: ``broadcast_buffers``;
@@ -28,12 +28,14 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import TorchBackend
+from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.utils import clip_grad_norm_
 
+from harness import redaction
 from harness.muon_patches import mend_muon_on_demand
 from harness.pipeline_patches import patch_pipeline
 from harness.schedules import SETTINGS, follow_remade_optimizer
-from harness.zero_patches import join_collectives_of_groups
+from harness.zero_patches import find_weights_in_round_robin, join_collectives_of_groups
 
 # ----------------------------------------------------------------------------------------------- the process
 
@@ -96,16 +98,18 @@ def silence_misleading_warnings() -> None:
 def patch_engine(engine: deepspeed.DeepSpeedEngine) -> None:
     """Applies what every new engine needs."""
     scale_fp16_loss_without_zero(engine)
+    let_other_losses_pass(engine)
     keep_gradient_norm(engine)
     skip_reductions_over_one_rank(engine)
     save_plain_configuration(engine)
     follow_remade_optimizer(engine)
     patch_pipeline(engine)
+    find_weights_in_round_robin(engine)
     join_collectives_of_groups(engine)
 
 
 def scale_fp16_loss_without_zero(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Has ``engine.backward`` multiply the loss by fp16's loss scale without ZeRO, too.
+    """Multiply the loss by fp16's loss scale in ``engine.backward`` without ZeRO, too.
 
     Since DeepSpeed 0.18 it scales for ZeRO's optimizers only, but ``step`` divides the gradients by the
     scale in either case: they would be too small by that factor, and overflow would never be noticed.
@@ -114,10 +118,34 @@ def scale_fp16_loss_without_zero(engine: deepspeed.DeepSpeedEngine) -> None:
         return
     backward = engine.backward
 
-    def scaled_backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return backward(loss * engine.optimizer.loss_scale_config.cur_scale, *args, **kwargs)
+    def scaled_backward(loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        scale = engine.optimizer.loss_scale_config.cur_scale
+        scaled = backward(loss.float() * scale, *args, **kwargs)  # in fp16 it may overflow
+        return (scaled / scale).to(loss.dtype)
 
     engine.backward = scaled_backward
+
+
+def let_other_losses_pass(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Let the loss of another engine pass through this one, as a GAN's generator needs it.
+
+    DeepSpeed 0.19 takes such a loss for one whose ``backward`` the trial itself has called. It refuses that
+    without ZeRO, and in fp16, where it misses the scale that the other engine has applied. This engine's
+    weights keep gradients of that loss until the trial calls the engine's ``zero_grad``.
+    """
+    losses = getattr(engine_module, "_ENGINE_BACKWARD_GRAPH_TRACKER", None)
+    if losses is None:  # an older DeepSpeed lets every loss pass
+        return
+    begin = engine._backward_prologue
+
+    def begin_own_backward() -> None:
+        is_other = losses.is_current_graph_registered() and not engine._running_engine_backward
+        if is_other and not engine._support_torch_style_backward:
+            return  # without ZeRO there is nothing to prepare
+        engine._manual_backward_expected |= is_other
+        begin()
+
+    engine._backward_prologue = begin_own_backward
 
 
 def keep_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -146,7 +174,8 @@ def keep_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> None:
     engine.clip_fp32_gradients = clip_fp32_gradients
     is_plain = not (engine.zero_optimization() or engine.fp16_enabled() or engine.bfloat16_enabled())
     if (
-        replicated
+        engine.basic_optimizer is not None  # or the engine only computes
+        and replicated
         and is_plain
         and not engine.gradient_clipping()
         and hasattr(torch.nn.utils, "get_total_norm")
@@ -161,13 +190,13 @@ def skip_reductions_over_one_rank(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 def save_plain_configuration(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Has checkpoints hold the configuration as plain dictionaries.
+    """Has checkpoints hold the configuration as plain dictionaries without credentials.
 
     DeepSpeed saves the very object that the trial gave it. As an ``AttrDict``, usual in Determined's trials,
-    it is more than a safe ``torch.load`` reads.
+    it is more than a safe ``torch.load`` reads, and ``comet.api_key`` stands in it.
     """
     if isinstance(engine.config, Mapping):
-        engine.config = json.loads(json.dumps(engine.config, default=str))
+        engine.config = redaction.values(json.loads(json.dumps(engine.config, default=str)))
 
 
 # ---------------------------------------------------------------------------- the network, before its engine

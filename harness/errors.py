@@ -9,8 +9,10 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from harness import redaction
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -23,7 +25,12 @@ class InvalidInput(ValueError):
 
     Args:
         errors: one line, or several when more than one thing is wrong; made ``printable``.
+
+    Attributes:
+        is_every_rank_s: whether all ranks raise it, so that one of them says it for all.
     """
+
+    is_every_rank_s = True
 
     def __init__(self, errors: str | Iterable[str]) -> None:
         self.errors = [printable(each) for each in ([errors] if isinstance(errors, str) else errors)]
@@ -39,6 +46,8 @@ class UnreadableData(InvalidInput):
     On a cluster the trial is started again: a server may be back by then.
     """
 
+    is_every_rank_s = False
+
 
 class UnusableCheckpoint(InvalidInput, AssertionError):
     """A checkpoint from which the trial cannot go on.
@@ -51,10 +60,21 @@ class TrainingStopped(RuntimeError):
     """Training cannot go on, e.g. because the disk is full or the loss is NaN.
 
     The message is one line that says why and what was saved. Programs print it and exit with code 1.
+
+    Attributes:
+        is_every_rank_s: as of ``InvalidInput``.
     """
+
+    is_every_rank_s = False
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
+
+
+class Diverged(TrainingStopped):
+    """The loss or the gradients of all ranks together are not finite."""
+
+    is_every_rank_s = True
 
 
 class LostRank(TrainingStopped):
@@ -103,18 +123,27 @@ def _overlap(one: list[str], other: list[str]) -> bool:
 
 
 def print_errors(program: str, error: InvalidInput) -> int:
-    """Prints every error as a line on stderr, on rank 0 alone, and gives the exit code 2."""
-    is_own = isinstance(error, UnreadableData)
-    if is_own or int(os.environ.get("RANK", 0)) == 0:  # every rank finds the same errors, but for these
+    """Print every error as a line on stderr, once for all ranks, and return the exit code 2."""
+    if is_said_here(error):
         for line in error.errors:
             print(f"{program}: {line}", file=sys.stderr)
     return 2
 
 
+def is_said_here(error: InvalidInput | TrainingStopped) -> bool:
+    """Whether this rank is the one to say an error: rank 0 says what every rank raises."""
+    rank = os.environ.get("RANK", "0")
+    return not error.is_every_rank_s or not rank.isdecimal() or int(rank) == 0
+
+
 def printable(text: object) -> str:
-    """A name as a terminal or page may show it: what is no character to be seen is written as in Python."""
+    """Return a text as a terminal or page may show it.
+
+    URLs lose their credentials. A character that nobody can see is written as in Python.
+    """
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in str(text)
+        each if each.isprintable() else each.encode("unicode_escape").decode()
+        for each in redaction.text(str(text))
     )
 
 
@@ -145,7 +174,54 @@ def nearest(key: object, known: Iterable[object], prefixes: Mapping[str, str] | 
         prefixes: what to write before those of them that stand elsewhere.
     """
     names = sorted(str(k) for k in known)
-    close = difflib.get_close_matches(str(key), names, n=1)
-    if close:
-        return f"did you mean {(prefixes or {}).get(close[0], '') + close[0]!r}?"
+    if close := _closest(str(key), names):
+        return f"did you mean {(prefixes or {}).get(close, '') + close!r}?"
     return f"use one of {', '.join(names)}" if len(names) <= 20 else "remove it"
+
+
+# Names that other programs have for keys of this one and of DeepSpeed's.
+SYNONYMS = {
+    "ema": "weight_average",
+    "swa": "weight_average",
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "epochs": "max_length",
+    "batches": "max_length",
+    "max_epochs": "max_length",
+    "max_steps": "max_length",
+    "model": "net",
+    "arch": "net",
+    "tta": "test_time_augmentation",
+    "batch_size": "train_batch_size",
+    "grad_clip": "gradient_clipping",
+    "clip_grad_norm": "gradient_clipping",
+    "seed": "experiment_seed",
+}
+
+
+def _closest(key: str, names: Sequence[str]) -> str | None:
+    """Return the name that a mistyped key may be: a synonym, a typo, the same words, or one alike."""
+    wanted = SYNONYMS.get(key.lower(), key)
+    for name in names:
+        if wanted == name.rpartition(".")[2]:
+            return name
+    if typo := difflib.get_close_matches(key, names, n=1, cutoff=0.9):
+        return typo[0]
+    same = [name for name in names if _words(key) and all(_is_among(each, name) for each in _words(key))]
+    alike = difflib.get_close_matches(key, names, n=1, cutoff=0.65)
+    return min(same or alike, key=lambda name: (len(_words(name)), -_likeness(key, name)), default=None)
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z]+|\d+", name.lower())
+
+
+def _is_among(word: str, name: str) -> bool:
+    """Whether a word is one of a name's words, begins one, or is a mistyped one."""
+    return any(
+        (len(word) > 2 and each.startswith(word)) or _likeness(word, each) >= 0.8 for each in _words(name)
+    )
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()

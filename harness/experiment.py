@@ -5,6 +5,7 @@ Source: https://docs.determined.ai/latest/reference/training/experiment-config-r
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 from determined import pytorch
 
+from harness import redaction
 from harness.errors import InvalidInput
 from harness.plan import Minutes
 from harness.trackers.tracked_run import tracker_errors
@@ -21,7 +23,8 @@ LENGTH_UNITS = ("batches", "epochs")
 LENGTH = "hyperparameters.max_length"
 MINUTES = "minutes"  # a length alone: what follows from time is no period
 HANG_AFTER = 600.0  # seconds
-PRIVATE = ("environment", "checkpoint_storage", "registry_auth", "bind_mounts")
+SCHEDULING_UNIT = 100  # Determined's default, which a master writes into every configuration
+LEAST_REPORTS = 50  # the points of a curve
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Experiment:
         Raises:
             InvalidInput: if ``hyperparameters.max_length``, which the master does not check, is none.
         """
-        length = self.hyperparameters.get("max_length")
+        length = of_one_unit(self.hyperparameters.get("max_length"))
         errors = length_errors(length)
         if errors or length is None:
             raise InvalidInput(errors)
@@ -80,8 +83,8 @@ class Experiment:
 
     @property
     def shown(self) -> dict[str, Any]:
-        """The configuration for others to read: without the sections that hold keys and passwords."""
-        return {key: value for key, value in self.config.items() if key not in PRIVATE}
+        """The configuration that others may read; see ``redaction``."""
+        return redaction.experiment(self.config)
 
     @property
     def name(self) -> str:
@@ -100,7 +103,7 @@ class Experiment:
     @property
     def scheduling_unit(self) -> int:
         """Optimizer steps between two reports of training metrics."""
-        return int(self.config.get("scheduling_unit") or 100)
+        return int(self.config.get("scheduling_unit") or SCHEDULING_UNIT)
 
     def checkpoints_to_keep(self, field: str) -> int:
         """How many checkpoints ``save_trial_best`` or ``save_trial_latest`` say to keep."""
@@ -133,8 +136,8 @@ class Experiment:
         chosen = self._section("searcher").get("smaller_is_better")
         if chosen is not None or self.metric in ("", "loss"):
             return []
-        what = f"so less {self.metric} is better, as in Determined"
-        return [f"searcher.smaller_is_better: None: {what}; false turns it"]
+        what = f"not given, so a smaller {self.metric} is better, as in Determined"
+        return [f"searcher.smaller_is_better: None: {what}; set it to false if a larger one is"]
 
     def length_notes(self, steps: int, epoch_steps: int, batch_size: int) -> list[str]:
         """Says where the last validation comes right after another.
@@ -150,32 +153,58 @@ class Experiment:
         rest = steps % period
         if not 0 < rest * 10 < period or rest == steps:
             return []
-        what = f"ends {rest} steps after the validation of step {steps - rest:,}, with another"
-        return [f"{LENGTH}: {steps:,} steps: {what}; {steps - rest} spare it"]
+        what = f"the last validation comes only {rest} steps after the one before"
+        return [f"{LENGTH}: {steps:,} steps: {what}; use {steps - rest:,} steps to leave it out"]
 
-    def fit_arguments(self, batch_size: int) -> dict[str, Any]:
-        """What ``Trainer.fit`` takes of the configuration.
+    def fit_arguments(self, batch_size: int, steps: int | None = None) -> dict[str, Any]:
+        """Return the arguments of ``Trainer.fit`` that the configuration gives.
 
         Args:
             batch_size: images, or other records, an optimizer step: periods may count them.
+            steps: optimizer steps of the whole training, if they are known. A short training reports at
+                least ``LEAST_REPORTS`` times, unless ``scheduling_unit`` is not the default.
         """
+        period = self.scheduling_unit
+        if steps and period == SCHEDULING_UNIT:
+            period = min(period, max(1, steps // LEAST_REPORTS))
         return {
             "max_length": train_unit(self.max_length, batch_size),
             "validation_period": train_unit(self.period("min_validation_period"), batch_size),
             "checkpoint_period": train_unit(self.period("min_checkpoint_period"), batch_size),
-            "reporting_period": pytorch.Batch(self.scheduling_unit),
+            "reporting_period": pytorch.Batch(period),
             "checkpoint_policy": self.config.get("checkpoint_policy") or "best",
             "step_zero_validation": bool(self.config.get("perform_initial_validation")),
             "profiling_enabled": self.profiling,
+            "best_weights": bool(self.hyperparameters.get("best_weights")),
         }
 
     def _section(self, field: str) -> Mapping[str, Any]:
         return self.config.get(field) or {}
 
 
+def of_one_unit(value: Any) -> Any:
+    """Return a length or period without its null entries.
+
+    A merge with the experiment file keeps the file's unit beside the new one. Null removes it.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    return {unit: number for unit, number in value.items() if number is not None}
+
+
 def unit_errors(field: str, value: Any, units: tuple[str, ...], least: int) -> list[str]:
-    """Checks that a value is ``{UNIT: N}`` with one of the units and a whole N of at least ``least``."""
+    """Check that a value is ``{UNIT: N}`` with one of the units and a whole N of at least ``least``.
+
+    Null entries do not count.
+    """
+    value = of_one_unit(value)
     form = " or ".join(f"{{{unit}: N}}" for unit in units)
+    known = {*units, MINUTES} if field == LENGTH else {*units}
+    if isinstance(value, Mapping) and len(value) > 1 and value.keys() <= known:
+        unit, *others = list(value)[::-1]
+        one = json.dumps({unit: value[unit], **dict.fromkeys(others)}, default=str)
+        what = "has several units, perhaps by a merge of det's --config with the file; give null for all but"
+        return [f"{field}: {dict(value)!r}: {what} one, e.g. --config {field}='{one}'"]
     if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in units:
         return [f"{field}: {value!r}: must be {form}"]
     unit, number = next(iter(value.items()))
@@ -186,6 +215,7 @@ def unit_errors(field: str, value: Any, units: tuple[str, ...], least: int) -> l
 
 def length_errors(value: Any) -> list[str]:
     """Checks ``hyperparameters.max_length``."""
+    value = of_one_unit(value)
     if not isinstance(value, Mapping) or list(value) != [MINUTES]:
         errors = unit_errors(LENGTH, value, LENGTH_UNITS, least=1)
         return [f"{line} or {{{MINUTES}: M}}" if "must be {" in line else line for line in errors]

@@ -7,6 +7,7 @@ result. It reaches a cluster's master as metrics of the group ``test``.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -14,11 +15,14 @@ from determined import pytorch
 from determined.pytorch import deepspeed as det_ds
 from typing_extensions import override
 
+from harness.errors import InvalidInput
 from harness.hangs.place import TEST
 from harness.hooks import Callback
 from harness.random_state import random_state, set_random_state
 
 GROUP = "test"
+
+logger = logging.getLogger("harness")
 
 
 class TestData(NamedTuple):
@@ -36,23 +40,35 @@ class TestData(NamedTuple):
 
 
 def make_data(controller: det_ds.DeepSpeedTrialController) -> TestData | None:
-    """Builds the trial's test data as Determined builds that of validations; None if it has none.
+    """Build the trial's test data as Determined builds validation data; None if it has none.
 
     Every rank has to call it.
+
+    Raises:
+        InvalidInput: if a rank gets no batch.
     """
     build, context = getattr(controller.trial, "build_test_data_loader", None), controller.context
     made = build() if build and context._mpu.should_build_data_loader else None
-    loader, batches, size = None, 0, 0
+    loader, batches, size = None, None, 0
     if made is not None:
         mpu, calls = context._mpu, context.get_num_micro_batches_per_slot()
         calls = calls if context.use_pipeline_parallel else 1
         ranks = {"num_replicas": mpu.data_parallel_world_size, "rank": mpu.data_parallel_rank}
         loader = made.get_data_loader(repeat=False, skip=0, **ranks)
         before = random_state(context.device)  # for the first batch may draw, as augmentation does
-        batches, size = len(loader) // calls, pytorch.data_length(next(iter(loader))) * calls
+        first = next(iter(loader), None)
         set_random_state(before, context.device)
-    batches = max(context.distributed.allgather(batches))
-    return TestData(loader, batches, size) if batches else None
+        batches = len(loader) // calls
+        size = 0 if first is None else pytorch.data_length(first) * calls
+    of_ranks = [each for each in context.distributed.allgather(batches) if each is not None]
+    if not of_ranks:
+        return None
+    least, most = min(of_ranks), max(of_ranks)
+    if not least:
+        raise InvalidInput("test data: a rank gets no batch; use more, fewer processes or smaller batches")
+    if least < most and controller.is_chief:
+        logger.warning(f"ranks have {least} to {most} batches of test data; every rank tests on {least}")
+    return TestData(loader, least, size)
 
 
 @contextlib.contextmanager

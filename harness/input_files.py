@@ -8,7 +8,7 @@ import pathlib
 import stat
 from collections.abc import Iterator
 
-from harness.errors import InvalidInput, one_line
+from harness.errors import DISK_FULL, InvalidInput, one_line
 
 
 def regular_file(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -33,9 +33,38 @@ def refused(what: str, mend: str = "give another folder") -> Iterator[None]:
 
     Args:
         what: the key or option and its value, or the path.
-        mend: what to do.
+        mend: what to do, unless the disk is full.
     """
     try:
         yield
     except OSError as error:
-        raise InvalidInput(f"{what}: cannot be used ({one_line(error)}); {mend}") from error
+        remedy = "free some disk space" if error.errno in DISK_FULL else mend
+        raise InvalidInput(f"{what}: cannot be used ({one_line(error)}); {remedy}") from error
+
+
+def small_file(path: str | os.PathLike[str], most: int) -> bytes:
+    """Return the bytes of a file.
+
+    Raises:
+        OSError: if there is none, or it is not regular, or has more than ``most`` bytes.
+    """
+    file = regular_file(path)
+    if (size := file.stat().st_size) > most:
+        raise OSError(f"has {size:,} bytes, more than {most:,}")
+    return file.read_bytes()
+
+
+@contextlib.contextmanager
+def parsed(what: str, remedy: str) -> Iterator[None]:
+    """Turn every exception of a parser of foreign bytes into ``InvalidInput``.
+
+    Args:
+        what: the file's name, and which kind of file it fails to be.
+        remedy: what to do.
+    """
+    try:
+        yield
+    except InvalidInput:
+        raise
+    except Exception as error:  # a parser fails in any way, and for lack of memory
+        raise InvalidInput(f"{what} ({one_line(error)}); {remedy}") from error

@@ -76,7 +76,7 @@ def on_this_host(info: det.ClusterInfo, command: Cmd) -> Cmd:
     return [
         *layer.create_pid_server_cmd(info.allocation_id, len(devices)),
         *[*python, "deepspeed.launcher.launch", f"--world_info={world}", *master],
-        *["--no_python", "--no_local_rank"],
+        *["--log_level=warning", "--no_python", "--no_local_rank"],
         *[*python, *layer.create_pid_client_cmd(info.allocation_id)],
         *layer.create_log_redirect_cmd(),
         *command,

@@ -10,7 +10,8 @@ What Determined 0.38 does, and the methods of ``Loop`` that cure it:
   ``_set_data_loaders``.
 - A rank that reports no metrics, as of a parallel model, fails in validation, and a validation draws from
   the generators of training: ``_validate``.
-- A local checkpoint copies all of the working directory as its code: ``_save``.
+- A local checkpoint copies all of the working directory as its code, and every checkpoint has the whole
+  configuration, with its keys and passwords: ``_save``.
 - A trial that a search has stopped is trained to its end: ``_stop_requested``.
 - TensorBoard's files of a trial are uploaded only if Determined writes its own: ``_stop_requested``.
 - CUDA is synchronised on a machine without a GPU: ``_sync_device``.
@@ -32,6 +33,7 @@ from determined import core, pytorch
 from determined.pytorch import deepspeed as det_ds
 from typing_extensions import override
 
+from harness import redaction
 from harness.checkpoints.code import copying
 from harness.cluster import on_cluster, search_has_stopped
 from harness.errors import InvalidInput
@@ -186,8 +188,12 @@ class Loop(det_ds.DeepSpeedTrialController):
 
     @override
     def _save(self, path: pathlib.Path) -> None:
-        """Copies the trial's code alone into a local checkpoint; on a cluster there is a clean copy."""
-        with copying(self.code()) if self.local_training else contextlib.nullcontext():
+        """Copies the trial's code alone into a local checkpoint; on a cluster there is a clean copy.
+
+        Determined writes the configuration into ``load_data.json``, which therefore gets a redacted one.
+        """
+        code = copying(self.code()) if self.local_training else contextlib.nullcontext()
+        with code, _redacted(self.context):
             super()._save(path)
 
     @override
@@ -205,6 +211,18 @@ class Loop(det_ds.DeepSpeedTrialController):
     def _sync_device(self) -> None:
         """Waits for whichever device there is."""
         get_accelerator().synchronize()
+
+
+@contextlib.contextmanager
+def _redacted(context: Any) -> Iterator[None]:
+    """Replace the configuration of a context by the one that others may read."""
+    config, hyperparameters = context._exp_conf, context._hparams
+    context._exp_conf = redaction.experiment(config or {})
+    context._hparams = redaction.values(hyperparameters)
+    try:
+        yield
+    finally:
+        context._exp_conf, context._hparams = config, hyperparameters
 
 
 @contextlib.contextmanager

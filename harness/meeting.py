@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import os
+import re
 import socket
 
 import psutil
@@ -14,6 +15,35 @@ from torch.distributed import TCPStore
 from harness.errors import InvalidInput
 
 LOOPBACK = "127.0.0.1"
+
+
+LEAST = {
+    "RANK": 0,
+    "LOCAL_RANK": 0,
+    "WORLD_SIZE": 1,
+    "LOCAL_WORLD_SIZE": 1,
+    "LOCAL_SIZE": 1,
+    "MASTER_PORT": 1,
+}
+
+
+def check_ranks() -> None:
+    """Check the environment variables that a launcher sets for its ranks.
+
+    Raises:
+        InvalidInput: with a line for each that is no such number.
+    """
+    given = {name: os.environ[name] for name in LEAST if name in os.environ}
+    errors = [
+        f"{name}: {value!r}: must be a whole number of at least {LEAST[name]}; unset it, or use torchrun"
+        for name, value in given.items()
+        if not re.fullmatch("[0-9]{1,9}", value) or int(value) < LEAST[name]
+    ]
+    rank, size = given.get("RANK", "0"), given.get("WORLD_SIZE", "1")
+    if not errors and int(rank) >= int(size):
+        errors = [f"RANK: {rank!r}: must be below WORLD_SIZE, which is {size}; unset both, or use torchrun"]
+    if errors:
+        raise InvalidInput(errors)
 
 
 def local_size() -> int:
@@ -28,35 +58,44 @@ def meet(mine: str = "") -> None:
     the hostname's address.
 
     Args:
-        mine: this host's address, by which other hosts' ranks reach it; found out if empty.
+        mine: the address of this host for ranks of other hosts; looked up if empty.
 
     Raises:
         InvalidInput: if the launcher's port is in use.
     """
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    is_one_host = size == local_size()
-    mine = LOOPBACK if is_one_host else mine or _address_towards(os.environ.get("MASTER_ADDR", ""))
+    mine = mine or _own_address()
     for name, addresses in psutil.net_if_addrs().items():
         if mine in [each.address for each in addresses]:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            if is_one_host:
+            if mine == LOOPBACK:
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-    if size > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        if is_one_host:
+    if "MASTER_PORT" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if _is_one_host():
             os.environ["MASTER_ADDR"] = LOOPBACK
         if os.environ.get("RANK") == "0":
-            _open_store(LOOPBACK if is_one_host else "", int(os.environ["MASTER_PORT"]), os.getpid())
+            _serve_at(int(os.environ["MASTER_PORT"]), os.getpid())
 
 
 @functools.cache  # it stays open as long as the process
-def _open_store(address: str, port: int, process: int) -> TCPStore:
+def _serve_at(port: int, process: int) -> TCPStore:
     try:
-        listener = socket.create_server((address, port))
+        return _serve(port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
         what = "in use by another run, or one that is still stopping; wait for its end, or give another port"
         raise InvalidInput(f"--master_port: {port}: {what}") from error
+
+
+def _serve(port: int) -> TCPStore:
+    """Open a store at a port, or at any port that is free if it is 0."""
+    if _is_one_host():
+        listener = socket.create_server((LOOPBACK, port))
+    elif socket.has_dualstack_ipv6():
+        listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    else:
+        listener = socket.create_server(("", port))
+    port = listener.getsockname()[1]
     # torch's own rendezvous, in this process and at this port, takes a store for several tenants
     return TCPStore(
         LOOPBACK,
@@ -68,15 +107,34 @@ def _open_store(address: str, port: int, process: int) -> TCPStore:
     )
 
 
-def connect() -> TCPStore:
-    """Return a connection of its own to the store at ``MASTER_ADDR`` and ``MASTER_PORT``."""
-    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+def meet_in_chief(name: str, is_chief: bool) -> TCPStore:
+    """Return this rank's connection to a store in rank 0's process, which outlives its launcher.
+
+    Args:
+        name: the same on all ranks, and of no other store.
+        is_chief: whether this is rank 0.
+    """
+    meeting = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if is_chief:
+        store = _serve(0)
+        meeting.set(name, f"{_own_address() or os.environ['MASTER_ADDR']} {store.port}")
+        return store
+    address, port = meeting.get(name).decode().split()
+    return TCPStore(address, int(port), is_master=False)
+
+
+def _is_one_host() -> bool:
+    return int(os.environ.get("WORLD_SIZE", 1)) == local_size()
+
+
+def _own_address() -> str:
+    return LOOPBACK if _is_one_host() else _address_towards(os.environ.get("MASTER_ADDR", ""))
 
 
 def _address_towards(host: str) -> str:
-    """This host's address from which another is reached; empty where it is not known.
+    """Return this host's address on the way to another host; empty if it cannot be looked up.
 
-    Nor is it on the first host itself, where that has its own name for the loopback, as on Debian.
+    It is also empty on the first host if that host's name stands for the loopback, as on Debian.
     """
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))  # which sends nothing

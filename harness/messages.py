@@ -1,4 +1,4 @@
-"""Messages between ranks: plain values, by msgpack, through the store at which the ranks meet.
+"""Messages between ranks: plain values, by msgpack, through a store in rank 0's process.
 
 Determined and ``torch.distributed`` send pickles, and whoever reaches a rank's port can run code by a pickle.
 A message here holds data alone.
@@ -17,21 +17,21 @@ import msgpack
 import numpy as np
 import torch
 from determined import core
-from torch.distributed import DistStoreError, PrefixStore
+from torch.distributed import DistStoreError
 from torch.nn import functional as F
 from typing_extensions import override
 
-from harness.meeting import connect
+from harness.meeting import meet_in_chief
 
 LOOK = datetime.timedelta(seconds=1)  # how long a wait blocks signals
-PIECE = 2**22  # bytes; torch's store takes at most twice as many in a value
-LAST_MESSAGE = 5.0  # seconds for which rank 0 keeps its store for those who have yet to read
+PIECE = 2**22  # bytes; torch's store refuses values above 8 MiB
+LAST_MESSAGE = 5.0  # seconds: rank 0 keeps its store that long if a rank has yet to read
 TUPLE, SET, PATH, ARRAY, TENSOR = range(5)  # msgpack's extension types
 NUMBERS = "biufc"  # kinds of NumPy's dtypes that hold no objects
 
 
 def pack(value: Any) -> bytes:
-    """Return a value as bytes: None, numbers, text, bytes, paths, lists, tuples, sets, dicts, arrays, tensors.
+    """Return a value as bytes: None, numbers, text, paths, arrays, tensors, and collections of them.
 
     Raises:
         TypeError: for a value of any other type.
@@ -84,7 +84,7 @@ def _value(kind: int, content: bytes) -> Any:
 
 
 class Ranks(core.DistributedContext):
-    """Determined's ranks. Their messages go through a store, which has no port of its own to be reached at.
+    """Determined's ranks, whose messages go through a store of rank 0 instead of sockets and pickles.
 
     As in Determined, all ranks have to call the same methods in the same order, in one thread.
     """
@@ -98,7 +98,7 @@ class Ranks(core.DistributedContext):
             return
         type(self)._made += 1
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store: Any = PrefixStore(f"messages/{attempt}/{self._made}", connect())
+        self._store: Any = meet_in_chief(f"messages/{attempt}/{self._made}", self._is_chief)
         self._turns = {"all": 0, f"host{self.cross_rank}": 0}
 
     @override

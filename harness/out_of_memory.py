@@ -7,10 +7,10 @@ import re
 import traceback
 from collections.abc import Callable, Iterator
 
-import torch
-
 from harness.errors import TrainingStopped, one_line
 from harness.machine import peak_memory
+
+ONEDNN = "could not create a primitive"  # without memory; other faults of a primitive have longer messages
 
 
 @contextlib.contextmanager
@@ -40,7 +40,6 @@ def explain_out_of_memory(when: Callable[[], str], advice: Callable[[], str]) ->
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there is no memory left, on a GPU or the host."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
     messages = ("not enough memory", "can't allocate memory", "out of memory")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in messages)
+    says_so = any(text in str(error) for text in messages) or str(error) == ONEDNN
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_so)

@@ -20,7 +20,7 @@ from harness.cluster import cluster_info
 from harness.errors import InvalidInput
 from harness.experiment import HANG_AFTER
 from harness.hangs.joining import joining
-from harness.meeting import local_size, meet
+from harness.meeting import check_ranks, local_size, meet
 from harness.messages import Ranks
 
 PATIENCE = 3  # times as long as no rank may move, a collective waits for one that is slow, but works
@@ -33,7 +33,8 @@ def device_type() -> str:
 
 
 def share_cores() -> None:
-    """Gives each local process its part of the cores; with all of them each is several times slower."""
+    """Give each local process its part of the cores; with all of them each is several times slower."""
+    check_ranks()
     if local_size() > 1 and not _user_chose_threads():
         torch.set_num_threads(threads_per_process(local_size()))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from harness.plan import Minutes
 
 __all__ = ["FitResult", "Minutes", "Trainer", "find_checkpoint", "init"]
 
+logger = logging.getLogger("harness")
+
 
 @dataclass(frozen=True)
 class FitResult:
@@ -27,8 +30,9 @@ class FitResult:
     Attributes:
         steps: optimizer steps since the start of training, those before a resume included.
         epochs: whole epochs in them.
-        checkpoint: the UUID of the last checkpoint.
-        validation: the metrics of the last validation, on rank 0 without a cluster; else empty.
+        checkpoint: the UUID of the checkpoint with the final weights.
+        validation: the metrics of the last validation, or with ``best_weights`` the best, on rank 0 off a
+            cluster; else empty.
         test: those of the test at the end, on rank 0; empty without test data, or if it was interrupted.
         interrupted: whether a signal stopped it, off a cluster.
         budget: of a length in minutes: the seconds used, and the plans; else empty.
@@ -65,6 +69,7 @@ class Trainer:
         step_zero_validation: bool = False,
         test_mode: bool = False,
         profiling_enabled: bool = False,
+        best_weights: bool = False,
     ) -> FitResult:
         """Trains, validates and checkpoints.
 
@@ -80,6 +85,8 @@ class Trainer:
             test_mode: one batch of everything.
             profiling_enabled: records a few steps with torch's profiler; on a cluster also the system's
                 metrics.
+            best_weights: off a cluster, whether the weights of the best validation by ``searcher.metric``
+                replace the last ones once the training is done, before the test.
 
         Raises:
             InvalidInput: if the checkpoint cannot be used.
@@ -98,8 +105,11 @@ class Trainer:
                     f"latest_checkpoint: {latest_checkpoint!r}: {reason}; {mend}"
                 ) from error
         context.resumed_from = steps
+        if best_weights and on_cluster() and context.distributed.rank == 0:
+            logger.warning("best_weights: on a cluster the last weights are tested")
         controller = Controller(
             records_steps=profiling_enabled,
+            best_weights=best_weights and not on_cluster(),
             trial_inst=self.trial,
             context=context,
             max_length=max_length,
@@ -123,7 +133,7 @@ class Trainer:
         return FitResult(
             steps=state.batches_trained,
             epochs=state.epochs_trained,
-            checkpoint=controller.monitor.checkpoint,
+            checkpoint=controller.kept_checkpoint or controller.monitor.checkpoint,
             validation=controller.local.validation if controller.local else {},
             test=controller.test_metrics,
             interrupted=isinstance(preempt, LocalPreempt) and preempt.requested,

@@ -274,8 +274,8 @@ def launch(processes: int) -> None:
 
 def end_others(pass_on: Callable[[int, Any], None]) -> None:
     """End the remaining ranks after one has failed; most end without help."""
-    for number, seconds in ((signal.SIGTERM, 5), (signal.SIGKILL, 30)):
-        time.sleep(seconds)
+    for number, seconds in ((signal.SIGTERM, os.environ.get("GRACE", "5")), (signal.SIGKILL, "30")):
+        time.sleep(float(seconds))
         pass_on(number, None)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from deepspeed import DeepSpeedEngine
 
+from harness import redaction
 from harness.checkpoints import by_name
 from harness.checkpoints.safe_load import read_trial_state
 from harness.deepspeed_patches import engine_dtype
@@ -52,7 +53,7 @@ def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Iterable[Id
         net.update(each.get("net", {}))
         mode.update(each.get("mode", {}))
         position.update(each.get("position", {}))
-    return {"net": net, "mode": mode, "position": position, "states": states}
+    return redaction.values({"net": net, "mode": mode, "position": position, "states": states})
 
 
 def _kept_states(optimizer: torch.optim.Optimizer | None) -> dict[str, bool]:

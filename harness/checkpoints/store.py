@@ -15,7 +15,6 @@ from determined import core
 
 from harness.checkpoints import files
 from harness.errors import InvalidInput, TrainingStopped, one_line
-from harness.hangs.watch import is_lost_rank
 from harness.local.lost_disk import how_to_go_on, is_full_disk, is_gone
 
 _PARTIAL = (
@@ -74,15 +73,17 @@ class LocalCheckpoints:
                 os.rename(partial, self.folder / name)
                 files.sync(self.folder)  # before an older checkpoint goes
                 self._prune()
-        except (OSError, RuntimeError) as error:  # RuntimeError: torch's for a failed write
-            if is_lost_rank(error) or is_gone(error, self.folder.parent):
+        except Exception as error:
+            is_full = is_full_disk(error)  # torch's own error for it is a RuntimeError
+            if is_gone(error, self.folder.parent) or not (isinstance(error, OSError) or is_full):
                 raise
-            free = shutil.disk_usage(self.folder).free / 2**20
             shutil.rmtree(partial, ignore_errors=True)
-            mend = f"; {how_to_go_on(self.folder.parent)}" if is_full_disk(error) else ""
+            free = shutil.disk_usage(self.folder).free / 2**20
+            room = f"; {free:,.0f} MiB are free there" if is_full else ""
+            remedy = how_to_go_on(self.folder.parent) if is_full else "--resume latest goes on from there"
             raise TrainingStopped(
                 f"{self.folder}: the checkpoint of step {metadata['steps_completed']} cannot be written"
-                f" ({one_line(error)}; {free:,.0f} MiB are free there); {self._last_whole()}{mend}"
+                f" ({one_line(error)}{room}); {self._last_whole()}; {remedy}"
             ) from error
         self._dist.broadcast(None)  # nobody goes on before it is whole
 

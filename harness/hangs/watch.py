@@ -26,7 +26,7 @@ from harness.hangs import report
 from harness.hangs.activity import Activity
 from harness.hangs.exchange import TICK, Beat, Exchange
 from harness.hangs.joining import reported_after
-from harness.hangs.place import CHECKPOINT, REPORT, TEST, TRAINING, VALIDATION, Place
+from harness.hangs.place import CHECKPOINT, END, REPORT, TEST, TRAINING, VALIDATION, Place
 from harness.machine import is_alive
 
 GO_ON = "--resume latest goes on from the last checkpoint"
@@ -193,13 +193,18 @@ class Watch:
     # --------------------------------------------------------------------------------------- lost ranks
 
     def _gone(self) -> list[int]:
-        """Ranks that are gone before their work was done: on this host, by their word, or with the store."""
+        """Return the ranks that ended before their work was done.
+
+        In set-up a rank that says that it has failed is none of them: all ranks may find the same errors.
+        """
         beats = [beat for beat, _ in list(self._exchange.heard.values())] if self._exchange else []
         failed = [beat.rank for beat in beats if beat.has_failed and beat.rank != self.rank]
-        done = [beat.rank for beat in beats if beat.has_ended and not beat.has_failed]
+        ended = [beat.rank for beat in beats if beat.has_ended]
         dead = [rank for rank, process in self._siblings.items() if not is_alive(process)]
-        gone = failed + [rank for rank in dead if rank not in done]
-        return gone or self._gone_with_store(done)
+        gone = [rank for rank in dead if rank not in ended]
+        if self.place.work in TOGETHER:
+            gone = failed + gone
+        return gone or self._gone_with_store(ended)
 
     def _gone_with_store(self, done: list[int]) -> list[int]:
         is_lost = self._exchange is not None and self._exchange.is_lost
@@ -212,7 +217,7 @@ class Watch:
         stop after the step: without this, torchrun kills the rank after 30 s.
         """
         now = time.monotonic()
-        for rank in self._gone() if self.place.work in TOGETHER else []:
+        for rank in self._gone() if self.place.work != END else []:
             if now - self._gone_since.setdefault(rank, now) > SILENT and not self._lost:
                 self._lost = self._found_lost()
                 _say(f"{self._lost}; {GO_ON}")

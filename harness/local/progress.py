@@ -15,7 +15,7 @@ from determined import core
 from tqdm import tqdm
 from typing_extensions import override
 
-from harness import machine
+from harness import machine, redaction
 from harness.experiment import Experiment
 from harness.local import metrics_log
 from harness.time_budget import TimeBudget, clock_text
@@ -80,7 +80,7 @@ class LocalMetrics(core.DummyTrainContext):
         self._forget_after(done)
         run = {
             "config": self.experiment.shown,
-            "command": sys.argv,
+            "command": redaction.command(sys.argv),
             "machine": machine.describe(),
             "started": time.time(),
         }
@@ -131,13 +131,15 @@ class LocalMetrics(core.DummyTrainContext):
         metrics = metrics_log.scalars(metrics)
         self._remember(steps_completed, metrics)
         self._keep("validation", steps_completed, metrics)
-        self._line(steps_completed, _line_of({"validation": "", **_in_words(metrics)}), always=True)
+        shown = _in_words(metrics, self.experiment.metric)
+        self._line(steps_completed, _line_of({"validation": "", **shown}), always=True)
 
     @override
     def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
         metrics = metrics_log.scalars(metrics)
         self._keep(group, steps_completed, metrics)
-        self._line(steps_completed, _line_of({group: "", **_in_words(metrics)}), always=True)
+        shown = _in_words(metrics, self.experiment.metric)
+        self._line(steps_completed, _line_of({group: "", **shown}), always=True)
 
     @override
     def get_experiment_best_validation(self) -> float | None:
@@ -148,6 +150,15 @@ class LocalMetrics(core.DummyTrainContext):
         """How good the validation after a step was, the higher the better; None if there was none."""
         value = self._scores.get(step)
         return -value if value is not None and self.experiment.smaller_is_better else value
+
+    def judge_by(self, step: int) -> None:
+        """Take the validation after a step for that of the final weights."""
+        entries = metrics_log.read(self.output)
+        self.validation = next(
+            each
+            for each in reversed(entries)
+            if each["group"] == "validation" and each["steps_completed"] == step
+        )
 
     @override
     def set_status(self, status: str) -> None:
@@ -185,10 +196,11 @@ class LocalMetrics(core.DummyTrainContext):
             file.write(json.dumps(entry) + "\n")
 
     def _show(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        shown = _in_words({**self._reported, **metrics_log.scalars(metrics)})
         judged = {name: value for name, value in self.validation.items() if name == self.experiment.metric}
-        shown = _in_words({**judged, **self._reported, **metrics_log.scalars(metrics)})
+        validated = {f"validation {name}": text for name, text in _in_words(judged, *judged).items()}
         self._bar.set_description(self._epoch(steps_completed), refresh=False)
-        self._bar.set_postfix(shown)
+        self._bar.set_postfix({**shown, **validated})
         self._line(steps_completed, _line_of(shown))
         self._shown_at = time.monotonic()
         self._say_if_threads_wait()
@@ -206,7 +218,9 @@ class LocalMetrics(core.DummyTrainContext):
             what = (
                 f"this host is busy: {threads} threads, of which each waits for the others, had no core for"
             )
-            mend = "OMP_NUM_THREADS=1 may be many times faster; else OMP_WAIT_POLICY=passive"
+            mend = "OMP_NUM_THREADS=1 may be faster"
+            if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
+                mend += ", and so may OMP_WAIT_POLICY=passive"
             self._bar.write(f"note: {what} {min(share, 1):.0%} of the time; {mend}", file=sys.stderr)
 
     def _epoch(self, steps_completed: int) -> str:
@@ -226,12 +240,15 @@ class LocalMetrics(core.DummyTrainContext):
             out.flush()
 
 
-def _in_words(metrics: Mapping[str, Any]) -> dict[str, str]:
-    """What is shown of metrics, by what it is called; those of single classes are not."""
-    known = [name for name in FORMS if name in metrics]
+def _in_words(metrics: Mapping[str, Any], chosen: str = "") -> dict[str, str]:
+    """Return the metrics that are shown, as text, by their labels.
+
+    Metrics of single classes are not shown, except a chosen one, which comes first.
+    """
+    first = [name for name in (chosen, *FORMS) if name in metrics]
     others = [name for name in metrics if name not in (*FORMS, *NOT_SHOWN) and "/" not in name]
     shown = {}
-    for name in [*known, *others][:SHOWN]:
+    for name in list(dict.fromkeys([*first, *others]))[:SHOWN]:
         label, form = FORMS.get(name, (name, "," if isinstance(metrics[name], int) else ".4g"))
         shown[label] = format(metrics[name], form)
     return shown

@@ -16,6 +16,7 @@ from typing import Any
 
 import determined as det
 
+from harness import redaction
 from harness.errors import one_line, printable
 from harness.experiment import Experiment
 from harness.local.metrics_log import scalars
@@ -217,5 +218,5 @@ def tracking_on_cluster(experiment: Experiment, is_chief: bool, info: det.Cluste
 
 
 def _run(experiment: Experiment, key: str, name: str) -> TrackedRun:
-    config = {**experiment.shown, "hyperparameters": dict(experiment.hyperparameters)}
+    config = redaction.experiment({**experiment.config, "hyperparameters": dict(experiment.hyperparameters)})
     return TrackedRun(key, name, experiment.name or "deepspeed-trials", config)

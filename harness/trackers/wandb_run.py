@@ -33,7 +33,8 @@ class WandbRun(Tracker):
 
     @override
     def start(self, run: TrackedRun, earlier: Sequence[Entry] | None) -> None:
-        quiet = wandb.Settings(silent=True, console="off")
+        # Without the command line and the environment's, of which --set may hold passwords
+        quiet = wandb.Settings(silent=True, console="off", x_disable_meta=True)
         mode: Any = None  # as WANDB_MODE says
         if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False):
             mode = "offline"

@@ -1,18 +1,29 @@
 """Any ``DeepSpeedTrial``: the harness keeps Determined's promises to it, on a CPU and with equal bits."""
 
+import errno
 import json
+import os
 import pathlib
 import re
 import shutil
+import signal
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import determined as det
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.zero import stage_1_and_2
 from determined import pytorch
-from line_trial import ACCUMULATION, MICRO_BATCH, POINTS, LineTrial, Points, fit
+from line_trial import ACCUMULATION, CONFIG, MICRO_BATCH, POINTS, LineTrial, Points, fit
 from support import PROJECT, Run, checkpoints, error_line, run, truncate_model
+from torch import nn
+
+from harness.deepspeed_patches import engine_dtype, loss_scale
+from harness.local.signals import LocalPreempt
+from harness.zero_patches import join_collectives_of_groups
 
 
 def saved_in(output):
@@ -72,6 +83,41 @@ class WithTestData(LineTrial):
 
     def build_test_data_loader(self):
         return pytorch.DataLoader(torch.utils.data.Subset(Points(), range(24)), MICRO_BATCH)
+
+
+TESTED_ON_TWO_RANKS = """
+import pathlib, sys
+from line_trial import *
+from harness.errors import InvalidInput
+
+class Trial(LineTrial):
+    def build_test_data_loader(self):
+        return pytorch.DataLoader(torch.utils.data.Subset(Points(), range(int(sys.argv[1]))), MICRO_BATCH)
+
+try:
+    _, done = fit(pathlib.Path(sys.argv[2]), Trial, max_length=pytorch.Batch(2))
+except InvalidInput as error:
+    sys.exit(str(error))
+assert done.test["error"] > 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("batches", "code", "words"),
+    [(3, 0, "ranks have 1 to 2 batches of test data"), (1, 1, "test data: a rank gets no batch; use more")],
+)
+def test_ranks_test_on_as_many_batches_as_each_has(tmp_path, batches, code, words):
+    program = ["-c", TESTED_ON_TWO_RANKS, str(batches * MICRO_BATCH), str(tmp_path / "run")]
+    done = run(program, tmp_path / "run", processes=2)
+    assert done.code == code and words in done.stderr, done.stderr
+
+
+def test_test_data_without_a_batch_are_refused(tmp_path):
+    class Trial(LineTrial):
+        def build_test_data_loader(self):
+            return pytorch.DataLoader(torch.utils.data.Subset(Points(), []), MICRO_BATCH)
+
+    assert error_line(fit, tmp_path, Trial).startswith("test data: a rank gets no batch; use more")
 
 
 @pytest.mark.parametrize("form", ["plain", "pipeline"])
@@ -174,6 +220,157 @@ def test_callbacks_keep_their_names_and_numpy_numbers(tmp_path):
 
     assert resumed(Trial).loaded == 0.5
     assert "allow it with torch.serialization.add_safe_globals" in error_line(resumed, Other)
+
+
+class Linear(LineTrial):
+    """A trial of networks without batch normalization, which a CPU does not compute in fp16."""
+
+    def _engine(self, config):
+        net = nn.Sequential(nn.Linear(1, 8), nn.Linear(8, 1))
+        engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+        return self.context.wrap_model_engine(engine)
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        x, y = (each.to(engine_dtype(self.engines[0])) for each in next(dataloader_iter))
+        error = nn.functional.mse_loss(self.engines[0](x), y)
+        self.reducer.update(error.item())
+        return {"error": error}
+
+
+class Gan(Linear):
+    """The loss of the first engine passes through the second one, as in Determined's example ``dcgan``."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.generator, self.discriminator = self.engines
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        x, y = (each.to(engine_dtype(self.generator)) for each in next(dataloader_iter))
+        self.discriminator.zero_grad()
+        made = self.generator(x)
+        real = nn.functional.mse_loss(self.discriminator(x), y)
+        fake = nn.functional.mse_loss(self.discriminator(made.detach()), -y)
+        self.discriminator.backward(real + fake)
+        self.discriminator.step()
+        self.discriminator.module.requires_grad_(self.discriminator.zero_optimization_stage() < 2)
+        loss = nn.functional.mse_loss(self.discriminator(made), y)
+        self.generator.backward(loss)
+        self.discriminator.module.requires_grad_(True)
+        self.generator.step()
+        return {"loss": loss}
+
+
+def test_a_loss_passes_through_a_second_engine_in_every_stage_and_precision(tmp_path):
+    """All train to the same weights; with ZeRO 2 the trial freezes the second engine meanwhile."""
+    sgd = {"type": "SGD", "params": {"lr": 0.02}}
+    fixed = {"gradient_accumulation_steps": 1, "gradient_clipping": 0, "optimizer": sgd}
+    fixed["zero_allow_untested_optimizer"] = True
+
+    def trained(stage, **precision):
+        config = {**fixed, "zero_optimization": {"stage": stage}, **precision}
+        output = tmp_path / f"{stage}{len(precision)}"
+        trial, _ = fit(output, Gan, form="two engines", deepspeed_config=config)
+        assert not any(engine.skipped_steps for engine in trial.engines)
+        return torch.cat([weight.float().flatten() for weight in trial.weights()])
+
+    expected, fp16 = trained(1), {"enabled": True, "initial_scale_power": 8}
+    torch.testing.assert_close(trained(0), expected)
+    for stage in (0, 1, 2):
+        torch.testing.assert_close(trained(stage, fp16=fp16), expected, rtol=0.01, atol=0.002)
+
+
+def test_a_trial_s_own_backward_without_zero_is_still_refused(tmp_path):
+    """DeepSpeed would not reduce its gradients."""
+
+    class Trial(LineTrial):
+        def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+            x, y = next(dataloader_iter)
+            nn.functional.mse_loss(self.engines[0](x), y).backward()
+
+    with pytest.raises(RuntimeError, match="Please use engine"):
+        fit(tmp_path, Trial)
+
+
+def test_an_engine_without_an_optimizer_trains_none_and_resumes(tmp_path):
+    """A teacher, whose outputs a second engine learns."""
+
+    class Trial(LineTrial):
+        def __init__(self, context):
+            super().__init__(context)
+            batch = {key: CONFIG[key] for key in CONFIG if key not in ("optimizer", "scheduler")}
+            untrained = {**batch, "gradient_clipping": 0}
+            engine, *_ = deepspeed.initialize(model=nn.Linear(1, 1), config=untrained)
+            self.teacher = context.wrap_model_engine(engine)
+
+        def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+            x, _ = next(dataloader_iter)
+            with torch.no_grad():
+                y = self.teacher(x)
+            loss = nn.functional.mse_loss(self.engines[0](x), y)
+            self.engines[0].backward(loss)
+            self.engines[0].step()
+            return {"loss": loss}
+
+        def weights(self):
+            return [*super().weights(), *self.teacher.module.state_dict().values()]
+
+    straight, _ = fit(tmp_path / "run", Trial, checkpoint_period=pytorch.Batch(10))
+    at_10 = str(saved_in(tmp_path / "run")[10])
+    torch.manual_seed(99)
+    resumed, _ = fit(tmp_path / "other", Trial, latest_checkpoint=at_10)
+    assert all(map(torch.equal, straight.weights(), resumed.weights()))
+
+
+def test_an_fp16_loss_times_its_scale_may_exceed_fp16(tmp_path):
+    """Without ZeRO, too; ``backward`` returns the loss of a micro-batch's share, as in every stage."""
+
+    class Trial(Linear):
+        def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+            x, y = (each.half() for each in next(dataloader_iter))
+            loss = nn.functional.mse_loss(self.engines[0](x), y) + 16
+            assert not (loss * self.scale).isfinite()
+            returned = self.engines[0].backward(loss)
+            assert returned.dtype == loss.dtype
+            assert returned.item() == pytest.approx(loss.item() / ACCUMULATION, rel=1e-3)
+            self.engines[0].step()
+            return {"loss": loss}
+
+        @property
+        def scale(self):
+            return loss_scale(self.engines[0])
+
+    fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 1000}
+    trial, _ = fit(tmp_path, Trial, deepspeed_config={"fp16": fp16}, max_length=pytorch.Batch(4))
+    assert trial.engines[0].skipped_steps == 0 and trial.scale == 2**12
+
+
+def test_an_older_deepspeed_keeps_its_own_norm(monkeypatch):
+    """Its ZeRO 1 and 2 know nothing of Muon, as 0.13."""
+    monkeypatch.delattr(stage_1_and_2.DeepSpeedZeroOptimizer, "_muon_update_lacks_loss_scale")
+    zero = object.__new__(stage_1_and_2.DeepSpeedZeroOptimizer)
+    zero.cpu_offload, zero.optimizer = False, mock.Mock(param_groups=[{}, {}])
+    join_collectives_of_groups(mock.Mock(optimizer=zero, has_moe_layers=False))
+    assert "scaled_global_norm" not in vars(zero)
+
+
+def test_ranks_agree_on_the_last_step_on_a_disk_without_links(tmp_path, monkeypatch):
+    """The first rank that writes it decides; half a number is no number."""
+    for call in ("link", "symlink"):
+        monkeypatch.setattr(os, call, mock.Mock(side_effect=PermissionError(errno.EPERM, "no links")))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    first, second = (LocalPreempt(mock.Mock(rank=rank, size=2, local_size=2), tmp_path) for rank in (0, 1))
+    (tmp_path / ".stop").write_text("1")
+    assert not first.is_due(12)
+    (tmp_path / ".stop").unlink()
+    for each in (first, second):
+        each._request_stop(signal.SIGTERM, None)
+    assert [first.is_due(12), second.is_due(13), first.is_due(13), second.is_due(14)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert {each.name for each in tmp_path.iterdir()} == {".stop"}
 
 
 TWO_RANKS = """

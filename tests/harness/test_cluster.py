@@ -1,7 +1,9 @@
 """A trial on a Determined cluster: real launch layer, real core context, and a stand-in for the master over HTTP."""
 
 import json
+import logging
 import os
+import types
 from typing import Any, cast
 
 import determined as det
@@ -17,7 +19,7 @@ import checkpoint
 from classify.models import state_dicts
 from harness import cluster
 from harness.cluster import cluster_experiment, errors_end_the_trial, leaves_once_reported
-from harness.errors import InvalidInput, LostRank, TrainingStopped, UnreadableData
+from harness.errors import Diverged, InvalidInput, LostRank, TrainingStopped, UnreadableData
 from harness.trainer import find_checkpoint
 
 HPARAMS = {"max_length": {"epochs": 3}, "deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {}}
@@ -58,6 +60,29 @@ def test_errors_that_a_restart_repeats_are_invalid_hyperparameters(monkeypatch, 
         with pytest.raises(det.InvalidHP if is_invalid else type(error)), errors_end_the_trial():
             raise error
         assert (str(error) in capsys.readouterr().err) == is_invalid
+
+
+def test_one_rank_says_what_every_rank_raises(monkeypatch, capsys):
+    monkeypatch.setattr(cluster, "on_cluster", lambda: True)
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        said = {}
+        for error in InvalidInput("batch"), Diverged("the loss is nan"), TrainingStopped("no memory left"):
+            with pytest.raises(det.InvalidHP), errors_end_the_trial():
+                raise error
+            said[str(error)] = str(error) in capsys.readouterr().err
+        assert list(said.values()) == ([True] * 3 if rank == "0" else [False, False, True])
+
+
+def test_the_log_has_no_line_that_nobody_can_act_on(monkeypatch, caplog):
+    info = types.SimpleNamespace(trial=types.SimpleNamespace(_debug=False))
+    monkeypatch.setattr(cluster, "cluster_info", lambda: info)
+    cluster.log_from_chief(True)
+    caplog.set_level(logging.INFO, "determined.pytorch")
+    logging.getLogger("determined.pytorch").info("ModelParallelUnit(data_parallel_rank=0)")
+    logging.getLogger("determined.common.storage.shared").warning("Ignoring partial checkpoint download")
+    logging.getLogger("determined.pytorch").info("validated")
+    assert [record.getMessage() for record in caplog.records] == ["validated"]
 
 
 ENDS = [(det.InvalidHP("batch"), KeyboardInterrupt), (SystemExit(3), SystemExit), (OSError(), OSError)]

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import signal
 import subprocess
 import time
 from typing import Any
@@ -39,19 +40,20 @@ def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path, signal):
     """SLURM sends a SIGUSR1; the matrix stops every mode by a SIGTERM."""
     stopped = train_row(ROWS["line plain"], 1, tmp_path, {}, FAULT=signal, RANK_AT_FAULT="0", STEP="9")
     assert stopped.code == 130 and max(checkpoints(stopped)) == 9, stopped.stderr
+    assert stopped.stderr.count("stopping: this step, then a checkpoint; a second signal") == 1
 
 
 TWO_SIGNALS = """
 import os, signal, sys, types
 from line_trial import *
 from harness.local import signals
-times = iter(map(float, sys.argv[2:]))
+times = iter(map(float, sys.argv[3:]))
 
 class Trial(LineTrial):
     def train_batch(self, *arguments):
         if len(self.places) == 4:  # the first micro-batch of step 3
             signals.time = types.SimpleNamespace(monotonic=times.__next__)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.Signals[sys.argv.pop(2)])
             os.kill(os.getpid(), signal.SIGTERM)
         return super().train_batch(*arguments)
 
@@ -60,10 +62,13 @@ sys.exit(0 if done.interrupted and done.steps == 3 else 1)
 """
 
 
-@pytest.mark.parametrize(("second", "code"), [(5.9, 0), (6.1, -15)])
-def test_a_second_signal_ends_a_run_at_once_a_second_later(tmp_path, second, code):
-    """A launcher may pass one signal on several times."""
-    done = run(["-c", TWO_SIGNALS, str(tmp_path), "5", str(second)], tmp_path)
+@pytest.mark.parametrize(
+    ("first", "second", "code"), [("SIGTERM", 5.9, 0), ("SIGTERM", 6.1, -15), ("SIGUSR1", 6.1, 0)]
+)
+def test_a_second_signal_ends_a_run_at_once_a_second_later(tmp_path, first, second, code):
+    """A launcher may pass one signal on several times; SLURM sends a SIGTERM after its SIGUSR1."""
+    times = [str(second)] if first == "SIGUSR1" else ["5", str(second)]
+    done = run(["-c", TWO_SIGNALS, str(tmp_path), first, *times], tmp_path)
     assert done.code == code, done.stderr
     assert len(checkpoints(done)) == (code == 0)
 
@@ -81,6 +86,29 @@ def test_a_folder_has_one_run(tmp_path):
         second = run([*command, *LATEST], tmp_path)
         assert second.code == 2 and "another run is writing there" in second.stderr
         assert first.poll() is None
+
+
+APART = """
+import sys, train
+from harness.local import signals
+from harness.local.signals import LocalPreempt
+init = LocalPreempt.__init__
+def apart(preempt, *args):
+    init(preempt, *args)
+    preempt._agrees_by_file = False  # as on several hosts or GPUs
+LocalPreempt.__init__ = apart
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_ranks_of_several_hosts_stop_long_before_the_next_report(tmp_path):
+    arguments = [*ENDLESS, *overrides(scheduling_unit=10**6), "--output", str(tmp_path)]
+    with started(["-c", APART, *arguments], processes=2) as program:
+        wait_until(lambda: "  step " in program.stdout, program)
+        rank = psutil.Process(program.pid).children()[-1]
+        rank.send_signal(signal.SIGTERM)
+        assert program.wait(time_limit()) == 130, program.stderr
+    assert list(checkpoints(Run(0, "", "", tmp_path)))
 
 
 def end_of_launcher(launcher, said, output):
@@ -181,7 +209,10 @@ def test_a_loss_that_is_no_number_ends_the_training(tmp_path):
     runs = support.train_many(
         tmp_path, {name: [*DIGITS, *overrides(**each)] for name, each in CHANGES.items()}
     )
-    for ended in runs.values():
+    for ended in (
+        *runs.values(),
+        *support.train_many(tmp_path / "two", {"nan": [*DIGITS, *overrides(**BURST)]}, 2).values(),
+    ):
         assert ended.code == 1 and len(ended.stderr.splitlines()) == 1, ended.stderr
     nan = runs["nan"]
     bad = [entry for entry in nan.metrics if not math.isfinite(entry["loss"])]

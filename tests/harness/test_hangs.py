@@ -11,7 +11,19 @@ from typing import Any
 import psutil
 import pytest
 from matrix import ROWS, Runs
-from support import DIGITS, PROJECT, Run, execute, launcher, overrides, run, started, time_limit, warm
+from support import (
+    DIGITS,
+    PROJECT,
+    Run,
+    execute,
+    free_port,
+    launcher,
+    overrides,
+    run,
+    started,
+    time_limit,
+    warm,
+)
 
 from harness.hangs.activity import Activity
 from harness.hangs.exchange import Beat
@@ -118,13 +130,31 @@ def test_a_rank_that_is_killed_is_named(ended):
     assert re.fullmatch(named, line)
 
 
+DIES_IN_SET_UP = """
+import os, signal, sys, train
+from classify.reports import overview
+if os.environ["RANK"] == "1":
+    overview.describe = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_a_rank_that_is_killed_in_set_up_is_named(tmp_path):
+    """The other waits for its answer in a message, long before ``hang_after``."""
+    arguments = ["-c", DIES_IN_SET_UP, *DIGITS, "--output", str(tmp_path / "run")]
+    ended = run(arguments, tmp_path, processes=2, GRACE="600")
+    named = r"rank 1 \(host \S+, process \d+\) is gone, in setup; --resume latest .*"
+    assert re.search(named, ended.stderr), ended.stderr
+    assert ended.code not in (0, 2, 130)
+
+
 def test_ranks_that_do_not_meet_say_whom_they_wait_for(tmp_path):
     """Each of the two has another port, at which nobody answers."""
     arguments = ["train.py", *words("", 0, tmp_path / "run")[0][1:]]
     joins: dict[str, Any] = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     with contextlib.ExitStack() as stack:
         (silent := stack.enter_context(socket.socket())).bind(("127.0.0.1", 0))
-        ports = {"0": "0", "1": str(silent.getsockname()[1])}  # rank 0 listens at any port that is free
+        ports = {"0": str(free_port()), "1": str(silent.getsockname()[1])}
         ranks = [
             stack.enter_context(started(arguments, RANK=rank, LOCAL_RANK=rank, MASTER_PORT=port, **joins))
             for rank, port in ports.items()

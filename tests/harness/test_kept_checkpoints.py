@@ -16,7 +16,7 @@ from support import DIGITS, LATEST, TWO, Run, checkpoints, contents, overrides, 
 
 import train as program
 from harness.callbacks import EarlyStopping, Patience
-from harness.checkpoints.files import locate, read_metadata
+from harness.checkpoints.files import known, locate, read_metadata
 from harness.checkpoints.store import LocalCheckpoints
 from harness.errors import one_line
 from harness.local.lost_disk import is_full_disk
@@ -131,6 +131,32 @@ def test_an_older_checkpoint_goes_once_the_new_one_is_on_the_disk(tmp_path, monk
     old, new = (tmp_path / f".partial-{name}" for name in names)
     written = [new / "inner/weights", new / "metadata.json", new, new / "inner", tmp_path]
     assert events[-6:] == [*(("synced", path) for path in written), ("removed", old)]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (RuntimeError("no such layer"), "^no such layer$"),
+        (
+            PermissionError(13, "Permission denied"),
+            r"step 2 cannot be written \(\[Errno 13\] Permission denied\); the last whole one is \S+ \(step 1\); --resume",
+        ),
+        (
+            OSError(28, "No space left on device"),
+            r"No space left on device; [0-9,]+ MiB are free there\); the last .*; make",
+        ),
+    ],
+    ids=["program", "rights", "room"],
+)
+def test_a_failed_save_is_told_as_what_it_is(tmp_path, error, said):
+    store = LocalCheckpoints(
+        tmp_path / "run/checkpoints", core.DummyDistributedContext(), 1, 1, lambda step: None
+    )
+    with store.store_path({"steps_completed": 1}):
+        pass
+    with pytest.raises(RuntimeError, match=said), store.store_path({"steps_completed": 2}):
+        raise error
+    assert [each["steps_completed"] for each in known(store.folder).values()] == [1]
 
 
 @pytest.mark.parametrize("stop", [None, 4, 5, 6])

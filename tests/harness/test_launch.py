@@ -49,6 +49,10 @@ def test_the_launcher_is_waited_for():
         assert command[command.index("--on-fail") + 1] == "SIGTERM"  # a dead worker still ends the others
 
 
+def test_the_launcher_prints_warnings_alone():
+    assert "--log_level=warning" in launch.on_this_host(cluster(hosts=1), ["train"])
+
+
 def test_two_trials_never_share_a_port(monkeypatch):
     def port(allocation, hosts):
         info = cluster(hosts, allocation=allocation)

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 from typing import Any
 
 import pytest
@@ -35,6 +36,17 @@ def test_a_launcher_s_processes_share_the_cores_and_listen_on_the_loopback_alone
     found = [json.loads((tmp_path / f"found{rank}").read_text()) for rank in (0, 1)]
     assert [each["threads"] for each in found] == [threads] * 2
     assert [{address for address, _ in each["listening"]} for each in found] == [{"127.0.0.1"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("chosen", "policy"),
+    [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE"), ({"GOMP_SPINCOUNT": "7"}, "PASSIVE")],
+)
+def test_threads_sleep_while_they_wait_unless_the_environment_says_otherwise(tmp_path, chosen, policy):
+    """OpenMP says what it has read."""
+    done = execute([sys.executable, "-c", "import harness"], tmp_path, OMP_DISPLAY_ENV="verbose", **chosen)
+    assert done.code == 0 and f"OMP_WAIT_POLICY = '{policy}'" in done.stderr
+    assert ("GOMP_SPINCOUNT = '7'" in done.stderr) == ("GOMP_SPINCOUNT" in chosen)
 
 
 def test_a_batch_that_does_not_divide_is_one_line(tmp_path):

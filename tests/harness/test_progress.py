@@ -20,8 +20,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def begun(folder, done):
-    metrics = progress.LocalMetrics(folder, Experiment({}, {}))
+def begun(folder, done, **config):
+    metrics = progress.LocalMetrics(folder, Experiment(config, {}))
     metrics.begin(steps=90, steps_per_epoch=45, done=done)
     return metrics
 
@@ -47,6 +47,25 @@ def test_the_first_steps_have_epoch_and_loss_without_a_report(tmp_path, monkeypa
         first, second = out.getvalue().splitlines()
         assert first == "epoch 1/2  step 45/90  loss 11.2500  lr 0.001"
         assert second == "epoch 2/2  step 46/90  loss 11.5000  lr 0.001"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_chosen_metric_is_of_the_validation_alone(tmp_path, monkeypatch, terminal):
+    """The bar says so; lines of the training do not have it."""
+    out, err = io.StringIO(), Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    chosen = {"metric": "accuracy/cat", "smaller_is_better": False}
+    metrics = begun(tmp_path, 0, searcher=chosen)
+    metrics.report_validation_metrics(
+        1, {"loss": 1.0, "accuracy": 0.5, "accuracy/cat": 0.25, "accuracy/dog": 0.75}
+    )
+    metrics.report_training_metrics(2, {"loss": 0.5})
+    metrics.close()
+    validation, *rest = out.getvalue().splitlines()
+    assert validation == "epoch 1/2  step 1/90  validation  accuracy/cat 0.25  loss 1.0000  accuracy 0.5000"
+    assert rest == ([] if terminal else ["epoch 1/2  step 2/90  loss 0.5000"])
+    assert ("loss=0.5000, validation accuracy/cat=0.25]" in err.getvalue()) == terminal
 
 
 @pytest.mark.parametrize(("threads", "waited", "says"), [(2, 8.0, True), (2, 0.5, False), (1, 8.0, False)])
