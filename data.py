@@ -19,6 +19,9 @@ from classify.images.image_set import ImageSet, places
 from classify.images.loader import MicroBatchLoader
 from classify.images.sampler import MicroBatchSampler
 from classify.images.settings import BALANCED, MOST_WORKERS, DataSettings
+from classify.images.sources.encoded_source import EncodedSource
+from classify.images.sources.files import NOT_READABLE, raise_some
+from classify.images.sources.readable import Readable
 from classify.images.splits import Splits
 from classify.images.streaming import Streaming
 from classify.images.windows import Windows
@@ -173,6 +176,17 @@ def load(
     how = how or Streaming.resolve(settings, source)
     images, labels, rows = source.load(split, settings.stored_size, how.decode)
     return ImageSet(images, labels, tuple(source.classes), settings.image_size, rows)
+
+
+def check_images(settings: DataSettings, source: Splits) -> None:
+    """Decode every image once.
+
+    Raises:
+        InvalidInput: with a line for each image that cannot be decoded, unless such images are left out.
+    """
+    if isinstance(source.source, EncodedSource) and not isinstance(source.source, Readable):
+        left_out = Readable(source.source, settings.stored_size).left_out.values()
+        raise_some([line for lines in left_out for line in lines.values()], NOT_READABLE)
 
 
 def normalization(

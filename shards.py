@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if args.command == "write":
             limit = size_in_bytes("--size-limit", args.size_limit)
+            if args.seed < 0:
+                raise InvalidInput(f"--seed: {args.seed}: must be 0 or more")
             tar_folders.write(args.folder, args.target, limit, args.seed)
         else:
             tar_folders.read(args.target, args.folder)

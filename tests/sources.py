@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import functools
+import gzip
 import http.server
 import json
 import os
@@ -134,7 +135,9 @@ class Faulty(http.server.ThreadingHTTPServer):
 
     def __init__(self, folder: pathlib.Path) -> None:
         super().__init__(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
-        self.folder, self.asked = folder, list[str]()
+        self.folder, self.asked, self.encodings = folder, list[str](), set[str | None]()
+        self.sent = 0  # bytes of an endless answer
+        self.about: dict[str, str] | None = None  # headers for a tar, instead of the usual ones with its size
         self.faults: dict[str, tuple[str, int]] = {}
         self.ended = threading.Event()
 
@@ -152,9 +155,25 @@ class Handler(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
+    def send_head(self):
+        if self.server.about is None or not self.path.endswith(".tar"):
+            return super().send_head()
+        self.send_response(200)
+        for key, value in {**self.server.about, "Connection": "close"}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        return open(self.translate_path(self.path), "rb")
+
+    def send_endlessly(self):
+        self.wfile.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+        with contextlib.suppress(OSError):  # the client has left
+            while not self.server.ended.is_set():
+                self.server.sent += self.wfile.write(bytes(2**16))
+
     def do_GET(self):
         name = self.path.rpartition("/")[2]
         self.server.asked.append(name)
+        self.server.encodings.add(self.headers["Accept-Encoding"])
         fault, times = self.server.faults.get(name, ("", 0))
         if times <= 0:
             return super().do_GET()
@@ -164,9 +183,20 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         size, half = len(content), content[: len(content) // 2]
         begun = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + half
         chunk = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % size + half
-        answers = {"dies": begun, "dies in a chunk": chunk, "alters": begun + bytes(size - len(half))}
+        packed = gzip.compress(content)
+        zipped = (
+            b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed) + packed
+        )
+        answers = {
+            "zips": zipped,
+            "dies": begun,
+            "dies in a chunk": chunk,
+            "alters": begun + bytes(size - len(half)),
+        }
         if fault == "silent":
             self.server.ended.wait(60)
+        elif fault == "endless":
+            self.send_endlessly()
         elif fault.isdigit():
             self.send_error(int(fault))
         else:

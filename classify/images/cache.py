@@ -6,6 +6,9 @@ from, and is written last. Both are in ``data.root`` or, where that is read-only
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import math
 import os
 import pathlib
@@ -23,14 +26,19 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from harness.errors import InvalidInput, one_line, printable
+from harness.errors import DISK_FULL, InvalidInput, one_line, printable
 from harness.host_lock import host_lock, lock_of, stand_in
 from harness.input_files import regular_file
 
 LARGE = 2**28  # bytes, from which on the place and the size are said before anything is written, too
 CHUNK = 500  # images in memory written at a time
-_ENDINGS = ("pt", "raw", "partial", "sidecar", "growing", "filled", "begun")
+_ENDINGS = ("pt", "raw", "partial", "sidecar", "growing", "filled", "begun", "unreadable")
 _FILE = re.compile(rf"\.((?:cifar10|images)-(?:train|val|test|all)-\d+x\d+)\.(?:{'|'.join(_ENDINGS)})")
+_REMEDIES = {
+    **dict.fromkeys(DISK_FULL, "free some disk space"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "allow writing there"),
+    **dict.fromkeys((errno.ENOMEM, errno.EAGAIN), "free memory, or end other processes"),
+}  # of what keeps decoded images from being written
 Kept = tuple[Tensor, Tensor]  # images (N, 3, H, W) uint8, mapped into memory, and labels (N,) int64
 
 
@@ -83,6 +91,7 @@ class Cache:
 
         Raises:
             InvalidInput: if the disk is too small, or does not take it, or an image cannot be decoded.
+            TrainingStopped: if the system kills a process that decodes.
         """
         with self.lock() as folder:
             if (kept := self.read(fingerprint, labels)) is not None:
@@ -156,23 +165,25 @@ def _write(
     fill: Callable[[pathlib.Path], None],
 ) -> Kept:
     raw, partial, sidecar = (cache.with_suffix(f".{kind}") for kind in ("raw", "partial", "sidecar"))
-    for file in (cache, raw, partial, sidecar):
-        if file.is_dir():
-            raise InvalidInput(f"{file}: is a folder, where decoded images are to be kept; move it")
-        file.unlink(missing_ok=True)  # of other images; its room may be needed
-    _check_room(raw, shape)
     try:
+        for file in (cache, raw, partial, sidecar):
+            if file.is_dir():
+                raise InvalidInput(f"{file}: is a folder, where decoded images are to be kept; move it")
+            file.unlink(missing_ok=True)  # of other images; its room may be needed
+        _check_room(raw, shape)
         partial.write_bytes(b"")
         fill(partial)
         with open(partial, "rb+") as written:
             os.fsync(written.fileno())
         _adopt(partial, cache, fingerprint, shape, labels)
-    except (OSError, RuntimeError) as error:
-        reason = f"the decoded images could not be written ({one_line(error)}); free some disk space"
-        raise InvalidInput(f"{cache}: {reason}") from error
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "check the disk")
+        what = f"the decoded images could not be written ({one_line(error)})"
+        raise InvalidInput(f"{cache}: {what}; {remedy}") from error
     finally:
-        partial.unlink(missing_ok=True)
-        sidecar.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # or the cause of the first error would be lost
+            partial.unlink(missing_ok=True)
+            sidecar.unlink(missing_ok=True)
     mapped = _read(cache, fingerprint, shape[2:])
     if mapped is None:
         raise InvalidInput(f"{cache}: cannot be read back after writing; check the disk")
@@ -182,8 +193,9 @@ def _write(
 def _adopt(
     file: pathlib.Path, cache: pathlib.Path, fingerprint: str, shape: Sequence[int], labels: Tensor
 ) -> None:
-    sidecar = cache.with_suffix(".sidecar")
-    torch.save({"fingerprint": fingerprint, "shape": list(shape), "labels": labels}, sidecar)
+    sidecar, content = cache.with_suffix(".sidecar"), io.BytesIO()
+    torch.save({"fingerprint": fingerprint, "shape": list(shape), "labels": labels}, content)
+    sidecar.write_bytes(content.getvalue())  # an OSError says why that fails, and torch's own would not
     cache.unlink(missing_ok=True)
     os.replace(file, cache.with_suffix(".raw"))
     os.replace(sidecar, cache)

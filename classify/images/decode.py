@@ -16,16 +16,37 @@ from torch.nn import functional as F
 
 from harness.errors import InvalidInput, one_line
 from harness.input_files import regular_file
+from harness.out_of_memory import is_out_of_memory
 
+# Pillow can open 33 more, and starts Ghostscript to open EPS; a folder's ``EXTENSIONS`` are of these alone
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "JPEG2000", "AVIF")
+MOST_BYTES = 2**28  # of an image file
 _JPEG, _EXIF = b"\xff\xd8\xff", b"Exif\0\0"
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for width and height swapped
+
+
+class UnreadableImage(InvalidInput):
+    """An image whose bytes cannot be decoded, on whichever machine and at whichever time."""
+
+
+def open_image(file: str | os.PathLike[str] | io.BytesIO) -> Image.Image:
+    """Open an image file if it is in one of ``FORMATS``, and decode no pixel yet; raises as Pillow does."""
+    return Image.open(file, formats=FORMATS)
 
 
 def content_of(path: str | os.PathLike[str]) -> bytes:
-    """The bytes of a file; raises ``InvalidInput`` if it cannot be read."""
+    """Return the bytes of a file.
+
+    Raises:
+        InvalidInput: if the file cannot be read; ``UnreadableImage`` if it is too large for an image.
+    """
     try:
-        return regular_file(path).read_bytes()
+        file = regular_file(path)
+        if (size := file.stat().st_size) <= MOST_BYTES:
+            return file.read_bytes()
     except (OSError, ValueError) as error:
-        raise _unreadable(os.fspath(path), error) from error
+        raise InvalidInput(_not_readable(os.fspath(path), one_line(error))) from error
+    raise UnreadableImage(_not_readable(os.fspath(path), f"has {size:,} bytes, more than {MOST_BYTES:,}"))
 
 
 def decode_image(path: str | os.PathLike[str], size: tuple[int, int]) -> np.ndarray:
@@ -37,7 +58,8 @@ def decode(content: bytes, size: tuple[int, int], name: str | Callable[[], str])
     """Decodes an image file upright and in RGB, scaled and cropped in the middle: uint8 (3, H, W).
 
     Scaling is bilinear, with antialiasing, and gives the same bits on any x86 CPU. A JPEG at least twice as
-    large as that is made smaller by its decoder first (by a half, a quarter or an eighth).
+    large as that is made smaller by its decoder first (by a half, a quarter or an eighth), then turned as its
+    EXIF says.
 
     Args:
         content: the file's bytes.
@@ -45,41 +67,64 @@ def decode(content: bytes, size: tuple[int, int], name: str | Callable[[], str])
         name: what to call it in an error line, or what gives that.
 
     Raises:
-        InvalidInput: if it cannot be read as an image.
+        UnreadableImage: if it cannot be read as an image.
+        InvalidInput: if there is too little memory for it.
     """
     try:
         pixels = _decode_jpeg(content, size)
         if pixels is None:
-            with Image.open(io.BytesIO(content)) as image:
+            with open_image(io.BytesIO(content)) as image:
                 pixels = _decode_any(image)
         return _fit(pixels, size)
     except UnidentifiedImageError as error:  # which would name a buffer
-        raise _unreadable(name, ValueError("cannot identify image file")) from error
-    except Exception as error:  # Pillow's formats each raise errors of their own
-        raise _unreadable(name, error) from error
+        raise UnreadableImage(_not_readable(name, "cannot identify image file")) from error
+    except Exception as error:  # which differ between Pillow's formats
+        if is_out_of_memory(error):  # perhaps no fault of the image's
+            raise InvalidInput(_not_readable(name, "no memory left to decode it")) from error
+        raise UnreadableImage(_not_readable(name, one_line(error))) from error
 
 
 def _decode_jpeg(content: bytes, size: tuple[int, int]) -> np.ndarray | None:
-    """The pixels (h, w, 3) of a plain JPEG, the same as Pillow's in less time; None of any other image."""
-    if not content.startswith(_JPEG) or _EXIF in content:
+    """Return the pixels (h, w, 3) of a JPEG, the same as Pillow's in less time; None for any other image."""
+    if not content.startswith(_JPEG):
         return None
     try:
         height, width, colours, _ = simplejpeg.decode_jpeg_header(content)
         if colours not in ("YCbCr", "Gray") or height * width > (Image.MAX_IMAGE_PIXELS or 0):
             return None
-        scale = max(size[0] / height, size[1] / width)
+        orientation = _orientation_of(content)
+        tall, wide = size[::-1] if orientation in _ON_ITS_SIDE else size
+        scale = max(tall / height, wide / width)
         least = {"min_height": math.ceil(height * scale), "min_width": math.ceil(width * scale)}
-        return simplejpeg.decode_jpeg(content, colorspace="RGB", min_factor=2, **least)
-    except ValueError:  # damaged: Pillow says in which way, or reads it all the same
+        pixels = simplejpeg.decode_jpeg(content, colorspace="RGB", min_factor=2, **least)
+    except ValueError:  # the file is damaged: Pillow names the damage, or can still read it
         return None
+    if orientation == 1:
+        return pixels
+    image = Image.fromarray(pixels)
+    image.getexif()[_ORIENTATION] = orientation
+    return np.array(_upright(image))
+
+
+def _orientation_of(content: bytes) -> int:
+    """Return EXIF's orientation of a JPEG; 1, which is upright, if its EXIF is damaged or missing."""
+    if _EXIF in content:
+        with contextlib.suppress(Exception), open_image(io.BytesIO(content)) as image:
+            return image.getexif().get(_ORIENTATION, 1)
+    return 1
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Turn an image as its EXIF says."""
+    with contextlib.suppress(Exception):  # damaged EXIF leaves the pixels readable
+        return ImageOps.exif_transpose(image)
+    return image
 
 
 def _decode_any(image: Image.Image) -> np.ndarray:
-    """The pixels (h, w, 3) of an image that Pillow has opened."""
+    """Return the pixels (h, w, 3) of an image that Pillow has opened."""
     image.load()
-    upright: Image.Image = image
-    with contextlib.suppress(Exception):  # damaged EXIF leaves the pixels readable
-        upright = ImageOps.exif_transpose(image)
+    upright = _upright(image)
     if upright.mode == "F" or (upright.mode == "I" and np.asarray(upright).max() > 0xFFFF):
         raise ValueError(f"pixels of mode {upright.mode}, which have no fixed range")
     if upright.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip at 255
@@ -102,6 +147,6 @@ def _fit(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     return np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-def _unreadable(name: str | Callable[[], str], error: Exception) -> InvalidInput:
+def _not_readable(name: str | Callable[[], str], reason: str) -> str:
     name = name if isinstance(name, str) else name()
-    return InvalidInput(f"{name}: not a readable image ({one_line(error)}); mend or remove the file")
+    return f"{name}: not a readable image ({reason}); mend or remove the file"

@@ -49,8 +49,10 @@ class GrowingCache:
         with cache.lock() as folder:
             images, marks = (folder / f".{cache.name}.{kind}" for kind in ("growing", "filled"))
             with refused(str(images)):
-                if not images.exists() or not _begins_with(marks, head):
-                    _begin(images, marks, head, math.prod(shape), len(labels))
+                size = math.prod(shape)
+                is_whole = images.exists() and images.stat().st_size == size
+                if not is_whole or not _begins_with(marks, head):
+                    _begin(images, marks, head, size, len(labels))
                 self._file = os.open(images, os.O_RDWR)
             self._path, self._marks_path = images, marks
             self._images = np.memmap(images, np.uint8, "r", shape=shape)
@@ -74,13 +76,12 @@ class GrowingCache:
             for index, image in zip(indices.tolist(), images, strict=True):
                 os.pwrite(self._file, image.data, index * self._bytes)
                 self._marks[index] = 1
+            if self._marks.all():
+                self._complete()
         except OSError as error:
             self.has_room = False
             what = f"no more decoded images are kept ({one_line(error)}); each epoch decodes those anew"
             print(printable(f"{self._path}: {what}"), file=sys.stderr)
-            return
-        if self._marks.all():
-            self._complete()
 
     def _complete(self) -> None:
         with self._cache.lock():

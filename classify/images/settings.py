@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,10 @@ from classify.config.rules import is_count, is_number, size_in_bytes
 from classify.images.augment import Augmentation
 from classify.images.sources import SOURCES, Kind, kind_of
 from classify.images.sources.encoded import Location
-from classify.images.sources.remote import secrets_in
+from classify.images.sources.encoded_source import EncodedSource
+from classify.images.sources.readable import Readable
 from classify.images.splits import AUTO, Splits
+from harness import redaction
 from harness.errors import ErrorList, InvalidInput, nearest
 
 IMAGE_SIZE = 32  # what Net takes, in pixels
@@ -26,8 +27,9 @@ NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
 BALANCED = "balanced"
 SAMPLINGS = ("shuffle", BALANCED)
 ONCE, STREAM = "once", "stream"
+FAIL, SKIP = "fail", "skip"
 ALL = "all"
-_SECRET = "holds a password, which every checkpoint would keep; give it in the environment (docs/sources.md)"
+_LEFT_OUT = "stands for what was not written into this file"
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class DataSettings:
         workers: how many processes each rank has to decode streamed images, or to transform images, ahead of
             the step; 0 for none, ``auto`` for as many as the rank has threads.
         storage: fsspec's storage options, where ``root`` is a URL.
+        unreadable: ``fail`` for images that cannot be decoded to end the run, ``skip`` to leave them out.
         cache: the ``folder`` for what is kept of remote data, on a disk of this machine, and the ``limit`` of
             what is kept there and decoded, e.g. 100GB.
     """
@@ -81,6 +84,7 @@ class DataSettings:
     validation: float | str | None = None
     test: float | None = None
     split_seed: int = 0
+    unreadable: str = FAIL
     storage: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     cache: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -105,9 +109,19 @@ class DataSettings:
         return kind_of(str(self.dataset)) or SOURCES["imagefolder"]
 
     def open_source(self) -> Splits:
-        """The dataset that the section names, of which nothing is decoded yet; raises as ``Splits`` does."""
+        """Open the dataset that the section names.
+
+        Nothing is decoded yet, except where ``unreadable`` is ``skip``: then all images are, once.
+
+        Raises:
+            InvalidInput: as ``Splits`` does, or if a dataset without image files is to skip some.
+        """
         folder, limit = self.cache.get("folder"), self.cache_limit
         source = self.kind.make(Location(self.root, self.download, self.storage, folder, limit))
+        if self.unreadable == SKIP:
+            if not isinstance(source, EncodedSource):
+                raise InvalidInput(f"data.unreadable: 'skip': {self.dataset} has no image files; remove it")
+            source = Readable(source, self.stored_size)
         return Splits(source, self.validation, self.test, self.split_seed)
 
     @property
@@ -136,7 +150,10 @@ class DataSettings:
             raise InvalidInput(f"data: {section!r}: must be a mapping with the keys {', '.join(keys)}")
         errors = ErrorList()
         unknown = {key: value for key, value in section.items() if key not in keys}
-        errors.lines += [f"data.{k}: {v!r}: unknown key; {nearest(k, keys)}" for k, v in unknown.items()]
+        errors.lines += [
+            f"data.{k}: {redaction.shown(f'data.{k}', v)}: unknown key; {nearest(k, keys)}"
+            for k, v in unknown.items()
+        ]
         parsed = cls(**{key: value for key, value in section.items() if key in keys})
         if net_size and "image_size" not in section and parsed.kind.of_any_size:
             parsed = dataclasses.replace(parsed, image_size=net_size)
@@ -164,16 +181,19 @@ class DataSettings:
             known = f"use one of {', '.join(SOURCES)}, or a file FILE.py of your own"
             errors.append(f"data.dataset: {self.dataset!r}: unknown dataset; {known}")
         if not isinstance(self.root, str) or not self.root or "\0" in self.root:
-            errors.append(f"data.root: {self.root!r}: must be a folder's path")
+            errors.append(f"data.root: {self.root!r}: must be a folder's path or a URL")
         if not isinstance(self.download, bool):
             errors.append(f"data.download: {self.download!r}: must be true or false")
         for key in ("storage", "cache"):
-            if not isinstance(getattr(self, key), Mapping):
-                errors.append(f"data.{key}: {getattr(self, key)!r}: must be a mapping")
-        if isinstance(self.storage, Mapping):
-            errors += [f"data.storage.{each}: {_SECRET}" for each in secrets_in(self.storage)]
-        if isinstance(self.root, str) and re.match(r"\w+://[^/]*:[^/]*@", self.root):
-            errors.append(f"data.root: {_SECRET}")
+            if not isinstance(value := getattr(self, key), Mapping):
+                shown = redaction.shown(f"data.{key}", value)
+                errors.append(f"data.{key}: {shown}: must be a mapping")
+        options = self.storage if isinstance(self.storage, Mapping) else {}
+        places = {"root": self.root, **{f"storage.{key}": value for key, value in options.items()}}
+        for key, value in places.items():
+            if isinstance(value, str) and redaction.MARK in value:
+                mend = f"give it by --set data.{key}=VALUE"
+                errors.append(f"data.{key}: {value!r}: {redaction.MARK} {_LEFT_OUT}; {mend}")
         if isinstance(self.cache, Mapping):
             for key, value in self.cache.items():
                 if key == "limit":
@@ -203,6 +223,8 @@ class DataSettings:
         if not (is_count(self.split_seed, 0) and self.split_seed < 2**31):
             must = "must be a whole number from 0 to 2147483647"
             errors.append(f"data.split_seed: {self.split_seed!r}: {must}")
+        if self.unreadable not in (FAIL, SKIP):
+            errors.append(f"data.unreadable: {self.unreadable!r}: must be {FAIL} or {SKIP}")
         if self.decode not in (None, ONCE, STREAM):
             errors.append(f"data.decode: {self.decode!r}: must be {ONCE} or {STREAM}")
         if self.window not in (None, ALL) and not is_count(self.window, 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from classify.images.sources import Source
 from classify.images.sources.decode_once import AHEAD
 from classify.images.sources.encoded import Shard
 from classify.images.sources.encoded_source import EncodedSource
+from classify.images.sources.readable import Readable
 from classify.images.sources.remote import is_remote
 from classify.images.sources.shard_cache import ShardsAhead
 from classify.images.streamed import StreamedImages
@@ -20,6 +22,7 @@ from classify.images.windows import Windows
 from harness.errors import InvalidInput
 
 SPLITS = ("train", "val", "test")
+UNREADABLE = "unreadable.txt"  # of a run: a line for each image that it leaves out
 TEST_SHARE = 0.2  # of a source of one part, where nothing is said
 AUTO, VALIDATION_SHARE = "auto", 0.1  # the share where there is no folder
 _DRAW = 17  # which keeps these draws apart from others of the same seed
@@ -95,6 +98,22 @@ class Splits:
     def chosen_on(self) -> str:
         """On which images a best checkpoint or trial is chosen, in words."""
         return "validation images" if self.validation == "val" else "test images"
+
+    @property
+    def left_out(self) -> list[str]:
+        """An error line for each unreadable image that ``data.unreadable: skip`` leaves out."""
+        parts = self.source.left_out if isinstance(self.source, Readable) else {}
+        return [line for lines in parts.values() for line in lines.values()]
+
+    @property
+    def left_out_identity(self) -> str | None:
+        """The images that are left out, as checkpoints name them; None if none are."""
+        if not self.left_out:
+            return None
+        assert isinstance(self.source, Readable)
+        indices = {part: list(lines) for part, lines in self.source.left_out.items()}
+        digest = hashlib.sha256(repr(indices).encode()).hexdigest()[:8]
+        return f"left out: {len(self.left_out):,}, digest {digest}"
 
     def count(self, split: str) -> int:
         """How many images a split has, without decoding them."""

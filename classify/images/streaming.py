@@ -66,12 +66,13 @@ class Streaming:
         needed = sum(remote)
         if window or not streams:  # those of a window, and of the next one, which is fetched meanwhile
             needed = sum(sorted(remote)[-2 * max(window or 0, AHEAD) :])
+        shown = f"data.cache.limit: {settings.cache.get('limit')!r}"
         if limit is not None and needed > limit:
             kept = f"{in_bytes(needed)} of shards have to be there at a time; raise it"
-            errors.lines.append(f"data.cache.limit: {in_bytes(limit)}: {kept}, or set a smaller data.window")
+            errors.lines.append(f"{shown}: {kept}, or set a smaller data.window")
         elif limit is not None and settings.decode == ONCE and pixels > limit:
             what = f"the decoded images need {in_bytes(pixels)}; raise it, or set data.decode to stream"
-            errors.lines.append(f"data.cache.limit: {in_bytes(limit)}: {what}")
+            errors.lines.append(f"{shown}: {what}")
         errors.raise_any()
         return cls(streams, streams and _has_room(source, settings, pixels, needed), window)
 

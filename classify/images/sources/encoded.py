@@ -12,7 +12,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from classify.images import decode
 from harness.host_lock import stand_ins
+
+MOST_OF_AN_IMAGE = decode.MOST_BYTES
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Shard:
         start: the place of its first image among those of all shards.
         stop: the place after its last one.
         sha256: of its bytes; empty if it is not known.
+        version: its server's name for these bytes, such as an ETag; empty if there is none.
     """
 
     url: str
@@ -32,6 +36,12 @@ class Shard:
     start: int
     stop: int
     sha256: str = ""
+    version: str = ""
+
+    @property
+    def identity(self) -> tuple[str, str | int]:
+        """Changes when its bytes do, as far as its index or its server tells."""
+        return self.url, self.sha256 or self.version or self.size
 
 
 ShardFile = Callable[[Shard], pathlib.Path]  # gives the local file that holds a shard's bytes

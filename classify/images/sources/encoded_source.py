@@ -10,13 +10,13 @@ from torch import Tensor
 
 from classify.images import cache
 from classify.images.growing_cache import GrowingCache
+from classify.images.sources import shard_cache
 from classify.images.sources.decode_once import decode_all
 from classify.images.sources.encoded import EncodedImages, Fetch, Location, ShardFile
 from classify.images.sources.remote import is_remote
-from classify.images.sources.shard_cache import ShardCache
 from classify.images.streamed import StreamedImages
 
-_CACHE_FORMAT = 5  # of what is kept decoded; another one is decoded anew
+_CACHE_FORMAT = 6  # of what is kept decoded; another one is decoded anew
 
 
 class EncodedSource(abc.ABC):
@@ -57,7 +57,8 @@ class EncodedSource(abc.ABC):
         Args:
             fetch: of the images that the shards hold.
         """
-        kept = ShardCache(self.location.cache_folder / "shards", self.location.limit)
+        folder = self.location.cache_folder / shard_cache.FOLDER
+        kept = shard_cache.ShardCache(folder, self.location.limit)
         return lambda shard: kept.file(shard, fetch) if is_remote(shard.url) else pathlib.Path(shard.url)
 
     def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:

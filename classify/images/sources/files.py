@@ -13,11 +13,22 @@ import torch
 from torch import Tensor
 
 from classify.images.decode import content_of
-from classify.images.sources.encoded import Shard, ShardFile
+from classify.images.sources.encoded import MOST_OF_AN_IMAGE, Shard, ShardFile
 from classify.images.sources.remote import Storage, is_remote
 from harness.errors import InvalidInput, one_line
 
+NOT_READABLE = "replace or remove these first, or set data.unreadable to skip"  # the remedy
+SHOWN = 20  # files that are named where more cannot be read
 EXTENSIONS = ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .tga .jp2 .avif".split()
+
+
+def raise_some(errors: Sequence[str], remedy: str = "replace or remove these first") -> None:
+    """Raise ``InvalidInput`` with errors of a line a file, if there are any: the first 20, and a count."""
+    if len(errors) > SHOWN:
+        more = f"{len(errors) - SHOWN:,} more files are not readable; {remedy}"
+        errors = [*errors[:SHOWN], f"data.root: {more}"]
+    if errors:
+        raise InvalidInput(errors)
 
 
 class FileImages:
@@ -47,28 +58,36 @@ class FileImages:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Changes if a file is added, removed, renamed or written."""
-        digest = hashlib.sha256(repr(self._names).encode())
+        """Return a digest that changes if a file is added, removed, renamed or written.
+
+        Raises:
+            InvalidInput: with a line for each local file that is not there or no file.
+        """
+        digest, errors = hashlib.sha256(repr(self._names).encode()), list[str]()
+        versions = self._storage.about_all([path for path in self.paths if is_remote(path)])
         for path, label in zip(self.paths, self.labels.tolist(), strict=True):
             if is_remote(path):
-                digest.update(repr((path, label)).encode())
+                digest.update(repr((path, label, versions[path])).encode())
                 continue
             try:
                 status = os.stat(path)
-            except OSError as error:  # such as a link to nowhere
-                raise InvalidInput(f"data.root: {path}: {one_line(error)}; mend or remove it") from error
+            except (OSError, ValueError) as error:  # such as a link to nowhere
+                errors.append(f"data.root: {path}: cannot be used ({one_line(error)}); replace or remove it")
+                continue
             if not stat.S_ISREG(status.st_mode):
-                raise InvalidInput(f"data.root: {path}: is no file; remove it")
+                errors.append(f"data.root: {path}: is no file; remove it")
             name = path.removeprefix(self._root)
             digest.update(
                 repr((name, label, status.st_size, status.st_mtime_ns, status.st_ctime_ns)).encode()
             )
+        raise_some(errors)
         return digest.hexdigest()
 
     def read(self, indices: Sequence[int], shard_file: ShardFile) -> list[bytes]:
         """Reads files; raises ``InvalidInput`` for the first that cannot be read."""
+        fetch = functools.partial(self._storage.read, most=MOST_OF_AN_IMAGE)
         paths = [self.paths[index] for index in indices]
-        return [self._storage.read(path) if is_remote(path) else content_of(path) for path in paths]
+        return [fetch(path) if is_remote(path) else content_of(path) for path in paths]
 
     def name(self, index: int) -> str:
         """The path of a file."""

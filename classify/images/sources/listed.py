@@ -10,8 +10,9 @@ import json
 import os
 import pathlib
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from classify.images.sources import shard_files
 from classify.images.sources.encoded import Location
@@ -20,7 +21,7 @@ from classify.images.sources.files import FileImages
 from classify.images.sources.remote import Storage, is_remote
 from classify.images.sources.shard_index import classes_of, label_of
 from harness.errors import InvalidInput, one_line, printable
-from harness.input_files import refused
+from harness.input_files import parsed, refused
 
 _PATHS, _LABELS = ("path", "file_name", "image", "url"), ("label", "class")  # columns
 _TABLES = ("{}.csv", "{}.jsonl", "{}/metadata.csv", "{}/metadata.jsonl")
@@ -67,10 +68,11 @@ class Listed(EncodedSource):
 def table(location: Location) -> Listed:
     """The dataset of tables ``train.csv`` or ``train.jsonl``, and of ``val`` and ``test``.
 
-    Paths count from the folder of their table.
+    Paths count from the folder of their table. A table on a server names images of that server alone: its
+    author might otherwise have this machine ask any server that it reaches.
 
     Raises:
-        InvalidInput: if there is none, or a row has no path or no label.
+        InvalidInput: if there is none, or it cannot be parsed, or a row has no path or no label.
     """
     root, storage = location.root, Storage(location.storage)
     rows: dict[str, list[Row]] = {}
@@ -85,39 +87,68 @@ def table(location: Location) -> Listed:
                 with refused(f"data.root: {url}"):
                     content = pathlib.Path(url).read_bytes() if os.path.isfile(url) else None
             if content is not None:
-                rows[part] = list(_rows(content, url))
+                with parsed(f"{url}: not a readable table", "write CSV in UTF-8, or JSON lines"):
+                    rows[part] = list(_rows(content, url))
     if "train" not in rows and set(rows) != {shard_files.WHOLE}:
         needs = "it needs train.csv or train.jsonl, and may have the same of val and test"
         raise InvalidInput(f"data.root: {root}: holds no table of training images; {needs}")
     return Listed(location, rows)
 
 
-def _rows(content: bytes, url: str) -> Iterable[Row]:
-    folder, text = (
-        url.rpartition("/")[0],
-        io.StringIO(content.decode("utf-8-sig", errors="replace"), newline=""),
-    )
-    number = 0
-    lines = csv.DictReader(text) if url.endswith(".csv") else map(_parsed, text)
-    for number, row in enumerate(lines, 2 if url.endswith(".csv") else 1):
+def _rows(content: bytes, url: str) -> Iterator[Row]:
+    folder = url.rpartition("/")[0]
+    text = io.StringIO(content.decode("utf-8-sig", errors="replace"), newline="")
+    where = ""
+    for number, row in _csv_rows(text, url) if url.endswith(".csv") else _json_rows(text, url):
         where = f"{url}, line {number}"
-        found = []
-        for kind, names in (("path", _PATHS), ("label", _LABELS)):
-            value = next((row[name] for name in names if isinstance(row, dict) and name in row), None)
-            if value is None or value == "" or not isinstance(value, (str, int)):
-                raise InvalidInput(f"{where}: has no {kind} ({', '.join(names)}); add it")
-            found.append(str(value))
-        path, label = found
-        yield path if is_remote(path) else shard_files.join(folder, path), label, where
-    if not number:
+        path, label = _value(row, "path", _PATHS, where), _value(row, "label", _LABELS, where)
+        if not is_remote(path):
+            path = shard_files.join(folder, path)
+        elif is_remote(url) and _server(path) != _server(url):
+            what = "is on another server than its table"
+            raise InvalidInput(f"{where}: {path}: {what}; download the table, and give its folder")
+        yield path, label, where
+    if not where:
         raise InvalidInput(f"{url}: has no rows; add some, or remove it")
 
 
-def _parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None  # which has no path
+def _csv_rows(text: io.StringIO, url: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Return the number of each row's line, and the row's values by their columns."""
+    rows = csv.DictReader(text)
+    columns = list(rows.fieldnames or ())
+    for names in (_PATHS, _LABELS):
+        found = [column for column in columns if column in names]
+        if columns and not found:
+            shown = ", ".join(column[:50] for column in columns[:20])
+            what = f"has no column {names[0]} (or {', '.join(names[1:])}), but {shown}"
+            raise InvalidInput(f"{url}, line 1: {what}; name the columns there")
+        if len(set(found)) < len(found):
+            raise InvalidInput(f"{url}, line 1: names the column {found[0]} twice; remove one of them")
+    for row in rows:
+        yield rows.line_num, row
+
+
+def _json_rows(text: io.StringIO, url: str) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(text, 1):
+        if line.strip():
+            with parsed(f"{url}, line {number}: is no JSON", "write an object a line, with path and label"):
+                row = json.loads(line)
+            yield number, row
+
+
+def _value(row: Any, kind: str, names: tuple[str, ...], where: str) -> str:
+    """Return the path or the label of a row."""
+    name = next((name for name in names if isinstance(row, dict) and name in row), kind)
+    value = row.get(name) if isinstance(row, dict) else None
+    if value is None or value == "":
+        raise InvalidInput(f"{where}: has no {kind} ({', '.join(names)}); add it, or remove the row")
+    if not isinstance(value, (str, int)):
+        raise InvalidInput(f"{where}: {name}: {str(value)[:50]}: must be a text or a whole number")
+    return str(value)
+
+
+def _server(url: str) -> tuple[str, str]:
+    return urlsplit(url)[:2]
 
 
 def own(file: str, location: Location) -> Any:
@@ -144,7 +175,7 @@ def own(file: str, location: Location) -> Any:
         if not isinstance(made, Mapping):
             return _checked(made, key)
         rows = {
-            part: [(os.fspath(path), str(label), f"{file}, {part}") for path, label in pairs]
+            part: [(os.fsdecode(path), str(label), f"{file}, {part}") for path, label in pairs]
             for part, pairs in made.items()
         }
     except InvalidInput:

@@ -17,11 +17,15 @@ import pyarrow
 import pyarrow.parquet
 
 from classify.images.sources.encoded import Shard
-from classify.images.sources.shard_index import ENTRY, Scanned
+from classify.images.sources.shard_index import ENTRY, MOST_CLASSES, Scanned, check_length
 from classify.images.sources.shard_source import ShardImages, ShardSource
-from harness.errors import InvalidInput, one_line
+from harness.errors import InvalidInput
+from harness.input_files import parsed
 
 KEPT = 2**28  # bytes of the row groups that a process keeps, at least one
+MOST_OF_A_GROUP = 2**30  # bytes of the images in a row group
+_ROWS = 2**16  # labels read at a time
+_IMAGES_READ = 16  # at a time
 _IMAGES, _LABELS = ("image", "img"), ("label", "labels", "class", "fine_label")  # columns, where no type says
 _MEND = "is it whole, and of images? write or fetch it again"
 _lock = threading.Lock()
@@ -40,15 +44,11 @@ class ParquetImages(ShardImages):
         return f"{shard.url}, row {place - shard.start:,}"
 
     def read_one(self, shard: Shard, place: int, file: pathlib.Path) -> bytes:
-        """Reads the image in a row."""
+        """Read the image in a row."""
         row = place - shard.start
-        try:
+        with parsed(f"{shard.url}: row {row:,} cannot be read", _MEND):
             content = _content(file, row)
-        except (OSError, pyarrow.ArrowException, IndexError) as error:
-            raise InvalidInput(
-                f"{shard.url}: row {row:,} cannot be read ({one_line(error)}); {_MEND}"
-            ) from error
-        if not content:
+        if not content or not isinstance(content, bytes):
             mend = "write the images themselves into the file"
             raise InvalidInput(f"{shard.url}: row {row:,} holds no image, or only its path; {mend}")
         return content
@@ -62,14 +62,22 @@ class ParquetShards(ShardSource):
     scan = staticmethod(lambda file, name: scan(file, name))
 
     def names(self, file: pathlib.Path | None = None) -> list[str] | None:
-        """The class names in a file's schema, where there are some."""
-        return None if file is None else _features(pyarrow.parquet.read_schema(file))[2]
+        """Return the class names in a file's schema, None if it names none."""
+        if file is None:
+            return None
+        with parsed(f"{file}: not a readable Parquet file", _MEND):
+            return _features(pyarrow.parquet.read_schema(file))[2]
 
 
 def scan(file: pathlib.Path, name: str) -> Scanned:
-    """Reads the labels of a file; raises ``InvalidInput``."""
-    try:
-        schema = pyarrow.parquet.read_schema(file)
+    """Read the labels of a file; raise ``InvalidInput`` if it is damaged or lacks one."""
+    with parsed(f"{name}: not a readable Parquet file", _MEND):
+        return _scan(file, name)
+
+
+def _scan(file: pathlib.Path, name: str) -> Scanned:
+    with pyarrow.parquet.ParquetFile(file) as opened:
+        schema, count = opened.schema_arrow, opened.metadata.num_rows
         image, label, _ = _features(schema)
         missing = [
             f"{kind} ({' or '.join(usual)})"
@@ -79,25 +87,51 @@ def scan(file: pathlib.Path, name: str) -> Scanned:
         if missing:
             what = f"has no column of {' nor of '.join(missing)}; it has {', '.join(schema.names)}"
             raise InvalidInput(f"{name}: {what}; rename them")
-        column = pyarrow.parquet.read_table(file, columns=[label])[label].combine_chunks().dictionary_encode()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise InvalidInput(f"{name}: not a readable Parquet file ({one_line(error)}); {_MEND}") from error
-    if column.null_count:
-        row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
-        raise InvalidInput(f"{name}: row {row:,} has no label; add it, or remove the row")
-    entries = np.zeros(len(column), ENTRY)
-    entries["offset"], entries["label"] = np.arange(len(column)), column.indices.to_numpy()
-    return Scanned(
-        name, {str(each): code for code, each in enumerate(column.dictionary.to_pylist())}, entries
-    )
+        twice = [each for each in (image, label) if schema.names.count(each) > 1]
+        if twice:
+            raise InvalidInput(f"{name}: has the column {twice[0]!r} more than once; rename one of them")
+        if not count:
+            raise InvalidInput(f"{name}: holds no image; remove it")
+        if count > (size := file.stat().st_size):  # an image has a byte at least
+            raise ValueError(f"{count:,} rows in {size:,} bytes")
+        codes, texts = _labels(file, str(label), name, count)
+    entries = np.zeros(count, ENTRY)
+    entries["offset"], entries["label"] = np.arange(count), codes
+    return Scanned(name, texts, entries)
+
+
+def _labels(file: pathlib.Path, column: str, name: str, count: int) -> tuple[np.ndarray, dict[str, int]]:
+    """Read a column a part at a time: a number for each row, and for each text its number."""
+    codes, texts = np.empty(count, np.uint32), dict[str, int]()
+    start = 0
+    # As a dictionary, so that a text of many rows is in memory once
+    with pyarrow.parquet.ParquetFile(file, read_dictionary=[column]) as opened:
+        for batch in opened.iter_batches(_ROWS, columns=[column], use_threads=False):
+            held = batch.column(0)
+            if held.null_count:
+                row = start + int(np.flatnonzero(held.is_null().to_numpy(zero_copy_only=False))[0])
+                raise InvalidInput(f"{name}: row {row:,} has no label; add it, or remove the row")
+            held = held if isinstance(held, pyarrow.DictionaryArray) else held.dictionary_encode()
+            own = []
+            for each in held.dictionary:
+                text = str(each.as_py())
+                check_length(text, name)
+                if len(texts) > MOST_CLASSES:
+                    raise InvalidInput(f"{name}: has more than {MOST_CLASSES:,} classes; name fewer")
+                own.append(texts.setdefault(text, len(texts)))
+            codes[start : start + len(held)] = np.array(own, np.uint32)[held.indices.to_numpy()]
+            start += len(held)
+    if start != count:
+        raise ValueError(f"{start:,} rows where it names {count:,}")
+    return codes, texts
 
 
 def _features(schema: pyarrow.Schema) -> tuple[str | None, str | None, list[str] | None]:
-    """The columns of images and of labels, and the class names, as the file's metadata or names tell."""
+    """Return the columns of images and of labels, and the class names, by the metadata or by usual names."""
     try:
         about = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         kinds: dict[str, Any] = {key: value for key, value in about.items() if isinstance(value, dict)}
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         kinds = {}
 
     def column(kind: str, usual: tuple[str, ...]) -> str | None:
@@ -106,27 +140,45 @@ def _features(schema: pyarrow.Schema) -> tuple[str | None, str | None, list[str]
 
     label = column("ClassLabel", _LABELS)
     names = kinds.get(str(label), {}).get("names")
-    return column("Image", _IMAGES), label, [str(each) for each in names] if names else None
+    if names and not (isinstance(names, list) and all(isinstance(each, str) for each in names)):
+        raise ValueError(f"the class names of {label!r} are no list of strings")
+    return column("Image", _IMAGES), label, names or None
 
 
 @functools.lru_cache(16)
-def _opened(file: pathlib.Path) -> tuple[pyarrow.parquet.ParquetFile, str, np.ndarray]:
-    """A file, its column of images, and the row after each row group."""
-    opened = pyarrow.parquet.ParquetFile(file)
-    rows = [opened.metadata.row_group(each).num_rows for each in range(opened.num_row_groups)]
-    return opened, str(_features(opened.schema_arrow)[0]), np.cumsum(rows)
+def _about(file: pathlib.Path) -> tuple[pyarrow.parquet.FileMetaData, str, np.ndarray]:
+    """Return a file's metadata, its column of images, and the row after each row group."""
+    metadata = pyarrow.parquet.read_metadata(file)
+    rows = [metadata.row_group(each).num_rows for each in range(metadata.num_row_groups)]
+    return metadata, str(_features(metadata.schema.to_arrow_schema())[0]), np.cumsum(rows)
 
 
-def _content(file: pathlib.Path, row: int) -> bytes | None:
-    """The bytes in a row of the column of images."""
+def _content(file: pathlib.Path, row: int) -> Any:
+    """Return the bytes in a row of the column of images."""
     with _lock:
-        opened, column, ends = _opened(file)
+        metadata, column, ends = _about(file)
         group = int(np.searchsorted(ends, row, side="right"))
         key = (str(file), group)
         if key not in _groups:
-            _groups[key] = opened.read_row_group(group, columns=[column])[column]
+            _groups[key] = _group(file, metadata, group, column)
             while len(_groups) > 1 and sum(each.nbytes for each in _groups.values()) > KEPT:
                 _groups.popitem(last=False)
         _groups.move_to_end(key)
         value = _groups[key][row - (int(ends[group - 1]) if group else 0)].as_py()
     return value.get("bytes") if isinstance(value, dict) else value
+
+
+def _group(
+    file: pathlib.Path, metadata: pyarrow.parquet.FileMetaData, group: int, column: str
+) -> pyarrow.ChunkedArray:
+    """Read the images of a row group, which the file is open for alone: an evicted shard frees its room."""
+    paths = [metadata.schema.column(each).path for each in range(len(metadata.schema))]
+    dictionaries = [path for path in paths if path.partition(".")[0] == column]
+    batches, size = [], 0
+    with pyarrow.parquet.ParquetFile(file, metadata=metadata, read_dictionary=dictionaries) as opened:
+        for batch in opened.iter_batches(_IMAGES_READ, [group], columns=[column], use_threads=False):
+            size += batch.nbytes
+            if size > MOST_OF_A_GROUP:
+                raise ValueError(f"its row group has more than {MOST_OF_A_GROUP:,} bytes of images")
+            batches.append(batch.column(0))
+    return pyarrow.chunked_array(batches)

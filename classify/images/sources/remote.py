@@ -6,13 +6,15 @@ import asyncio
 import hashlib
 import importlib
 import pathlib
-import re
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import fsspec
 import tenacity
+from fsspec.callbacks import Callback
 from fsspec.registry import known_implementations
 
 from classify.images.sources.encoded import Shard
@@ -21,11 +23,17 @@ from harness.errors import DISK_FULL, InvalidInput, one_line
 ATTEMPTS = 5
 FIRST_WAIT = 0.5  # seconds, which double with each further attempt
 TIMEOUT = 30  # seconds without a byte, after which an attempt has failed
+MOST_OF_A_FILE = 2**29  # bytes of an index, of a table, of class names
+MOST_OF_A_SHARD = 2**32  # bytes of a shard whose server does not say its size
+_ASKED = 16  # files at the same time
+# Names of a file's version in the answers of web servers and object stores
+_VERSIONS = "ETag etag Content-MD5 Digest md5Hash Last-Modified LastModified last_modified updated".split()
 _CREDENTIALS = "give credentials in the environment, as docs/sources.md says"
 _REFUSALS = ("NoCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "DefaultCredentialsError")
-_SECRETS = re.compile(r"key|secret|passw|token|connection_string", re.I)  # in fsspec's options
-_WAYS = ("anon", "cache", "cloud", "google_default")  # of gcsfs, which names them in "token"
 _Result = TypeVar("_Result")
+# Kept for ever: fsspec forgets its file systems in a fork. There the deletion of one would take its
+# connections out of the selector, which the parent shares, and the parent would wait for an answer in vain.
+_opened: dict[int, fsspec.AbstractFileSystem] = {}
 
 
 def is_remote(path: str) -> bool:
@@ -51,7 +59,8 @@ class Storage:
         """
         protocol = url.partition("://")[0]
         try:
-            return fsspec.filesystem(protocol, **{**_time_outs(protocol), **self.options})
+            made = fsspec.filesystem(protocol, **_merged(_options(protocol), self.options))
+            return _opened.setdefault(id(made), made)
         except ImportError as error:
             library = known_implementations[protocol]["class"].split(".")[0]
             library = "fsspec[http]" if library == "fsspec" else library
@@ -62,19 +71,18 @@ class Storage:
             raise InvalidInput(f"data.root: {url}: cannot be opened ({one_line(error)}); {mend}") from error
 
     def fetch(self, shard: Shard, target: pathlib.Path) -> None:
-        """Writes a shard to a local file, and checks its size and, if it is known, its digest."""
-        files = self.filesystem(shard.url)
+        """Write a shard to a local file, and check its size and, if it is known, its digest."""
+        most = shard.size or MOST_OF_A_SHARD
 
         def work() -> None:
             try:
-                files.get_file(shard.url, str(target))
+                size = self._download(shard.url, target, most)
             except OSError as error:
                 if error.errno not in DISK_FULL:
                     raise
                 mend = "free some, set data.cache.limit, or give another folder"
                 what = f"no room for {shard.url} ({one_line(error)})"
                 raise InvalidInput(f"data.cache.folder: {target.parent}: {what}; {mend}") from error
-            size = target.stat().st_size
             if shard.size not in (0, size):
                 raise OSError(f"{size:,} bytes came of {shard.size:,} that its index names")
             if shard.sha256 and shard.sha256 != digest(target):
@@ -82,39 +90,74 @@ class Storage:
 
         _attempt(shard.url, work)
 
-    def read(self, url: str) -> bytes:
-        """The bytes of a small file; raises ``InvalidInput``."""
-        return _attempt(url, lambda: self.filesystem(url).cat_file(url))
+    def read(self, url: str, most: int = MOST_OF_A_FILE) -> bytes:
+        """Return the bytes of a small file.
 
-    def read_if_there(self, url: str) -> bytes | None:
-        """The bytes of a small file, None if there is no such file."""
+        Raises:
+            InvalidInput: if it cannot be read, or has more than ``most`` bytes.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            target = pathlib.Path(folder, "file")
+            _attempt(url, lambda: self._download(url, target, most))
+            return target.read_bytes()
+
+    def read_if_there(self, url: str, most: int = MOST_OF_A_FILE) -> bytes | None:
+        """Return the bytes of a small file, None if there is no such file."""
         try:
-            return self.read(url)
+            return self.read(url, most)
         except InvalidInput as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
             raise
 
-    def size(self, url: str) -> int:
-        """The size of a file in bytes, 0 if the server does not say."""
-        return int(_attempt(url, lambda: self.filesystem(url).info(url)).get("size") or 0)
+    def _download(self, url: str, target: pathlib.Path, most: int) -> int:
+        """Write a file of at most ``most`` bytes to a local one; return its size."""
+        self.filesystem(url).get_file(url, str(target), callback=_Limit(url, most))
+        return target.stat().st_size
 
-    def find(self, root: str) -> dict[str, int]:
-        """The URLs and sizes of the files below a prefix."""
+    def about(self, url: str) -> tuple[int, str]:
+        """Return the size of a file in bytes, 0 if the server does not say, and its version."""
+        return _attempt(url, lambda: _about(self.filesystem(url).info(url)))
+
+    def about_all(self, urls: Sequence[str]) -> dict[str, tuple[int, str]]:
+        """Return the sizes and the versions of many files."""
+        with ThreadPoolExecutor(_ASKED) as pool:
+            return dict(zip(urls, pool.map(self.about, urls), strict=True))
+
+    def find(self, root: str) -> dict[str, tuple[int, str]]:
+        """Return the URLs of the files below a prefix, each with its size and its version."""
         files = self.filesystem(root)
-        found = _attempt(root, lambda: files.find(root, maxdepth=2, detail=True))
-        return {files.unstrip_protocol(name): int(about["size"]) for name, about in found.items()}
+
+        def work() -> dict[str, tuple[int, str]]:
+            found = files.find(root, maxdepth=2, detail=True)
+            return {files.unstrip_protocol(name): _about(answer) for name, answer in found.items()}
+
+        return _attempt(root, work)
 
 
-def secrets_in(options: Mapping[str, Any], path: str = "") -> list[str]:
-    """The keys of storage options, within others as ``a.b``, that hold credentials."""
-    found = []
-    for key, value in options.items():
-        if isinstance(value, Mapping):
-            found += secrets_in(value, f"{path}{key}.")
-        elif value and _SECRETS.search(str(key)) and value not in _WAYS:
-            found.append(f"{path}{key}")
-    return found
+class _Limit(Callback):
+    """Ends a transfer that brings more bytes than a file may have.
+
+    Args:
+        url: of the file.
+        most: bytes that it may have.
+    """
+
+    def __init__(self, url: str, most: int) -> None:
+        super().__init__()
+        self._url, self._most = url, most
+
+    def call(self, *_: object, **__: object) -> None:
+        """Raise ``InvalidInput`` once more bytes have come."""
+        if self.value > self._most:
+            what = f"the server sends more than {self._most:,} bytes"
+            raise InvalidInput(f"{self._url}: {what}; see which file it has there")
+
+
+def _about(answer: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the size and the version of a file, as a server tells them."""
+    version = next((str(answer[key]) for key in _VERSIONS if answer.get(key)), "")
+    return int(answer.get("size") or 0), version
 
 
 def digest(file: pathlib.Path) -> str:
@@ -164,15 +207,26 @@ def _may_pass(error: BaseException) -> bool:
     return is_error and not is_refused and type(error).__name__ not in _REFUSALS
 
 
-def _time_outs(protocol: str) -> dict[str, Any]:
-    """The storage options by which a server that is silent is given up."""
+def _options(protocol: str) -> dict[str, Any]:
+    """Return storage options: a silent server is left, and every byte is counted as it comes."""
     if protocol in ("http", "https"):
         try:
             aiohttp = importlib.import_module("aiohttp")
         except ImportError:  # which the file system says
             return {}
         limits = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
-        return {"client_kwargs": {"timeout": limits}}
-    if protocol in ("s3", "s3a"):
-        return {"config_kwargs": {"connect_timeout": TIMEOUT, "read_timeout": TIMEOUT}}
+        headers = {"Accept-Encoding": "identity"}
+        return {"client_kwargs": {"timeout": limits, "auto_decompress": False, "headers": headers}}
+    if protocol in ("s3", "s3a"):  # which would hold each of several ranges in memory, however long it is
+        times = {"connect_timeout": TIMEOUT, "read_timeout": TIMEOUT}
+        return {"config_kwargs": times, "max_concurrency": 1}
     return {}
+
+
+def _merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of both, at any depth; theirs win."""
+    merged = {**ours, **theirs}
+    for key in ours.keys() & theirs.keys():
+        if isinstance(ours[key], Mapping) and isinstance(theirs[key], Mapping):
+            merged[key] = _merged(ours[key], theirs[key])
+    return merged

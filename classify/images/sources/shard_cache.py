@@ -7,9 +7,10 @@ import hashlib
 import os
 import pathlib
 import re
+import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 import filelock
@@ -20,19 +21,22 @@ from harness.errors import InvalidInput
 from harness.host_lock import lock_of, writable_folder
 from harness.input_files import refused
 
+SHARE = 0.9  # of the disk's room that shards may fill where no limit is given
 _KEY = "data.cache.folder"
+FOLDER = "shards"  # of a folder for all that is kept of remote data
+_ROOM = "room"  # the lock of a folder of shards
 _FILE = re.compile(r"[0-9a-f]{24}(?:\.(\d+)\.partial)?")
 
 
 class ShardCache:
     """A folder of fetched shards, for all processes and runs of a host.
 
-    A shard is there whole or not at all. Where a limit is given, those go that were not read for the longest
-    time; who still reads one fetches it again.
+    A shard is there whole or not at all. Shards that were not read for the longest time make room for new
+    ones; a reader that still needs one of them fetches it again.
 
     Args:
         folder: made where it is missing.
-        limit: in bytes, of all shards together; None for none.
+        limit: in bytes, of all shards together; None for ``SHARE`` of the room on the disk.
     """
 
     def __init__(self, folder: pathlib.Path, limit: int | None = None) -> None:
@@ -52,36 +56,52 @@ class ShardCache:
         Raises:
             InvalidInput: as ``fetch`` does, or if there is no room for it.
         """
-        name = hashlib.sha256(repr((shard.url, shard.size, shard.sha256)).encode()).hexdigest()[:24]
+        name = hashlib.sha256(repr(shard.identity).encode()).hexdigest()[:24]
         target = self.folder / name
         if not _used(target):
             with refused(f"{_KEY}: {self.folder}"), lock_of(self.folder, name):
                 if not _used(target):
                     partial = self.folder / f"{name}.{shard.size}.partial"
-                    self._make_room(shard, partial)
-                    fetch(shard, partial)
-                    with self._room():  # or who counts finds it under neither name
-                        os.replace(partial, target)
+                    try:
+                        self._add(shard, fetch, partial, target)
+                    except BaseException:
+                        with self._room():
+                            partial.unlink(missing_ok=True)
+                        raise
         return target
+
+    def _add(self, shard: Shard, fetch: Fetch, partial: pathlib.Path, target: pathlib.Path) -> None:
+        with self._room():
+            self._make_room(shard.url, shard.size, partial)
+            partial.touch()  # the new shard counts from now on
+        fetch(shard, partial)
+        with self._room():  # or who counts finds it under neither name
+            if not shard.size:  # which the server did not say
+                self._make_room(shard.url, partial.stat().st_size, partial)
+            os.replace(partial, target)
 
     def _room(self) -> AbstractContextManager[object]:
         """Held by who counts the shards, or changes which there are."""
-        return lock_of(self.folder, "room")
+        return lock_of(self.folder, _ROOM)
 
-    def _make_room(self, shard: Shard, partial: pathlib.Path) -> None:
-        """Removes what was not read for the longest time, and has the new one count from now on."""
-        with self._room():
-            if self.limit is not None:
-                held = self._held(partial)
-                excess = sum(size for _, size in held.values()) + shard.size - self.limit
-                for file in sorted(held, key=lambda each: held[each]):
-                    if excess > 0 and file.suffix != ".partial":
-                        file.unlink()
-                        excess -= held[file][1]
-                if excess > 0:
-                    what = f"{shard.url} has {in_bytes(shard.size)}, and others are being fetched"
-                    raise InvalidInput(f"data.cache.limit: {in_bytes(self.limit)}: {what}; raise it")
-            partial.touch()
+    def _make_room(self, url: str, size: int, partial: pathlib.Path) -> None:
+        """Remove the shards that were not read for the longest time, until a new one fits."""
+        held = self._held(partial)
+        limit = self.limit
+        if limit is None:
+            there = sum(file.stat().st_size for file in (*held, *([partial] if partial.exists() else [])))
+            limit = int(SHARE * (shutil.disk_usage(self.folder).free + there))
+        excess = sum(each for _, each in held.values()) + size - limit
+        for file in sorted(held, key=lambda each: held[each]):
+            if excess > 0 and file.suffix != ".partial":
+                file.unlink()
+                excess -= held[file][1]
+        if excess > 0:
+            what = f"{url} has {in_bytes(size)}, and others are being fetched"
+            if self.limit is None:
+                place = f"{_KEY}: {self.folder}: holds {in_bytes(limit)} of shards at most"
+                raise InvalidInput(f"{place}, but {what}; free some room, or give another folder")
+            raise InvalidInput(f"data.cache.limit: {in_bytes(limit)}: {what}; raise it")
 
     def _held(self, but: pathlib.Path) -> dict[pathlib.Path, tuple[int, int]]:
         """When each shard was read last, and the bytes that it has, or will have when it is whole."""
@@ -104,6 +124,28 @@ class ShardCache:
                 return True
         except filelock.Timeout:
             return False
+
+
+def find(folders: Iterable[pathlib.Path]) -> dict[pathlib.Path, tuple[int, int]]:
+    """Return the number and the bytes of the fetched shards in each folder, and in its ``shards``."""
+    found = {}
+    for place in (place for folder in folders for place in (folder, folder / FOLDER)):
+        if (place / f".{_ROOM}.lock").is_file():
+            sizes = [entry.stat().st_size for entry in os.scandir(place) if _FILE.fullmatch(entry.name)]
+            found[place] = len(sizes), sum(sizes)
+    return found
+
+
+def clear(folder: pathlib.Path) -> None:
+    """Remove the shards of a folder that ``find`` has found, except the ones in transfer.
+
+    A training that still needs one of them fetches it again.
+    """
+    kept = ShardCache(folder)
+    with kept._room():
+        for file in kept._held(folder):
+            if file.suffix != ".partial":
+                file.unlink()
 
 
 def _used(file: pathlib.Path) -> bool:

@@ -7,12 +7,11 @@ import itertools
 import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from classify.images.sources.encoded import Location, Shard
 from classify.images.sources.remote import Storage, is_remote
 from harness.errors import InvalidInput
-from harness.input_files import refused
+from harness.input_files import refused, regular_file
 
 PARTS = ("train", "val", "test")
 WHOLE = "all"
@@ -36,13 +35,19 @@ def find(location: Location, ending: str) -> dict[str, list[Shard]]:
         InvalidInput: if there are none, or no training images among them.
     """
     root = location.root
-    found = dict(sorted(_sizes(location, ending).items()))
+    found = dict(sorted(_files(location, ending).items()))
     if not found:
         needs = f"holds no *{ending}; give their folder, or their names, such as train-{{000..099}}{ending}"
         raise InvalidInput(f"data.root: {root}: {needs}")
     parts: dict[str, list[Shard]] = {}
-    for url, size in found.items():
-        parts.setdefault(_part(url, location), []).append(Shard(url, size, 0, 0))
+    for url, (size, version) in found.items():
+        if not size and not version and is_remote(url):
+            what = (
+                "its server tells neither its size nor its ETag nor its time, so a change would pass unseen"
+            )
+            raise InvalidInput(f"{url}: {what}; use a server that does, or a folder")
+        shard = Shard(url, size, 0, 0, version=version)
+        parts.setdefault(_part(url, location), []).append(shard)
     if len(parts) == 1 and parts.keys() <= {"train", WHOLE}:
         return {WHOLE: next(iter(parts.values()))}
     if "train" not in parts or WHOLE in parts:
@@ -71,30 +76,30 @@ def expand(pattern: str) -> Iterator[str]:
         yield from expand(pattern[: braces.start()] + choice + pattern[braces.end() :])
 
 
-def _sizes(location: Location, ending: str) -> dict[str, int]:
+def _files(location: Location, ending: str) -> dict[str, tuple[int, str]]:
+    """Return the size and the version of each file."""
     root, storage = location.root, Storage(location.storage)
     if location.is_pattern:
         names = list(expand(root))
         if not is_remote(root):
             held = itertools.chain.from_iterable(glob.glob(name) or [name] for name in names)
             with refused(f"data.root: {root}", "give the names of files that are there"):
-                return {name: os.stat(name).st_size for name in held}
-        with ThreadPoolExecutor(8) as pool:
-            if "*" in root:
-                files = storage.filesystem(root)
-                names = [files.unstrip_protocol(each) for name in names for each in files.glob(name)]
-            return dict(zip(names, pool.map(storage.size, names), strict=True))
+                return {name: (regular_file(name).stat().st_size, "") for name in held}
+        if "*" in root:
+            files = storage.filesystem(root)
+            names = [files.unstrip_protocol(each) for name in names for each in files.glob(name)]
+        return storage.about_all(names)
     if root.startswith(("http://", "https://")):
         mend = f"give their names, such as {join(root, 'train-{000..099}' + ending)}"
         mend += ", or put there what shards.py writes" if ending == ".tar" else ""
         raise InvalidInput(f"data.root: {root}: a web server does not list its files; {mend}")
     if is_remote(root):
-        return {url: size for url, size in storage.find(root).items() if url.endswith(ending)}
+        return {url: about for url, about in storage.find(root).items() if url.endswith(ending)}
     with refused(f"data.root: {root}"):
         folders = [root, *sorted(entry.path for entry in os.scandir(root) if entry.is_dir())]
         entries = (entry for folder in folders for entry in os.scandir(folder))
         return {
-            entry.path: entry.stat().st_size
+            entry.path: (entry.stat().st_size, "")
             for entry in entries
             if entry.name.endswith(ending) and not entry.name.startswith(".") and entry.is_file()
         }

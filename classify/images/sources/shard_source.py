@@ -20,11 +20,12 @@ from classify.images.sources import shard_files, shard_index
 from classify.images.sources.decode_once import AHEAD
 from classify.images.sources.encoded import Location, Shard, ShardFile
 from classify.images.sources.encoded_source import EncodedSource
-from classify.images.sources.remote import Storage, is_remote
+from classify.images.sources.remote import MOST_OF_A_FILE, Storage, is_remote
 from classify.images.sources.shard_index import Index, Part, Scanned
 from harness.errors import InvalidInput
 from harness.host_lock import host_lock
-from harness.input_files import refused
+from harness.input_files import refused, small_file
+from harness.redaction import text
 
 
 class ShardImages(abc.ABC):
@@ -56,7 +57,8 @@ class ShardImages(abc.ABC):
         counted = hashlib.sha256(repr(tuple(self._classes)).encode())
         counted.update(self.entries.data)
         for shard in self.shards:
-            counted.update(repr((os.path.basename(shard.url), shard.size, shard.sha256)).encode())
+            known = os.path.basename(shard.url), shard.size, shard.sha256, shard.version
+            counted.update(repr(known).encode())
             if not is_remote(shard.url):
                 counted.update(repr(os.stat(shard.url).st_mtime_ns).encode())
         return counted.hexdigest()
@@ -97,6 +99,17 @@ class ShardImages(abc.ABC):
         """The shard of an image, and its place among those of all shards."""
         place = index if self.places is None else int(self.places[index])
         return self.shards[int(np.searchsorted(self._starts, place, side="right")) - 1], place
+
+
+def _at(index: Index, urls: Mapping[str, Sequence[str]]) -> Index:
+    """Return an index with other URLs: those of a kept one have no credentials."""
+    parts = {
+        name: replace(
+            part, shards=[replace(s, url=url) for s, url in zip(part.shards, urls[name], strict=True)]
+        )
+        for name, part in index.parts.items()
+    }
+    return replace(index, parts=parts)
 
 
 class ShardSource(EncodedSource):
@@ -145,7 +158,7 @@ class ShardSource(EncodedSource):
         """
         parts = shard_files.find(self.location, self.ending)
         stamps = [
-            (shard.url, shard.size, None if is_remote(shard.url) else os.stat(shard.url).st_mtime_ns)
+            (shard.url, shard.size, shard.version if is_remote(shard.url) else os.stat(shard.url).st_mtime_ns)
             for shards in parts.values()
             for shard in shards
         ]
@@ -153,12 +166,13 @@ class ShardSource(EncodedSource):
         source = hashlib.sha256(repr((stamps, names)).encode()).hexdigest()
         with host_lock(self.location.folder, "shards-index", "data.root") as folder:
             file = folder / f".index-of{self.ending}.npz"
-            with contextlib.suppress(OSError, InvalidInput):  # or it is made anew
-                if (kept := Index.read(file.read_bytes(), str(file))).source == source:
-                    return kept
+            with contextlib.suppress(OSError, InvalidInput, LookupError, ValueError):  # or it is made anew
+                if (kept := Index.read(small_file(file, MOST_OF_A_FILE), str(file))).source == source:
+                    return _at(kept, {name: [each.url for each in shards] for name, shards in parts.items()})
             index = self._scan_all(parts, names, source)
+            shown = {name: [text(each.url) for each in part.shards] for name, part in index.parts.items()}
             with refused(str(file)):
-                index.save(file)
+                _at(index, shown).save(file)
         return index
 
     def _scan_all(self, parts: Mapping[str, Sequence[Shard]], names: list[str] | None, source: str) -> Index:
@@ -180,10 +194,10 @@ class ShardSource(EncodedSource):
         """The class names that the dataset gives its numbers: beside the shards, or in the first of them."""
         return None
 
-    def beside(self, name: str) -> bytes | None:
-        """A small file that may lie beside the shards."""
+    def beside(self, name: str, most: int = MOST_OF_A_FILE) -> bytes | None:
+        """Return the content of a file beside the shards, at most ``most`` bytes; None if there is none."""
         file = shard_files.join(self.location.base, name)
         if self.location.is_remote:
-            return self.storage.read_if_there(file)
+            return self.storage.read_if_there(file, most)
         with refused(f"data.root: {file}"):
-            return pathlib.Path(file).read_bytes() if os.path.isfile(file) else None
+            return small_file(file, most) if os.path.isfile(file) else None

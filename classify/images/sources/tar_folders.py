@@ -22,9 +22,11 @@ import numpy as np
 from tqdm import tqdm
 
 from classify.images.sources import shard_index
-from classify.images.sources.encoded import Location, Shard
+from classify.images.sources.encoded import MOST_OF_AN_IMAGE, Location, Shard
+from classify.images.sources.files import EXTENSIONS
 from classify.images.sources.image_folder import ImageFolder
 from classify.images.sources.remote import digest
+from classify.images.sources.tar_members import members
 from classify.images.sources.tar_shards import TarShards, scan
 from harness.errors import InvalidInput, one_line, printable
 
@@ -204,41 +206,47 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 def _save(target: pathlib.Path, content: bytes) -> None:
     partial = target.with_name(f"{target.name}.partial")
-    partial.write_bytes(content)
+    partial.unlink(missing_ok=True)  # it may be a link
+    with open(partial, "xb") as file:
+        file.write(content)
     os.replace(partial, target)
 
 
 def read(root: str, folder: pathlib.Path) -> None:
-    """Writes the images of shards that ``write`` has written to a folder, as they were.
+    """Write the images in shards of ``write`` to a folder, as they were.
 
     Raises:
-        InvalidInput: if the shards cannot be read, or a member has another name than ``write`` gives.
+        InvalidInput: if the shards cannot be read, or a member would leave the folder.
     """
     source = TarShards(Location(root))
-    total = 0
+    folder.mkdir(parents=True, exist_ok=True)
+    top, total = pathlib.Path(os.path.realpath(folder)), 0
     for part in source.parts:
         images = source.encoded(part)
         files = source.shard_file(images.fetch)
-        top = folder if part == "all" else folder / part
         for shard in tqdm(images.shards, desc=part, unit=" shards", disable=not sys.stderr.isatty()):
-            total += _read_shard(files(shard), shard.url, top)
+            total += _read_shard(files(shard), shard.url, top if part == "all" else top / part)
     print(f"{printable(folder)}: {total:,} images")
 
 
-def _read_shard(file: pathlib.Path, url: str, folder: pathlib.Path) -> int:
+def _read_shard(file: pathlib.Path, url: str, top: pathlib.Path) -> int:
+    """Write the images in a shard below a folder whose path is resolved; return their number."""
     count = 0
-    with tarfile.open(file, "r:") as tar:
-        for member in tar:
-            if not member.isfile() or member.name.endswith(".cls"):
+    with open(file, "rb") as opened:
+        for member, offset, size in members(file, url):
+            name = _unquoted(member)
+            if not all(each.lower().endswith(tuple(EXTENSIONS)) for each in (member, name)):
                 continue
-            name = _unquoted(member.name)
-            target = folder / name
-            if not pathlib.Path(os.path.normpath(target)).is_relative_to(folder) or "\0" in name:
-                raise InvalidInput(
-                    f"{url}: the member {member.name!r} leaves the folder; do not use this file"
-                )
-            opened = tar.extractfile(member)
+            target = pathlib.Path(os.path.normpath(top / name))
+            if "\0" in name or not target.is_relative_to(top):
+                raise InvalidInput(f"{url}: the member {member!r} leaves the folder; do not use this file")
+            if any(each.is_symlink() for each in target.parents if each.is_relative_to(top)):
+                what = f"the member {member!r} would be written through a symbolic link"
+                raise InvalidInput(f"{url}: {what}; give another folder than {top}")
+            if size > MOST_OF_AN_IMAGE:
+                what = f"the member {member!r} has {size:,} bytes, more than {MOST_OF_AN_IMAGE:,}"
+                raise InvalidInput(f"{url}: {what}; do not use this file")
             target.parent.mkdir(parents=True, exist_ok=True)
-            _save(target, opened.read() if opened else b"")
+            _save(target, os.pread(opened.fileno(), size, offset))
             count += 1
     return count

@@ -15,14 +15,24 @@ from dataclasses import replace
 import numpy as np
 
 from classify.images.sources import shard_files
-from classify.images.sources.encoded import Shard
+from classify.images.sources.encoded import MOST_OF_AN_IMAGE, Shard
 from classify.images.sources.files import EXTENSIONS
-from classify.images.sources.shard_index import ENTRY, FILE, Index, Part, Scanned
+from classify.images.sources.shard_index import (
+    ENTRY,
+    FILE,
+    MOST_CLASSES,
+    Index,
+    Part,
+    Scanned,
+    check_length,
+)
 from classify.images.sources.shard_source import ShardImages, ShardSource
+from classify.images.sources.tar_members import BLOCK, members
 from harness.errors import InvalidInput, one_line
-from harness.input_files import refused
+from harness.input_files import refused, regular_file
 
-_BLOCK = 512  # bytes of a member's header
+_MOST_OF_TEXT = 2**16  # bytes of a member KEY.cls or KEY.json
+_MOST_OF_NAMES = 2**26  # bytes of all class names
 _KEYS = ("class", "class_name", "cls", "label")  # of a member KEY.json
 
 
@@ -35,8 +45,8 @@ class TarImages(ShardImages):
         offset = int(self.entries["offset"][place])
         with contextlib.suppress(OSError, tarfile.TarError, KeyError):  # or gone by now
             with open(self.local[shard.url], "rb") as opened:
-                opened.seek(max(0, offset - _BLOCK))
-                header = tarfile.TarInfo.frombuf(opened.read(_BLOCK), "utf-8", "surrogateescape")
+                opened.seek(max(0, offset - BLOCK))
+                header = tarfile.TarInfo.frombuf(opened.read(BLOCK), "utf-8", "surrogateescape")
             return f"{shard.url}, member {header.name}"
         return f"{shard.url}, byte {offset:,}"
 
@@ -48,12 +58,12 @@ class TarImages(ShardImages):
         try:
             descriptor = os.open(file, os.O_RDONLY)
             try:
-                content = os.pread(descriptor, size + _BLOCK, max(0, offset - _BLOCK))
+                content = os.pread(descriptor, size + BLOCK, max(0, offset - BLOCK))
             finally:
                 os.close(descriptor)
-            header = tarfile.TarInfo.frombuf(content[:_BLOCK], "utf-8", "surrogateescape")
-            if header.size == size == len(content) - _BLOCK:
-                return content[_BLOCK:]
+            header = tarfile.TarInfo.frombuf(content[:BLOCK], "utf-8", "surrogateescape")
+            if header.size == size == len(content) - BLOCK:
+                return content[BLOCK:]
             reason = f"{header.size:,} bytes where its index says {size:,}"
         except (OSError, tarfile.TarError) as error:
             reason = one_line(error)
@@ -78,13 +88,17 @@ class TarShards(ShardSource):
         return replace(index, parts={name: self._placed(part, file) for name, part in index.parts.items()})
 
     def _placed(self, part: Part, index: str) -> Part:
-        """A part whose shards have whole URLs, those of this machine having the sizes of the index."""
+        """Return a part whose shards have whole URLs, and on this machine the sizes that the index says."""
+        for shard in part.shards:
+            if os.path.basename(shard.url) != shard.url or "\0" in shard.url:
+                what = f"names the shard {shard.url!r}, which is not in its folder"
+                raise InvalidInput(f"{index}: {what}; do not use this file")
         shards = [
             replace(shard, url=shard_files.join(self.location.root, shard.url)) for shard in part.shards
         ]
         for shard in shards if not self.location.is_remote else ():
             with refused(f"data.root: {shard.url}", "put it there, or write the shards anew"):
-                size = os.stat(shard.url).st_size
+                size = regular_file(shard.url).stat().st_size
             if size != shard.size:
                 what = f"has {size:,} bytes, but its index {index} says {shard.size:,}"
                 raise InvalidInput(f"{shard.url}: {what}; write or fetch both anew")
@@ -92,14 +106,17 @@ class TarShards(ShardSource):
 
     def names(self, file: pathlib.Path | None = None) -> list[str] | None:
         """The class names in ``classes.txt`` beside the shards, a line each, where there is one."""
-        content = self.beside("classes.txt")
+        content = self.beside("classes.txt", _MOST_OF_NAMES)
         if content is None:
             return None
-        return [line.strip() for line in content.decode(errors="replace").splitlines() if line.strip()]
+        if content.count(b"\n") > MOST_CLASSES:
+            where = shard_files.join(self.location.base, "classes.txt")
+            raise InvalidInput(f"{where}: names more than {MOST_CLASSES:,} classes; is it the right file?")
+        return [line.strip() for line in content.decode(errors="replace").split("\n") if line.strip()]
 
 
 def scan(file: pathlib.Path, name: str) -> Scanned:
-    """Reads the headers of a tar.
+    """Read the names and the labels of the members of a tar.
 
     Raises:
         InvalidInput: if it is no whole tar, or a member has no label or no image.
@@ -117,29 +134,32 @@ def scan(file: pathlib.Path, name: str) -> Scanned:
         if not text:
             mend = "add KEY.cls with its class, or KEY.json with the key label"
             raise InvalidInput(f"{name}: the member {key} has no label; {mend}")
+        check_length(text, f"{name}: the member {key}")
         rows.append((*image, texts.setdefault(text, len(texts)), 0))
+        if len(texts) > MOST_CLASSES:
+            raise InvalidInput(f"{name}: has more than {MOST_CLASSES:,} classes; name fewer")
 
-    try:
-        with tarfile.open(file, "r:") as tar:
-            for member in tar:
-                tar.members.clear()  # type: ignore[attr-defined]  # or it keeps them all
-                folder, base = os.path.split(member.name)
-                stem, _, ending = base.partition(".")
-                if not member.isfile() or not stem:
-                    continue
-                if key != (new := os.path.join(folder, stem)):
-                    finish()
-                    key, image, text = new, (0, 0), ""
-                ending = f".{ending.rpartition('.')[2].lower()}"
-                if ending in EXTENSIONS:
-                    image = member.offset_data, member.size
-                elif ending in (".cls", ".json"):
-                    opened = tar.extractfile(member)
-                    text = _label(opened.read() if opened else b"", ending) or text
-            finish()
-    except (tarfile.TarError, OSError, EOFError) as error:
-        mend = "is it whole? write or fetch it again"
-        raise InvalidInput(f"{name}: not a readable tar ({one_line(error)}); {mend}") from error
+    with refused(name), open(file, "rb") as opened:
+        for member, offset, size in members(file, name):
+            folder, base = os.path.split(member)
+            stem, _, ending = base.partition(".")
+            if not stem:
+                continue
+            if key != (new := os.path.join(folder, stem)):
+                finish()
+                key, image, text = new, (0, 0), ""
+            ending = f".{ending.rpartition('.')[2].lower()}"
+            is_image = ending in EXTENSIONS
+            if not is_image and ending not in (".cls", ".json"):
+                continue
+            if size > (most := MOST_OF_AN_IMAGE if is_image else _MOST_OF_TEXT):
+                what = f"the member {member} has {size:,} bytes, more than {most:,}"
+                raise InvalidInput(f"{name}: {what}; remove or shorten it")
+            if is_image:
+                image = offset, size
+            else:
+                text = _label(os.pread(opened.fileno(), size, offset), ending) or text
+        finish()
     return Scanned(name, texts, np.array(rows, ENTRY))
 
 
@@ -150,7 +170,7 @@ def _label(content: bytes, ending: str) -> str | None:
         return text or None
     try:
         about = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     found = [about[key] for key in _KEYS if key in about] if isinstance(about, dict) else []
-    return str(found[0]) if found else None
+    return str(found[0]) if found and isinstance(found[0], (str, int, float)) else None

@@ -2,14 +2,19 @@
 
 import io
 import itertools
+import unittest.mock
 
 import numpy as np
 import pytest
 import torch
 from folders import LEFT, RIGHT, TRAIN, greys, read, save, table
-from PIL import Image
+from PIL import EpsImagePlugin, Image
+from support import error_line
 
-from classify.images.decode import decode
+from classify.images import decode as decoder
+from classify.images.decode import FORMATS, UnreadableImage, decode
+from classify.images.sources.files import EXTENSIONS
+from harness.errors import InvalidInput
 
 
 @pytest.mark.parametrize(
@@ -116,3 +121,48 @@ def test_a_large_jpeg_is_made_smaller_while_it_is_decoded():
     photo.save(plain, "png")
     small, wanted = (decode(each.getvalue(), (50, 50), "x").astype(int) for each in (written, plain))
     assert np.abs(small - wanted).max() <= 3
+
+
+@pytest.mark.parametrize("orientation", [1, 2, 3, 6, 8, "damaged"])
+def test_a_jpeg_with_exif_is_decoded_as_one_without_and_then_turned(orientation):
+    rows, columns = np.mgrid[0:400, 0:600]
+    photo = Image.fromarray(np.stack([rows // 2, columns // 3, rows * columns % 251], 2).astype(np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = orientation if isinstance(orientation, int) else 1
+    marked = exif.tobytes() if isinstance(orientation, int) else b"Exif\0\0no EXIF at all"
+    plain, turned = io.BytesIO(), io.BytesIO()
+    photo.save(plain, "jpeg", quality=95)
+    photo.save(turned, "jpeg", quality=95, exif=marked)
+    turn = {
+        2: lambda pixels: pixels[:, :, ::-1],
+        3: lambda pixels: pixels[:, ::-1, ::-1],
+        6: lambda pixels: pixels.transpose(0, 2, 1)[:, :, ::-1],
+        8: lambda pixels: pixels.transpose(0, 2, 1)[:, ::-1],
+    }.get(orientation, lambda pixels: pixels)
+    size = (40, 60)  # a tenth: the decoder shrinks them to an eighth first
+    wanted = turn(decode(plain.getvalue(), size, "x")).astype(int)
+    found = decode(turned.getvalue(), wanted.shape[1:], "x")
+    # Scaling rounds after the rows and again after the columns, which a turn on the side swaps
+    assert np.abs(found - wanted).max() <= (orientation in (6, 8))
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\n(x) print\n%%EOF\n"
+
+
+def test_no_format_that_runs_a_program_is_opened(monkeypatch):
+    started = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *arguments, **_: started.append(arguments))
+    line = error_line(decode, EPS, (32, 32), "evil.jpg")
+    assert line.startswith("evil.jpg: not a readable image (cannot identify image file)") and not started
+    known = Image.registered_extensions()
+    assert {known[extension] for extension in EXTENSIONS} == set(FORMATS)
+
+
+def test_a_lack_of_memory_is_no_fault_of_the_image(monkeypatch):
+    written = io.BytesIO()
+    Image.new("RGB", (32, 32)).save(written, "png")
+    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        monkeypatch.setattr(decoder, "_fit", unittest.mock.Mock(side_effect=error))
+        with pytest.raises(InvalidInput, match="no memory left to decode it") as caught:
+            decode(written.getvalue(), (32, 32), "x")
+        assert not isinstance(caught.value, UnreadableImage)

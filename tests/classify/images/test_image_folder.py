@@ -1,9 +1,12 @@
 """The cache of an image folder, and invalid folders."""
 
 import contextlib
+import errno
+import faulthandler
 import os
 import pathlib
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -16,9 +19,9 @@ import checkpoint
 import data
 from classify.images import cache
 from classify.images.settings import DataSettings
-from classify.images.sources import decode_once
+from classify.images.sources import decode_once, files
 from harness import host_lock
-from harness.errors import InvalidInput
+from harness.errors import InvalidInput, TrainingStopped
 
 
 @pytest.fixture
@@ -167,13 +170,58 @@ def test_a_small_disk_is_refused_before_a_file_is_written(folder, monkeypatch):
 
 
 def test_all_unreadable_files_are_named_at_once(folder):
-    for index in range(decode_once.SHOWN + 3):
+    for index in range(files.SHOWN + 3):
         (folder / f"train/b/bad{index:02}.png").write_text("no image")
     with pytest.raises(InvalidInput) as caught:
         read(folder)
     *named, more = caught.value.errors
     assert [line.split(": ")[0][-9:] for line in named] == [f"bad{each:02}.png" for each in range(len(named))]
-    assert len(named) == decode_once.SHOWN and "3 more files are not readable" in more
+    assert len(named) == files.SHOWN and "3 more files are not readable" in more
+    assert caches(folder) == {}
+
+
+def test_missing_files_are_named_at_once(folder):
+    for name in ("x", "y"):
+        (folder / f"train/b/{name}.png").symlink_to("nowhere")
+    with pytest.raises(InvalidInput) as caught:
+        read(folder)
+    assert [line.split(": ")[1][-5:] for line in caught.value.errors] == ["x.png", "y.png"]
+
+
+@table(
+    "number, remedy",
+    full=(errno.ENOSPC, "free some disk space"),
+    quota=(errno.EDQUOT, "free some disk space"),
+    owner=(errno.EACCES, "allow writing there"),
+    read_only=(errno.EROFS, "allow writing there"),
+    processes=(errno.EAGAIN, "free memory, or end other processes"),
+    broken=(errno.EIO, "check the disk"),
+)
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_each_error_of_the_cache_has_its_own_remedy(folder, monkeypatch, call, number, remedy):
+    def fail(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(cache.os, call, fail)
+    line = error_line(read, folder)
+    assert line.startswith(f"{folder}/.images-train-32x32.pt: ")
+    assert line.endswith(f" could not be written ([Errno {number}] {os.strerror(number)}); {remedy}")
+    assert not [*folder.glob(".*.raw"), *folder.glob(".*.partial"), *folder.glob(".*.sidecar")]
+
+
+@pytest.mark.parametrize(
+    "number, said",
+    [(signal.SIGKILL, "was killed, as the system does when memory runs out; give"), (signal.SIGSEGV, "crashed (SIGSEGV); an image may")],
+)  # fmt: skip
+def test_a_decoder_that_the_system_ends_is_named(folder, monkeypatch, number, said):
+    def die(*_):
+        faulthandler.disable()  # pytest's would print the stack
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(decode_once, "decode", die)
+    with pytest.raises(TrainingStopped) as caught:
+        read(folder)
+    assert f"data.root: a process that decoded the images of train {said}" in str(caught.value)
     assert caches(folder) == {}
 
 
@@ -198,6 +246,11 @@ def gone(*paths: str):
     return remove
 
 
+def endless(path: pathlib.Path) -> None:
+    path.touch()
+    os.truncate(path, 2**40)
+
+
 def cut(path: pathlib.Path) -> None:
     save(path, Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)))
     path.write_bytes(path.read_bytes()[:-1500])
@@ -215,6 +268,7 @@ def cut(path: pathlib.Path) -> None:
     truncated=(lambda root: cut(root / "train/b/0.jpg"), ["{}/train/b/0.jpg:", "not a readable image", "truncated"]),
     link=(lambda root: (root / "train/b/0.png").symlink_to("nowhere"), ["{}/train/b/0.png:", "No such file"]),
     pipe=(lambda root: os.mkfifo(root / "train/b/0.png"), ["{}/train/b/0.png:", "is no file"]),
+    endless=(lambda root: endless(root / "train/b/0.png"), ["{}/train/b/0.png:", "not a readable image (has 1,099,511,627,776 bytes, more than 268,435,456)"]),
     name=(lambda root: os.mkdir(os.fsencode(root / "train") + b"/\xff"), ["{}/train:", "no UTF-8 name"]),
     loop=(lambda root: (root / "train/a/again").symlink_to(".."), ["data.root: {}:", "that it lies in", "a/again"]),
     loops=(lambda root: [(root / "train/a" / name).symlink_to(".") for name in ("one", "two")], ["data.root: {}:", "a link to a folder that it lies in"]),

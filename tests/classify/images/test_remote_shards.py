@@ -1,25 +1,37 @@
 """A training fetches shards in windows while it reads others: the cache, its limit, and lost servers."""
 
+import gc
+import gzip
+import io
 import itertools
+import os
 import pathlib
 import random
 import resource
+import shutil
+import tarfile
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from matrix import ROWS, Runs, train
-from sources import copied, load, refused, served
-from support import DIGITS, LATEST, all_at_once, checkpoints, fork, losses, overrides, run
+from sources import copied, everything, load, refused, served, write_parquet
+from support import DIGITS, LATEST, all_at_once, checkpoints, error_line, fork, losses, overrides, run
 
+import checkpoint
 from classify.images.sampler import MicroBatchSampler
 from classify.images.settings import DataSettings
-from classify.images.sources.encoded import Shard
+from classify.images.sources import remote as remote_files
+from classify.images.sources import shard_cache
+from classify.images.sources.encoded import Location, Shard
+from classify.images.sources.parquet_shards import ParquetShards
 from classify.images.sources.shard_cache import ShardCache, ShardsAhead
 from classify.images.windows import Windows
+from harness.host_lock import lock_of
 
 
 def in_windows(count: int = 60, shards: int = 10, size: int = 3) -> Windows:
@@ -68,6 +80,13 @@ LIMIT = 450
 
 def write(shard: Shard, target: pathlib.Path) -> None:
     target.write_bytes(bytes([shard.size % 256]) * shard.size)
+
+
+def sized(count: int):
+    def write(_: Shard, target: pathlib.Path) -> None:
+        target.write_bytes(bytes(count))
+
+    return write
 
 
 def held(folder: pathlib.Path) -> list[int]:
@@ -142,7 +161,7 @@ def test_a_limit_has_to_hold_two_windows(written, tmp_path):
     section: dict[str, Any] = {"decode": "stream", "window": 1}
     with served(written) as (_, url):
         line = refused("webdataset", url, **section, cache={**folder, "limit": sizes[-1]})
-        assert line.startswith("data.cache.limit: 0.0 MiB: ")
+        assert line.startswith(f"data.cache.limit: {sizes[-1]}: ")
         assert "have to be there at a time; raise it" in line
         assert DataSettings.parse({"cache": {"limit": sum(sizes)}}).cache_limit == sum(sizes)
         assert load("webdataset", url, **section, cache={**folder, "limit": sum(sizes)}).is_streamed
@@ -162,6 +181,177 @@ def test_a_full_disk_of_the_cache_is_one_line_and_leaves_no_shard(written, tmp_p
         process.join(60)
     assert process.exitcode == 0
     assert {each.suffix for each in (cache / "shards").iterdir() if each.name[0] != "."} <= {".partial"}
+
+
+def test_a_shard_of_unknown_size_counts_once_it_is_there(tmp_path):
+    kept = ShardCache(tmp_path, LIMIT)
+    for shard in SHARDS[:4]:
+        kept.file(shard, write)
+    unknown = Shard("http://host/unknown", 0, 0, 1, version="1")
+    kept.file(unknown, sized(300))
+    assert held(tmp_path) == [103, 300]
+    line = error_line(kept.file, replace(unknown, version="2"), sized(500))
+    assert (
+        line
+        == "data.cache.limit: 0.0 MiB: http://host/unknown has 0.0 MiB, and others are being fetched; raise it"
+    )
+    assert held(tmp_path) == []
+
+
+def test_shards_leave_a_tenth_of_the_disk_where_no_limit_is_given(tmp_path, monkeypatch):
+    disk = shutil.disk_usage(tmp_path)
+
+    def usage(_):
+        return disk._replace(free=500 - sum(held(tmp_path)))
+
+    monkeypatch.setattr(shard_cache.shutil, "disk_usage", usage)
+    kept = ShardCache(tmp_path)
+    for shard in SHARDS[:6]:
+        kept.file(shard, write)
+        time.sleep(0.01)  # clocks of file systems are coarse
+    assert held(tmp_path) == [102, 103, 104, 105]  # 414 of 450
+    line = error_line(kept.file, Shard("http://host/large", 451, 0, 1), write)
+    assert line.startswith(
+        f"data.cache.folder: {tmp_path}: holds 0.0 MiB of shards at most, but http://host/large has 0.0 MiB"
+    )
+
+
+def test_the_program_lists_and_clears_fetched_shards(tmp_path, capsys):
+    kept = ShardCache(tmp_path / "shards")
+    for shard in SHARDS[:3]:
+        kept.file(shard, write)
+    (tmp_path / "shards" / ("0" * 24)).with_suffix(".txt").write_text("another's")
+    (tmp_path / ("0" * 24)).write_text("another's")
+    assert checkpoint.main(["caches", str(tmp_path)]) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line.split(maxsplit=2)[2] == f"{tmp_path}/shards: 3 fetched shards"
+    with kept._room(), lock_of(kept.folder, "1" * 24):
+        (kept.folder / f"{'1' * 24}.400.partial").touch()  # another process fetches it
+    with lock_of(kept.folder, "1" * 24):
+        assert checkpoint.main(["caches", str(tmp_path), "--clear"]) == 0
+    assert "removed, except shards in transfer" in capsys.readouterr().out
+    left = sorted(each.name for each in tmp_path.rglob("*") if each.is_file() and each.suffix != ".lock")
+    assert left == ["0" * 24, f"{'0' * 24}.txt", f"{'1' * 24}.400.partial"]
+
+
+# ------------------------------------------------------------------------------------------- servers that lie
+
+WORTH = 2**24  # bytes that are on the way
+
+
+def test_a_file_ends_where_it_should(written, tmp_path):
+    with served(copied(written, tmp_path / "served")) as (server, url):
+        server.faults = {"index.npz": ("endless", 9)}
+        line = error_line(remote_files.Storage().read, f"{url}/index.npz", 10_000)
+        assert (
+            line == f"{url}/index.npz: the server sends more than 10,000 bytes; see which file it has there"
+        )
+        assert server.sent < WORTH
+        packed = gzip.compress((written / "classes.txt").read_bytes())
+        server.faults = {"classes.txt": ("zips", 1)}
+        assert remote_files.Storage().read(f"{url}/classes.txt") == packed  # as it came
+    assert server.encodings == {"identity"}
+
+
+def test_a_fork_leaves_connections_alone(written):
+    with served(written) as (server, url):
+        assert remote_files.Storage().read(f"{url}/classes.txt")
+        all_at_once(gc.collect)
+        assert remote_files.Storage().about(f"{url}/train-000000.tar")[0] > 0
+        assert server.asked == ["classes.txt"]  # HEAD had an answer
+
+
+@pytest.mark.parametrize("about", [None, {"ETag": "1"}])
+def test_a_shard_ends_where_its_index_or_the_server_says(written, tmp_path, monkeypatch, about):
+    monkeypatch.setattr(remote_files, "MOST_OF_A_SHARD", 100_000)
+    size = (written / "train-000000.tar").stat().st_size
+    cache = tmp_path / "cache"
+    with served(copied(written, tmp_path / "served")) as (server, url):
+        server.about = about
+        server.faults = {"train-000000.tar": ("endless", 9)}
+        root = url if about is None else f"{url}/{{train,test}}-000000.tar"
+        line = refused("webdataset", root, cache={"folder": str(cache)})
+    most = size if about is None else 100_000
+    assert (
+        line
+        == f"{url}/train-000000.tar: the server sends more than {most:,} bytes; see which file it has there"
+    )
+    assert server.sent < WORTH
+    assert not [each for each in cache.rglob("*") if each.is_file() and each.stat().st_size >= 10_000_000]
+
+
+@pytest.mark.parametrize("about", [None, {"ETag": "1"}, {"Last-Modified": "1"}, {}])
+def test_a_changed_shard_is_noticed(photos, tmp_path, about):
+    """Change shards and keep their sizes, with servers that say a size and servers that do not."""
+    section: dict[str, Any] = {"cache": {"folder": str(tmp_path / "cache")}, "test": 0.5}
+    (folder := tmp_path / "served").mkdir()
+
+    def put(first: int) -> None:
+        for name in ("train-000000.tar", "train-000001.tar"):
+            with tarfile.open(folder / name, "w") as tar:
+                for number in range(4):
+                    for ending, content in (("ppm", grey(first + number)), ("cls", b"%d" % (number % 2))):
+                        about = tarfile.TarInfo(f"{number}.{ending}")
+                        about.size = len(content)
+                        tar.addfile(about, io.BytesIO(content))
+            os.utime(folder / name, (first, first))
+
+    put(10)
+    with served(folder) as (server, url):
+        server.about = about
+        root = f"{url}/train-{{000000..000001}}.tar"
+        if about == {}:
+            line = refused("webdataset", root, **section)
+            assert (
+                "its server tells neither its size nor its ETag nor its time, so a change would pass unseen"
+                in line
+            )
+            return
+        before = everything(load("webdataset", root, **section))
+        asked = 0 if about is None else 2  # for a size, which HEAD did not say
+        assert len(server.tars()) == 2 + asked
+        assert torch.equal(everything(load("webdataset", root, **section)), before)
+        assert len(server.tars()) == 2 + 2 * asked
+        put(100)
+        if about:
+            server.about = dict.fromkeys(about, "2")
+        assert (everything(load("webdataset", root, **section)) - before == 90).all()
+        assert len(server.tars()) == 4 + 3 * asked
+
+
+def grey(value: int) -> bytes:
+    return b"P5 8 8 255\n" + bytes([value]) * 64
+
+
+def test_a_changed_image_of_a_remote_table_is_noticed(tmp_path):
+    names = [f"{number}.ppm" for number in range(8)]
+    for number, name in enumerate(names):
+        (tmp_path / name).write_bytes(grey(number))
+    rows = "".join(f"{name},{number % 2}\n" for number, name in enumerate(names))
+    (tmp_path / "train.csv").write_text(f"path,label\n{rows}")
+    section: dict[str, Any] = {"cache": {"folder": str(tmp_path / "cache")}, "test": 0.5}
+    with served(tmp_path) as (server, url):
+        before = everything(load("table", url, **section))
+        asked = server.asked.count("0.ppm")
+        assert torch.equal(everything(load("table", url, **section)), before)
+        assert server.asked.count("0.ppm") == asked == 1
+        for number, name in enumerate(names):
+            (tmp_path / name).write_bytes(grey(number + 100))
+            os.utime(tmp_path / name, (1, 1))
+        assert (everything(load("table", url, **section)) - before == 100).all()
+
+
+def test_parquet_files_are_closed_after_each_row_group(photos, tmp_path):
+    root = write_parquet(photos, tmp_path / "p")
+    shards = ParquetShards(Location(str(root)))
+    images = shards.encoded("train")
+    assert len(images.read(range(len(images.labels)), lambda shard: pathlib.Path(shard.url))) == 18
+    opened = [
+        os.readlink(f"/proc/self/fd/{each}")
+        for each in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{each}")
+    ]
+    assert not [each for each in opened if each.endswith(".parquet")]
 
 
 # ------------------------------------------------------------------------------------------------- trainings

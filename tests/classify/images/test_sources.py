@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import tarfile
+import zipfile
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,8 @@ def test_shards_hold_the_files_of_the_folder_and_their_classes(photos, written, 
     assert shards.main(["write", str(photos), str(other), "--size-limit", "40KB", "--seed", "1"]) == 0
     assert files_in(other) != plain(written)
     capsys.readouterr()
+    assert shards.main(["write", str(photos), str(other), "--seed=-1"]) == 2
+    assert capsys.readouterr().err == "shards.py: --seed: -1: must be 0 or more\n"
     assert shards.main(["write", str(photos / "train"), str(other)]) == 2
     assert "which is not of" in capsys.readouterr().err
 
@@ -73,6 +76,63 @@ def test_interrupted_writing_continues(photos, written, tmp_path, capsys):
     changed = {file.name for file in files if file.stat().st_ino != before[file.name]}
     assert changed <= {files[1].name, files[2].name}
     assert files_in(target) == plain(written)
+
+
+def two_images(file: pathlib.Path, *names: str) -> None:
+    """Write a tar of images in two classes and of texts with the same names."""
+    tarfile.open(file, "w").close()
+    for number, name in enumerate((*names, "dog/last")):
+        add(file, name, png=b"image", txt=b"text", cls=b"%d" % (number % 2))
+
+
+@table(
+    "folder, names",
+    point=(".", ["../../x"]),
+    above=("..", ["../x"]),
+    root=("out", ["{}/x"]),
+    quoted=("out", ["%2E%2E/x%2Epng"]),
+    beside=("out", ["../out2/x"]),
+    link=("out", ["link/x"]),
+    deep_link=("out", ["link/deep/x"]),
+    loop=("out", ["loop/x"]),
+)
+def test_no_shard_writes_outside_the_folder(tmp_path, monkeypatch, capsys, folder, names):
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "work/in/out").mkdir(parents=True)
+    (tmp_path / "work/in/out/link").symlink_to(tmp_path / "shards")
+    (tmp_path / "work/in/out/loop").symlink_to("loop")
+    two_images(tmp_path / "shards/train-0.tar", "cat/first", *(name.format(tmp_path) for name in names))
+    monkeypatch.chdir(tmp_path / "work/in")
+    assert shards.main(["read", str(tmp_path / "shards"), folder]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "train-0.tar: the member " in line
+    assert (
+        "leaves the folder; do not" in line
+        or "would be written through a symbolic link; give another" in line
+    )
+    top = (tmp_path / "work/in" / folder).resolve()
+    assert [each.relative_to(top) for each in tmp_path.rglob("*.png")] == [pathlib.Path("cat/first.png")]
+
+
+def test_shards_are_read_into_any_folder_and_as_images_alone(tmp_path, monkeypatch):
+    (tmp_path / "shards").mkdir()
+    two_images(tmp_path / "shards/train-0.tar", "cat/a/../first", "dog/b")
+    (tmp_path / "work/in/cat").mkdir(parents=True)
+    (tmp_path / "kept").write_text("kept")
+    (tmp_path / "work/in/cat/first.png.partial").symlink_to(tmp_path / "kept")
+    monkeypatch.chdir(tmp_path / "work/in")
+    (tmp_path / "link").symlink_to(tmp_path / "work")
+    for folder, place in (
+        (".", "work/in"),
+        ("..", "work"),
+        (str(tmp_path / "link"), "work"),
+        ("new/x", "work/in/new/x"),
+    ):
+        assert shards.main(["read", str(tmp_path / "shards"), folder]) == 0
+        for name in ("cat/first.png", "dog/b.png", "dog/last.png"):
+            (tmp_path / place / name).unlink()
+    assert (tmp_path / "kept").read_text() == "kept"
+    assert not [each for each in (tmp_path / "work").rglob("*") if each.is_file()]
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
@@ -137,6 +197,19 @@ def test_a_web_server_has_a_table(photos, tmp_path, kept):
         assert_same(load("table", url, **kept), load("imagefolder", photos))
 
 
+def test_a_table_on_a_server_names_images_of_that_server_alone(tmp_path, kept):
+    save(tmp_path / "a.png", 1)
+    with served(tmp_path) as (server, url), served(tmp_path) as (other, there):
+        for path in (f"{there}/a.png", f"file://{tmp_path}/a.png", f"simplecache::file://{tmp_path}/a.png"):
+            (tmp_path / "train.csv").write_text(f"path,label\n{url}/a.png,0\n{path},1\n")
+            what = "is on another server than its table; download the table, and give its folder"
+            assert refused("table", url, test=0.5, **kept) == f"{url}/train.csv, line 3: {path}: {what}"
+        assert not other.asked and "a.png" not in server.asked
+        (tmp_path / "train.csv").write_text("path,label\n" + f"{url}/a.png,0\n{there}/a.png,1\n" * 2)
+        mine = load("table", tmp_path, test=0.5)  # a table in a folder may name any server
+        assert everything(mine).shape == (2, 3, 32, 32) and "a.png" in other.asked
+
+
 def test_braces_are_ranges_and_choices():
     assert list(expand("s-{08..10}.tar")) == ["s-08.tar", "s-09.tar", "s-10.tar"]
     assert list(expand("{a,b}/{0..1}")) == ["a/0", "a/1", "b/0", "b/1"]
@@ -172,13 +245,24 @@ def rewrite_index(root: pathlib.Path, change) -> None:
     np.savez(root / "index.npz", about=np.frombuffer(json.dumps(about).encode(), np.uint8), **arrays)
 
 
-def add(file: pathlib.Path, **members: bytes) -> None:
-    """Append cat/new.ENDING."""
-    with tarfile.open(file, "a") as tar:
+def add(
+    file: pathlib.Path, name: str = "cat/new", pax: dict[str, str] | None = None, **members: bytes
+) -> None:
+    """Append NAME.ENDING."""
+    with tarfile.open(file, "a", format=tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT) as tar:
         for ending, content in members.items():
-            member = tarfile.TarInfo(f"cat/new.{ending}")
-            member.size = len(content)
+            member = tarfile.TarInfo(f"{name}.{ending}")
+            member.size, member.pax_headers = len(content), pax or {}
             tar.addfile(member, io.BytesIO(content))
+
+
+def headers(file: pathlib.Path, kind: bytes, count: int = 1, size: int = 0) -> None:
+    """Append headers of a type, which announce a size."""
+    header = tarfile.TarInfo("x")
+    header.type, header.size = kind, size
+    with tarfile.open(file, "a") as tar:
+        tar.fileobj.seek(tar.offset)
+        tar.fileobj.write(header.tobuf(tarfile.GNU_FORMAT) * count + bytes(1024))
 
 
 def spoil_image(root: pathlib.Path) -> None:
@@ -187,6 +271,25 @@ def spoil_image(root: pathlib.Path) -> None:
     with open(root / FIRST, "rb+") as tar:
         tar.seek(int(entry["offset"]))
         tar.write(b"no image")
+
+
+def rewrite_array(name: str, content: bytes, kind: int = zipfile.ZIP_STORED):
+    """Put other bytes in the place of an array."""
+
+    def write(root: pathlib.Path) -> None:
+        with zipfile.ZipFile(root / "index.npz") as file:
+            held = {each: file.read(each) for each in file.namelist()}
+        with zipfile.ZipFile(root / "index.npz", "w", kind) as file:
+            for each, before in {**held, f"{name}.npy": content}.items():
+                file.writestr(each, before)
+
+    return write
+
+
+def array(shape: tuple[int, ...], kind: str, content: bytes = b"") -> bytes:
+    made = io.BytesIO()
+    np.lib.format.write_array_header_1_0(made, {"descr": kind, "fortran_order": False, "shape": shape})
+    return made.getvalue() + content
 
 
 def without_index(change, names=True):
@@ -217,6 +320,29 @@ def without_index(change, names=True):
     no_image=(without_index(lambda tar: add(tar, json=b'{"label": 1}')), ["train-000000.tar: the member cat/new has no image (.jpg"]),
     number=(without_index(lambda tar: add(tar, png=b"x", cls=b"3")), ["train-000000.tar: the label '3' is no class: the dataset names 3 classes"]),
     unnamed=(without_index(lambda tar: add(tar, png=b"x", json=b'{"class": "cow"}'), names=False), ["the label ", " is no class: other labels are names"]),
+    page=(lambda root: (root / "index.npz").write_text("<!DOCTYPE html><title>Log in</title>"), ["index.npz: is no index of these shards (it is a web page; does its server ask to log in?)"]),
+    objects=(rewrite_array("part-train", array((2,), "|O", b"x")), ["index.npz: is no index of these shards (its part-train is no array that shards.py writes)"]),
+    zeros=(rewrite_array("part-train", array((10**12,), "<u8")), ["its part-train is no array that shards.py writes"]),
+    packed=(rewrite_array("part-train", array((10**8,), "|u1", bytes(10**8)), zipfile.ZIP_DEFLATED), ["its about is no array that shards.py writes"]),
+    many=(lambda root: (root / "index.npz").write_bytes(b"PK\1\2" * 10**6), ["it holds too many files"]),
+    far=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["position"][:1].__ior__(2**31)), ["its positions are not those of all images"]),
+    elsewhere=(lambda root: rewrite_index(root, lambda about, _: about["parts"]["train"][0].update(url="../x.tar")), ["index.npz: names the shard '../x.tar', which is not in its folder"]),
+    field=(lambda root: rewrite_index(root, lambda about, _: about["parts"]["train"][0].update(size="9")), ["it names a shard with fields of other types"]),
+    part=(lambda root: rewrite_index(root, lambda about, _: about["parts"].update({"../x": []})), ["it has no parts of all, test, train, val"]),
+    nested_index=(rewrite_array("about", array((10**5,), "|u1", b"[" * 10**5)), ["index.npz: is no index of these shards (maximum recursion depth exceeded"]),
+    sparse=(without_index(lambda tar: headers(tar, tarfile.GNUTYPE_SPARSE)), ["train-000000.tar: not a readable tar (a member is sparse"]),
+    pax_sparse=(without_index(lambda tar: add(tar, pax={"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}, png=b"x")), ["train-000000.tar: not a readable tar (a member is sparse"]),
+    pax_map=(without_index(lambda tar: add(tar, pax={"GNU.sparse.map": "x"}, png=b"x")), ["train-000000.tar: not a readable tar (a member is sparse"]),
+    pax_size=(without_index(lambda tar: headers(tar, tarfile.XHDTYPE, size=2**33)), ["train-000000.tar: not a readable tar (a header announces 8,589,934,592 bytes)"]),
+    pax_back=(without_index(lambda tar: add(tar, pax={"size": "-4096"}, png=b"x", cls=b"0")), ["train-000000.tar: not a readable tar ("]),
+    pax_chain=(without_index(lambda tar: headers(tar, tarfile.XHDTYPE, 2000)), ["train-000000.tar: not a readable tar (too many headers before a member)"]),
+    long_name=(without_index(lambda tar: headers(tar, tarfile.GNUTYPE_LONGNAME, size=2**20)), ["train-000000.tar: not a readable tar (a header announces 1,048,576 bytes)"]),
+    middle=(without_index(lambda tar: tar.write_bytes(b"x" * 512 + tar.read_bytes()[512:])), ["train-000000.tar: not a readable tar ("]),
+    later=(without_index(lambda tar: tar.write_bytes(tar.read_bytes().rstrip(b"\0") + bytes(600) + b"x" * 5000)), ["train-000000.tar: not a readable tar (no header at byte "]),
+    digits=(without_index(lambda tar: add(tar, png=b"x", cls=b"9" * 5000), names=False), ["train-000000.tar: the member cat/new: the label '99999999999999999999'... has 5,000 characters"]),
+    nested=(without_index(lambda tar: add(tar, png=b"x", json=b"[" * 50_000)), ["train-000000.tar: the member cat/new has no label"]),
+    long_label=(without_index(lambda tar: add(tar, png=b"x", cls=bytes(10**6))), ["train-000000.tar: the member cat/new.cls has 1,000,000 bytes, more than 65,536"]),
+    negative=(without_index(lambda tar: add(tar, png=b"x", cls=b"-1"), names=False), ["train-000000.tar: the label -1: is the number of no class"]),
     empty=(lambda root: [each.unlink() for each in root.glob("*")], ["data.root: ", "holds no *.tar; give their folder"]),
 )  # fmt: skip
 def test_damaged_shards_are_one_line(written, tmp_path, change, said):
@@ -238,6 +364,26 @@ def parquet(folder: pathlib.Path, label=(0, 0, 1, 1), **columns) -> None:
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / "train.parquet")
 
 
+def parquet_of(folder: pathlib.Path, columns: list[str], values: list[Any], names: object = None) -> None:
+    """Write columns of any names, with the class names of the label."""
+    folder.mkdir()
+    features = {"info": {"features": {"label": {"_type": "ClassLabel", "names": names}}}}
+    about = "[" * 100_000 if names == "[" else json.dumps(features)
+    made = pyarrow.Table.from_arrays([pyarrow.array(each) for each in values], columns)
+    made = made.replace_schema_metadata({b"huggingface": about.encode()})
+    pyarrow.parquet.write_table(made, folder / "train.parquet")
+
+
+def rows(text: str | bytes, name: str = "train.csv"):
+    """Write an image ``a.png`` and a table into the same folder."""
+
+    def write(root: pathlib.Path) -> None:
+        content = text if isinstance(text, bytes) else text.encode()
+        save(root / "a.png", 1).with_name(name).write_bytes(content)
+
+    return write
+
+
 @table(
     "dataset, change, said",
     parquet=("parquet", lambda root: parquet(root, image=[*GOOD, b"x"]), ["train.parquet, row 3: not a readable image (cannot identify"]),
@@ -245,12 +391,32 @@ def parquet(folder: pathlib.Path, label=(0, 0, 1, 1), **columns) -> None:
     no_value=("parquet", lambda root: parquet(root, image=[b"x", b"y"], label=[0, None]), ["train.parquet: row 1 has no label"]),
     no_bytes=("parquet", lambda root: parquet(root, image=[*({"bytes": each, "path": "a"} for each in (*GOOD, None))]), ["train.parquet: row 3 holds no image, or only its path"]),
     one_class=("parquet", lambda root: parquet(root, [0] * 3, image=GOOD), ["train.parquet: there is only the class '0'"]),
+    no_rows=("parquet", lambda root: parquet(root, [], image=pyarrow.array([], pyarrow.binary())), ["train.parquet: holds no image; remove it"]),
+    many_rows=("parquet", lambda root: parquet(root, [0, 1] * 10_000, image=[b"x"] * 20_000), ["train.parquet: not a readable Parquet file (20,000 rows in "]),
+    column_twice=("parquet", lambda root: parquet_of(root, ["image", "label", "label"], [GOOD, [0, 1, 0], [0, 1, 0]]), ["train.parquet: has the column 'label' more than once"]),
+    names_of_numbers=("parquet", lambda root: parquet_of(root, ["image", "label"], [GOOD, [0, 1, 0]], names=5), ["train.parquet: not a readable Parquet file (the class names of 'label' are no list of strings)"]),
+    nested_names=("parquet", lambda root: parquet_of(root, ["image", "picture"], [GOOD, [0, 1, 0]], names="["), ["train.parquet: has no column of labels"]),
+    label_lists=("parquet", lambda root: parquet_of(root, ["image", "label"], [GOOD, [[0], [1], [0]]]), ["train.parquet: not a readable Parquet file ("]),
+    label_digits=("parquet", lambda root: parquet_of(root, ["image", "label"], [GOOD, ["0", "1", "9" * 5000]]), ["train.parquet: the label '99999999999999999999'... has 5,000 characters"]),
     no_parquet=("parquet", lambda root: save(root / "x.png", 1).rename(root / "train.parquet"), ["train.parquet: not a readable Parquet file ("]),
     no_table=("table", lambda root: root.mkdir(), ["data.root: ", "holds no table of training images; it needs train.csv"]),
-    no_path=("table", lambda root: save(root / "a.png", 1).with_name("train.csv").write_text("label\n1\n"), ["train.csv, line 2: has no path (path, file_name"]),
-    no_json=("table", lambda root: save(root / "a.png", 1).with_name("train.jsonl").write_text("{\n"), ["train.jsonl, line 1: has no path"]),
-    mixed=("table", lambda root: save(root / "a.png", 1).with_name("train.csv").write_text("path,label\na.png,1\na.png,cat\n"), ["train.csv, line 2: the label '1' is no class: other labels are names"]),
-    no_file=("table", lambda root: save(root / "a.png", 1).with_name("train.csv").write_text("path,label\na.png,1\na.png,1\na.png,0\nb.png,0\n"), ["b.png: ", "No such file"]),
+    no_path=("table", rows("label\n1\n"), ["train.csv, line 1: has no column path (or file_name, image, url), but label; name the columns there"]),
+    no_head=("table", rows("a.png,1\na.png,2\n"), ["train.csv, line 1: has no column path (or file_name, image, url), but a.png, 1; name"]),
+    other_code=("table", rows("path,label\na.png,1\n".encode("utf-16")), ["train.csv, line 1: has no column path"]),
+    twice=("table", rows("path,label,label\na.png,1,2\n"), ["train.csv, line 1: names the column label twice; remove one of them"]),
+    short_row=("table", rows('path,label\n"a\n.png",1\na.png\n'), ["train.csv, line 4: has no label (label, class); add it, or remove the row"]),
+    long_field=("table", rows("path,label\n" + "a" * 200_000 + ",1\n"), ["train.csv: not a readable table (field larger than field limit (131072)); write CSV in UTF-8, or JSON lines"]),
+    long_label=("table", rows("path,label\na.png,1\na.png," + "9" * 5000 + "\n"), ["train.csv, line 3: the label '99999999999999999999'... has 5,000 characters, more than 255; give a shorter one"]),
+    negative=("table", rows("path,label\na.png,0\na.png,1\na.png,-1\n"), ["train.csv, line 4: the label -1: is the number of no class; give a number from 0 on or a name, or remove the row"]),
+    zero_byte=("table", rows('{"path": "a\\u0000.png", "label": 0}\n{"path": "a.png", "label": 0}\n' + '{"path": "a.png", "label": 1}\n' * 2, "train.jsonl"), ["a\\x00.png: cannot be used (", "null byte"]),
+    half_letter=("table", rows('{"path": "a.png", "label": "\\ud800"}\n{"path": "a.png", "label": "b"}\n', "train.jsonl"), ["train.jsonl, line 1: the label '\\ud800': is no text in UTF-8"]),
+    nested=("table", rows("[" * 100_000, "train.jsonl"), ["train.jsonl, line 1: is no JSON (maximum recursion depth exceeded", "; write an object a line"]),
+    digits=("table", rows('{"path": "a.png", "label": ' + "9" * 5000 + "}", "train.jsonl"), ["train.jsonl, line 1: is no JSON (Exceeds the limit", "; write an object a line"]),
+    list_label=("table", rows('{"path": "a.png", "label": [1]}', "train.jsonl"), ["train.jsonl, line 1: label: [1]: must be a text or a whole number"]),
+    no_object=("table", rows("[1]\n", "train.jsonl"), ["train.jsonl, line 1: has no path (path, file_name"]),
+    no_json=("table", rows("{\n", "train.jsonl"), ["train.jsonl, line 1: is no JSON (Expecting property name", "; write an object a line, with path and label"]),
+    mixed=("table", rows("path,label\na.png,1\na.png,cat\n"), ["train.csv, line 2: the label '1' is no class: other labels are names"]),
+    no_file=("table", rows("path,label\na.png,1\na.png,1\na.png,0\nb.png,0\n"), ["b.png: ", "No such file"]),
     own_missing=("own.py", None, ["data.dataset: own.py: no such file"]),
     own_fails=("own.py", "def source(root):\n    return 1 / 0\n", ["data.dataset: own.py: fails in line 2 (ZeroDivisionError: division by zero); mend it"]),
     own_empty=("own.py", "def source(root):\n    return {'train': []}\n", ["data.dataset: own.py: source(root) gives train (0); must give images"]),

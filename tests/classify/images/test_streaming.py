@@ -1,5 +1,6 @@
 """Images that a step decodes: the same ones, with and without caches, after a kill and with a full disk."""
 
+import errno
 import os
 import pathlib
 import resource
@@ -89,9 +90,12 @@ def test_decoded_images_survive_a_kill_but_no_boot_and_no_damage(root, decoded, 
     (root / ".images-train-32x32.filled").write_bytes(b"{}")
     select(stream("imagefolder", root), 0)
     assert len(decoded) == 6
+    os.truncate(root / ".images-train-32x32.growing", 100)
+    select(stream("imagefolder", root), 0)
+    assert len(decoded) == 7
     next((root / "train/cat").glob("1.*")).touch()
     select(stream("imagefolder", root), 0, 1)
-    assert len(decoded) == 8
+    assert len(decoded) == 9
 
 
 def test_a_full_disk_ends_only_the_cache(photos, root, tmp_path, capfd):
@@ -108,6 +112,28 @@ def test_a_full_disk_ends_only_the_cache(photos, root, tmp_path, capfd):
     assert process.exitcode == 0
     (line,) = [each for each in capfd.readouterr().err.splitlines() if "growing" in each]
     assert "no more decoded images are kept (" in line and "each epoch decodes those anew" in line
+
+
+def test_no_room_for_a_cache_is_told_as_that(root, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(growing_cache.os, "truncate", fail)
+    line = refused("imagefolder", root, decode="stream")
+    assert line.endswith(
+        ".growing: cannot be used ([Errno 28] No space left on device); free some disk space"
+    )
+
+
+def test_a_cache_that_cannot_be_completed_ends_only_the_cache(root, monkeypatch, capfd):
+    def fail(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(growing_cache.os, "fsync", fail)
+    images = stream("imagefolder", root)
+    assert torch.equal(everything(images), everything(images))
+    (line,) = [each for each in capfd.readouterr().err.splitlines() if "growing" in each]
+    assert "no more decoded images are kept ([Errno 5] Input/output error)" in line
 
 
 def test_an_unreadable_image_is_named_when_a_step_selects_it(root):
@@ -127,7 +153,7 @@ def test_an_unreadable_image_is_named_when_a_step_selects_it(root):
     no_files=({"dataset": "digits", "decode": "stream"}, "data.decode: 'stream': digits has no image files; use once"),
     no_shards=({"window": 3}, "data.window: 3: the dataset has no shards; remove it"),
     classes=({"dataset": "webdataset", "window": 2, "sampling": "balanced"}, "data.sampling: 'balanced': takes images of all shards at any time; set data.window to all"),
-    once=({"decode": "once", "cache": {"limit": "10KB"}}, "data.cache.limit: 0.0 MiB: the decoded images need 0.1 MiB; raise it, or set data.decode to stream"),
+    once=({"decode": "once", "cache": {"limit": "10KB"}}, "data.cache.limit: '10KB': the decoded images need 0.1 MiB; raise it, or set data.decode to stream"),
 )  # fmt: skip
 def test_settings_that_contradict_the_dataset_are_refused(photos, written, section, said):
     root = written if section.get("dataset") == "webdataset" else photos

@@ -1,0 +1,147 @@
+"""A source without the images that cannot be decoded, which ``data.unreadable: skip`` leaves out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from classify.images.cache import Cache
+from classify.images.decode import UnreadableImage
+from classify.images.sources.decode_once import try_all
+from classify.images.sources.encoded import EncodedImages, Shard, ShardFile
+from classify.images.sources.encoded_source import EncodedSource
+from classify.images.sources.files import raise_some
+from harness.errors import InvalidInput
+from harness.host_lock import stand_in
+from harness.input_files import refused
+
+
+class Readable(EncodedSource):
+    """A source without the images that cannot be decoded.
+
+    One process of a host decodes all images of a part once, and keeps the list of unreadable ones in the
+    cache's folder. The list is a function of the part's files and the size alone, and so the same for any
+    number of processes and after a resume.
+
+    Args:
+        source: the source with all its images.
+        size: height and width of the decoded images, in pixels.
+    """
+
+    def __init__(self, source: EncodedSource, size: tuple[int, int]) -> None:
+        super().__init__(source.location)
+        self.source, self._size = source, size
+        self._parts: dict[str, _Subset] = {}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The class names, in the order of the labels."""
+        return self.source.classes
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
+        return self.source.parts
+
+    @functools.cached_property
+    def left_out(self) -> dict[str, dict[int, str]]:
+        """The unreadable images of each part: their indices, and an error line for each."""
+        return {part: self._unreadable(part) for part in self.parts}
+
+    def encoded(self, part: str) -> EncodedImages:
+        """The readable images of a part.
+
+        Raises:
+            InvalidInput: if a class has none, or a file cannot be fetched.
+        """
+        if part not in self._parts:
+            images = self.source.encoded(part)
+            subset = _Subset(images, self.left_out[part])
+            counts = images.labels.bincount(minlength=len(self.classes)).tolist()
+            for name, count, label in zip(self.classes, counts, range(len(counts)), strict=True):
+                if count and not (subset.labels == label).any():
+                    what = f"none of the {count:,} images of the class {name!r} in {part!r} can be read"
+                    raise InvalidInput(f"data.unreadable: 'skip': {what}; replace some, or remove the class")
+            self._parts[part] = subset
+        return self._parts[part]
+
+    def _unreadable(self, part: str) -> dict[int, str]:
+        images = self.source.encoded(part)
+        fingerprint = images.fingerprint  # which looks whether all files are there
+        kept = Cache(self.location.folder, f"images-{part}", self._size)
+        for folder in (kept.root, stand_in(kept.root)):
+            if (found := _read(folder / f".{kept.name}.unreadable", images)) is not None:
+                return found
+        with kept.lock() as folder:
+            file = folder / f".{kept.name}.unreadable"
+            if (found := _read(file, images)) is not None:  # another process was first
+                return found
+            errors = try_all(images, self.shard_file(images.fetch), self._size, f"{part} to find unreadable")
+            others = [error for error in errors.values() if not isinstance(error, UnreadableImage)]
+            raise_some([line for error in others for line in error.errors])
+            found = {index: error.errors[0] for index, error in sorted(errors.items())}
+            with refused(str(file)):
+                partial = file.with_suffix(".partial")
+                partial.write_text(json.dumps({"fingerprint": fingerprint, "lines": found}))
+                partial.replace(file)
+        return found
+
+
+def _read(file: pathlib.Path, images: EncodedImages) -> dict[int, str] | None:
+    """Return a kept list; None if there is none, or one of other images."""
+    with contextlib.suppress(Exception):  # a damaged file fails in many ways, and a new list replaces it
+        kept = json.loads(file.read_bytes())
+        lines = {int(index): str(line) for index, line in kept["lines"].items()}
+        if kept["fingerprint"] == images.fingerprint and all(
+            0 <= each < len(images.labels) for each in lines
+        ):
+            return lines
+    return None
+
+
+class _Subset:
+    """Encoded images without some of them.
+
+    Args:
+        images: all of them.
+        without: the indices of the others.
+    """
+
+    def __init__(self, images: EncodedImages, without: Mapping[int, str]) -> None:
+        self._images, self._without = images, sorted(without)
+        self._rows = np.delete(np.arange(len(images.labels)), self._without)
+        self.labels = images.labels[self._rows]
+        every = self._rows if images.places is None else images.places.numpy()[self._rows]
+        ordered = np.sort(every)
+        self.places = torch.from_numpy(np.searchsorted(ordered, every)) if images.shards else None
+        bounds = [np.searchsorted(ordered, (shard.start, shard.stop)).tolist() for shard in images.shards]
+        self.shards: Sequence[Shard] = [
+            dataclasses.replace(shard, start=start, stop=stop)
+            for shard, (start, stop) in zip(images.shards, bounds, strict=True)
+            if start < stop
+        ]
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when an image, a label or their order does."""
+        return hashlib.sha256(repr((self._images.fingerprint, self._without)).encode()).hexdigest()
+
+    def read(self, indices: Sequence[int], shard_file: ShardFile) -> list[bytes]:
+        """Read images; raises ``InvalidInput`` with the name of one that cannot be read."""
+        return self._images.read(self._rows[list(indices)].tolist(), shard_file)
+
+    def name(self, index: int) -> str:
+        """The name of an image in error lines."""
+        return self._images.name(int(self._rows[index]))
+
+    def fetch(self, shard: Shard, target: pathlib.Path) -> None:
+        """Write a remote shard to a local file."""
+        self._images.fetch(shard, target)
