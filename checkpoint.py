@@ -8,7 +8,7 @@
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
     by several views:          the last two with --tta mirror,shift=1 (test-time augmentation)
     look at runs, or a search: python3 checkpoint.py report RUN [RUN...] [--output report.html]
-    decoded images kept:       python3 checkpoint.py caches [FOLDER...] [--clear]
+    images and shards kept:    python3 checkpoint.py caches [FOLDER...] [--clear]
 
 RUN is the folder of a run of train.py; a checkpoint is a folder in its checkpoints/, or one that
 `det checkpoint download` has written. It may be of any mode and any number of processes. Decoded images
@@ -26,12 +26,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from classify.config import command_line
-from harness.errors import DISK_FULL, InvalidInput, one_line, print_errors, printable
+from harness.errors import DISK_FULL, InvalidInput, TrainingStopped, one_line, print_errors, printable
+from harness.out_of_memory import explain_out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMATS = ("pt", "safetensors", "onnx", "pt2", "hf")  # of classify/publish/forms.py
+FORMATS = ("pt", "safetensors", "onnx", "hf")  # of classify/publish/forms.py
 CONFIG = "const.yaml"
 
 
@@ -86,13 +87,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--output", metavar="FILE", type=pathlib.Path, help="(report.html in the first run's folder)"
     )
 
-    one = commands.add_parser("caches", help="list the decoded images that are kept, or remove them")
+    one = commands.add_parser(
+        "caches", help="list the decoded images and fetched shards that are kept, or remove them"
+    )
     one.add_argument(
         "folders",
         metavar="FOLDER",
         nargs="*",
         type=pathlib.Path,
-        help="data.root of a run (data, and what is kept for folders that are read-only)",
+        help="data.root or data.cache.folder of a run (data, and the user's cache)",
     )
     one.add_argument("--clear", action="store_true", help="remove them")
     return parser.parse_args(argv)
@@ -108,9 +111,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     commands = {"export": export, "predict": predict, "evaluate": evaluate, "report": report}
     try:
-        {**commands, "serve": serve, "caches": caches}[args.command](args)
+        with explain_out_of_memory(lambda: f"in {args.command}", lambda: "use a machine with more memory"):
+            {**commands, "serve": serve, "caches": caches}[args.command](args)
     except InvalidInput as error:
         return print_errors("checkpoint.py", error)
+    except TrainingStopped as error:
+        print(f"checkpoint.py: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         print(f"checkpoint.py: a path cannot be used ({one_line(error)}); mend that", file=sys.stderr)
         return 1 if error.errno in DISK_FULL else 2
@@ -164,14 +171,17 @@ def export(args: argparse.Namespace) -> None:
 
 
 def predict(args: argparse.Namespace) -> None:
-    """Prints the class of every image, and how sure the network is of it."""
+    """Print the class of every image that can be read, and how sure the network is of it.
+
+    Raises:
+        InvalidInput: after that, with a line for each file that cannot be read as an image.
+    """
     from classify.images.sources.image_folder import find_images
     from classify.publish import forms, scoring
 
     classifier = forms.read(args.net)
     how = scoring.views_of(args.tta, classifier.description)
-    files = find_images(args.images)
-    probabilities = scoring.probabilities(classifier, files, how)
+    files, probabilities, errors = scoring.probabilities(classifier, find_images(args.images), how)
     classes = classifier.description["classes"]
     if args.json:
         rows = [
@@ -185,18 +195,19 @@ def predict(args: argparse.Namespace) -> None:
             for file, row in zip(files, probabilities, strict=True)
         ]
         print(json.dumps(rows, indent=2))
-    else:
+    elif files:
         _print_predictions(files, probabilities, classes)
         if how:
             print(f"by the mean scores of several views of each image (test-time augmentation: {how})")
+    errors.raise_any()
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Has a page of this machine classify the images that are dropped on it."""
+    """Serve a page that classifies the images that a person of this machine drops on it."""
     from classify.publish import forms
     from classify.publish import serve as page
 
-    page.run(forms.read(args.net), printable(args.net.resolve().name), args.port)
+    page.run(forms.read(args.net), args.net.resolve().name, args.port)
 
 
 def _print_predictions(files: Sequence[pathlib.Path], probabilities: Tensor, classes: Sequence[str]) -> None:
@@ -216,7 +227,7 @@ def _print_predictions(files: Sequence[pathlib.Path], probabilities: Tensor, cla
 def evaluate(args: argparse.Namespace) -> None:
     """Judges a network on the experiment's test images, or others of it, as the trial does."""
     from classify.publish import forms, scoring
-    from classify.reports.summary import accuracies
+    from classify.reports.summary import scores
 
     classifier = forms.read(args.net)
     how = scoring.views_of(args.tta, classifier.description)
@@ -228,7 +239,7 @@ def evaluate(args: argparse.Namespace) -> None:
     for name, accuracy in validation["per_class_accuracy"].items():
         print(f"{printable(name):>20}  {accuracy:.4f}")
     print(f"loss {validation['loss']:.4f}  images {validation['images']:,}")
-    print(*accuracies(validation), sep="\n")
+    print(*scores(validation), sep="\n")
 
 
 def report(args: argparse.Namespace) -> None:
@@ -243,9 +254,10 @@ def report(args: argparse.Namespace) -> None:
 
 
 def caches(args: argparse.Namespace) -> None:
-    """Lists the decoded images that are kept, or removes them."""
+    """List the decoded images and the fetched shards that are kept, or remove them."""
     from classify.images import cache
     from classify.images.settings import DataSettings
+    from classify.images.sources import shard_cache
     from harness.host_lock import stand_in, stand_ins
 
     for folder in args.folders:
@@ -263,6 +275,13 @@ def caches(args: argparse.Namespace) -> None:
         print(f"{cache.in_bytes(size):>10}  {printable(path)}.raw  {outcome}".rstrip())
     freed = f", {cache.in_bytes(sum(found.values()) - left)} removed" if args.clear else ""
     print(f"{cache.in_bytes(left)} of decoded images are kept{freed}")
+    for folder, (count, size) in shard_cache.find(roots).items():
+        if args.clear:
+            shard_cache.clear(folder)
+        outcome = "removed, except shards in transfer" if args.clear else ""
+        print(
+            f"{cache.in_bytes(size):>10}  {printable(folder)}: {count:,} fetched shards  {outcome}".rstrip()
+        )
 
 
 if __name__ == "__main__":

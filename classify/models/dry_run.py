@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 import net as own
 from classify.models.registry import MOE, NetSpec, build, logits, on_meta_device, prefers_channels_last
 from harness.errors import InvalidInput, one_line
+from harness.out_of_memory import is_out_of_memory
 
 
 def check(
@@ -43,6 +44,29 @@ def check(
             _Run(spec, build(spec), micro_batch, channels_last, smaller)("cpu")
 
 
+def why_unfit(net: nn.Module, size: tuple[int, int], classes: int, device: str) -> str | None:
+    """Return why a trained network gives no scores for images of this height and width; None if it does.
+
+    Args:
+        net: the network, in evaluation mode.
+        size: height and width.
+        classes: how many scores it has to give for an image.
+        device: the network's.
+    """
+    try:
+        with torch.device(device), torch.no_grad():
+            outputs = logits(net(torch.zeros(2, 3, *size)))
+    except Exception as error:  # which differ between networks
+        if is_out_of_memory(error):
+            raise
+        return one_line(error)
+    return None if _shape(outputs) == (2, classes) else f"it gives {_shape(outputs)} for 2 images"
+
+
+def _shape(outputs: object) -> object:
+    return tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+
+
 @dataclass
 class _Run:
     spec: NetSpec
@@ -63,12 +87,13 @@ class _Run:
             except NotImplementedError:  # an operator of one's own, which only a real device has
                 return
             except Exception as error:
+                if is_out_of_memory(error):
+                    raise
                 raise self._why_it_fails(one_line(error)) from error
             if self.channels_last:
                 self._try_channels_last(turned)
         wanted = (self.micro_batch, self.spec.num_classes)
-        if not isinstance(outputs, Tensor) or tuple(outputs.shape) != wanted:
-            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+        if (found := _shape(outputs)) != wanted:
             asked = f"{self.micro_batch} images and {self.spec.num_classes} classes"
             raise InvalidInput(
                 f"hyperparameters.net: {self.spec.name!r}: gives {found} for {asked}; it must give {wanted}"
@@ -78,6 +103,8 @@ class _Run:
         try:
             self.net.train()(images)
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             what = f"{self.spec.name} does not take it ({one_line(error)})"
             mend = "set it to false, or use reshape instead of view"
             raise InvalidInput(f"hyperparameters.channels_last: True: {what}; {mend}") from error

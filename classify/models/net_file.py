@@ -8,18 +8,19 @@ input, and where it all came from. A file of another kind (``classify/publish/fo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from classify.config.rules import (
-    MAPPING,
     MOST_PIXELS,
     TEXT,
     Rule,
@@ -31,7 +32,9 @@ from classify.config.rules import (
     optional,
     whole,
 )
-from classify.models import registry, state_dicts
+from classify.models import dry_run, registry, state_dicts
+from classify.models.registry import NetSpec
+from harness import redaction
 from harness.checkpoints.files import sha256
 from harness.errors import InvalidInput, one_line
 from harness.input_files import regular_file
@@ -40,6 +43,19 @@ NAMES = ("net.pt", "net.json")  # in a run's folder
 IN_A_FOLDER = ("model.safetensors", "config.json")  # as Hugging Face's libraries have them
 DIGEST = "file_sha256"  # in the provenance of a file that is no state_dict
 
+WIDEST = 2**16  # of a network's arguments
+LONGEST = 64 * 2**20  # bytes of a description
+
+
+def _is_of_a_network(value: Any, depth: int = 0) -> bool:
+    """Return whether a value is a mapping of arguments with the numbers of real networks."""
+    if isinstance(value, Mapping):
+        return depth < 4 and all(_is_of_a_network(each, depth + 1) for each in value.values())
+    if isinstance(value, list):
+        return 0 < depth < 4 and all(_is_of_a_network(each, depth + 1) for each in value)
+    return depth > 0 and (not isinstance(value, (int, float)) or abs(value) <= WIDEST)
+
+
 SIDE = Rule(
     lambda value: is_count(value, 1) and value <= MOST_PIXELS,
     f"must be a whole number of pixels of at most {MOST_PIXELS:,}",
@@ -47,7 +63,10 @@ SIDE = Rule(
 DESCRIPTION = {
     "net.name": Rule(registry.is_name, "is no network of net.py, torchvision or timm"),
     "net.num_classes": whole(2),
-    "net.net_args": optional(MAPPING),
+    "net.num_experts": optional(
+        list_of(Rule(lambda value: is_count(value, 1) and value <= 1024, "must be 1 to 1,024"))
+    ),
+    "net.net_args": optional(Rule(_is_of_a_network, f"must be a mapping with numbers of at most {WIDEST:,}")),
     "classes": list_of(TEXT),
     "input.height": SIDE,
     "input.width": SIDE,
@@ -103,17 +122,25 @@ def write_described(
     """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     text = partial.with_name(f"{partial.name}.json")
-    described = dict(description)
+    described = redacted(description)
     try:
         save_as(partial)
         if with_digest:
-            described["provenance"] = {**description["provenance"], DIGEST: sha256(partial)}
+            described["provenance"][DIGEST] = sha256(partial)
         text.write_text(json.dumps(described, indent=2) + "\n")
         os.replace(partial, path)
         os.replace(text, beside(path))
     finally:
         partial.unlink(missing_ok=True)
         text.unlink(missing_ok=True)
+
+
+def redacted(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a description that others may read."""
+    provenance = redaction.values(description["provenance"])
+    if "data" in provenance:
+        provenance["data"] = redaction.field("data", description["provenance"]["data"])
+    return {**description, "net": redaction.values(description["net"]), "provenance": provenance}
 
 
 def read(path: pathlib.Path) -> tuple[nn.Module, dict[str, Any]]:
@@ -141,7 +168,9 @@ def read_description(path: pathlib.Path) -> dict[str, Any]:
     if not file.exists() and path.name and path.with_suffix(".json").exists():
         file = path.with_suffix(".json")
     try:
-        description = json.loads(regular_file(file).read_text())
+        if regular_file(file).stat().st_size > LONGEST:
+            raise ValueError(f"more than {LONGEST // 2**20} MiB")
+        description = json.loads(file.read_text())
     except FileNotFoundError:
         mend = f"is missing, it belongs beside {path.name}; export the network anew"
         raise InvalidInput(f"{file}: {mend}") from None
@@ -151,7 +180,7 @@ def read_description(path: pathlib.Path) -> dict[str, Any]:
     errors = errors_in(description, DESCRIPTION) or _contradictions(description)
     if errors:
         raise InvalidInput(f"{file}: {each}; export the network anew" for each in errors)
-    return description
+    return redacted(description)
 
 
 def _contradictions(description: Mapping[str, Any]) -> list[str]:
@@ -168,26 +197,56 @@ def build(description: Mapping[str, Any], state: Mapping[str, Tensor], path: str
     """Makes the described network with these weights, in evaluation mode, on the CPU and in fp32.
 
     Raises:
-        InvalidInput: if there is none such, or the weights are of another.
+        InvalidInput: if there is none such, it does not take such images, or the weights are of another.
     """
-    arguments = dict(description["net"])
-    name = arguments.pop("name")
-    if name == registry.MOE:
-        from classify.models.net_moe import NetMoE
-        from harness.processes import start_process_group
+    seen, net = description["input"], description["net"]
+    size = seen["height"], seen["width"]
+    with torch.random.fork_rng(devices=[]), _bounded(len(state)):
+        outline = _make(net, size, path, registry.on_meta_device).eval()
+    state_dicts.fitting(outline, state, path)  # before the described network takes memory
+    reason = dry_run.why_unfit(outline, size, net["num_classes"], "meta")
+    made = _make(net, size, path, registry.build).eval()
+    state_dicts.load_strict(made, state, path)
+    if reason and (reason := dry_run.why_unfit(made, size, net["num_classes"], "cpu")):  # it may need values
+        what = f"input: {size[0]}x{size[1]}: {net['name']} does not take such images ({reason})"
+        raise InvalidInput(f"{path}: its {what}; export the network again")
+    return made
 
-        start_process_group()  # without which DeepSpeed makes no layer of experts
+
+@contextlib.contextmanager
+def _bounded(weights: int) -> Iterator[None]:
+    """Stop the making of a network that has far more parameters than its file has weights."""
+    left = iter(range(1000 + 10 * weights))  # layers may be made and replaced
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if next(left, None) is None:
+            what = f"net.net_args: a network of more than {weights:,} weights, which its file has"
+            raise InvalidInput(f"{what}; export the network again")
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _make(
+    net: Mapping[str, Any], size: tuple[int, int], path: str, make: Callable[[NetSpec], nn.Module]
+) -> nn.Module:
+    """Make the network of a description in one of the ways of ``registry``."""
+    arguments = dict(net)
+    name = arguments.pop("name")
+    if name != registry.MOE:
         try:
-            net: nn.Module = NetMoE(**arguments)
-        except Exception as error:  # DeepSpeed refuses in several ways
-            what = f"net: {arguments}: cannot be made ({one_line(error)})"
-            raise InvalidInput(f"{path}: {what}; export the network anew") from error
-    else:
-        size = description["input"]["height"], description["input"]["width"]
-        spec = registry.NetSpec(name, arguments["num_classes"], size, arguments.get("net_args"))
-        try:
-            net = registry.build(spec)
+            return make(NetSpec(name, net["num_classes"], size, arguments.get("net_args")))
         except InvalidInput as error:
             raise InvalidInput(f"{path}: its {each}" for each in error.errors) from error
-    state_dicts.load_strict(net, state, path)
-    return net.eval()
+    from classify.models.net_moe import NetMoE
+    from harness.processes import start_process_group
+
+    start_process_group()  # without which DeepSpeed makes no layer of experts
+    try:
+        return NetMoE(**arguments)
+    except Exception as error:  # DeepSpeed refuses in several ways
+        what = f"net: {arguments}: cannot be made ({one_line(error)})"
+        raise InvalidInput(f"{path}: {what}; export the network anew") from error

@@ -18,6 +18,7 @@ from classify.models import (
     timm_nets,
 )
 from harness.errors import InvalidInput, nearest, one_line
+from harness.out_of_memory import is_out_of_memory
 
 MOE = "net-moe"  # the name of Net with experts, which classify/models/net_moe.py makes
 # Vision transformers, whose sizes torchvision's own functions fix and so do not take as arguments.
@@ -62,7 +63,9 @@ def check_name(name: object) -> None:
     if isinstance(name, str) and timm_nets.is_timm(name):
         timm_nets.check_name(name)
     elif name not in known:
-        mend = f"{nearest(name, known)}, one of timm's as timm/NAME, or register it in net.py"
+        hint = nearest(name, known) if isinstance(name, str) and name else "give one of torchvision's names"
+        mend = f"{hint} Or" if hint.endswith("?") else f"{hint}, or"
+        mend += " use timm/NAME for one of timm's, or register it in net.py"
         raise InvalidInput(f"hyperparameters.net: {name!r}: no such network; {mend}")
 
 
@@ -101,6 +104,8 @@ def build(spec: NetSpec) -> nn.Module:
     except (InvalidInput, NotImplementedError):
         raise
     except Exception as error:  # each network refuses in its own way
+        if is_out_of_memory(error):
+            raise
         key = (
             f"hyperparameters.net_args: {given!r}: {name}" if spec.args else f"hyperparameters.net: {name!r}:"
         )

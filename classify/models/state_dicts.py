@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import pathlib
+import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -88,10 +90,15 @@ def load_strict(module: nn.Module, found: Mapping[str, Tensor], label: str) -> N
     Raises:
         InvalidInput: if they are of another network.
     """
+    module.load_state_dict(fitting(module, found, label))
+
+
+def fitting(module: nn.Module, found: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
+    """Return weights by a network's names, also of one on the meta device; raises as ``load_strict`` does."""
     wanted = module.state_dict()
     found = as_named(found, wanted)
     _check(found, wanted, label)
-    module.load_state_dict(found)
+    return found
 
 
 def _check(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], label: str) -> None:
@@ -160,6 +167,7 @@ def read(path: str, label: str = "", first: Sequence[str] = ()) -> dict[str, Ten
 
 def _load(path: str) -> Any:
     if not path.endswith(".safetensors"):
+        _refuse_packed(regular_file(path))
         with _namespaces_allowed():
             return torch.load(regular_file(path), map_location="cpu", weights_only=True)
     from safetensors import SafetensorError
@@ -169,6 +177,14 @@ def _load(path: str) -> Any:
         return load_file(regular_file(path))
     except SafetensorError as error:
         raise ValueError(str(error)) from error
+
+
+def _refuse_packed(path: pathlib.Path) -> None:
+    """Raise ``ValueError`` for an archive that has more bytes than its file, which torch never writes."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if sum(each.file_size for each in archive.infolist()) > path.stat().st_size:
+                raise ValueError("its archive is compressed")
 
 
 def _namespaces_allowed() -> contextlib.AbstractContextManager[Any]:
@@ -181,4 +197,6 @@ def _namespaces_allowed() -> contextlib.AbstractContextManager[Any]:
 def _is_plain(name: object, value: object) -> bool:
     if not (isinstance(name, str) and isinstance(value, Tensor)):
         return False
-    return value.layout == torch.strided and not (value.is_quantized or value.is_meta or value.is_complex())
+    if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_complex():
+        return False
+    return value.nbytes <= value.untyped_storage().nbytes()  # or a stride of 0 makes a few bytes endless

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from classify.models import net_file
-from classify.publish import exported_program, hugging_face, onnx_file, weights
+from classify.publish import hugging_face, onnx_file, weights
 from classify.publish.network import Classifier, Trained
 
 Save = Callable[[pathlib.Path, Trained], None]
@@ -41,7 +41,6 @@ FORMS = {
     "pt": Form(None, _described(weights.save_pt), weights.read),
     "safetensors": Form(".safetensors", _described(weights.save_safetensors), weights.read),
     "onnx": Form(".onnx", _described(onnx_file.save, with_digest=True), onnx_file.read),
-    "pt2": Form(".pt2", _described(exported_program.save, with_digest=True), exported_program.read),
     "hf": Form(None, hugging_face.write, weights.read),
 }
 OF_INT8 = "onnx"  # the only one that has a form in integers

@@ -76,7 +76,7 @@ def _sources(folder: pathlib.Path, name: str) -> list[str]:
         return []
     files = [pathlib.Path(str(inspect.getsourcefile(each))) for each in (own.register, own.NETS[name])]
     for file in dict.fromkeys(files):
-        shutil.copy(file, folder)
+        shutil.copyfile(file, folder / file.name)  # without its mode
     return list(dict.fromkeys(file.stem for file in files))
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import pathlib
 import tempfile
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,7 +42,7 @@ def save(path: pathlib.Path, trained: Trained) -> None:
         )
     except torch.onnx.OnnxExporterError as error:
         what = f"torch.onnx cannot write {trained.description['net']['name']} ({one_line(error)[:300]})"
-        raise InvalidInput(f"--format: onnx: {what}; use pt2 or hf") from error
+        raise InvalidInput(f"--format: onnx: {what}; use hf") from error
     if trained.calibration is not None:
         _quantize(path, trained)
     model = onnx.load(path)
@@ -96,12 +98,16 @@ def read(path: pathlib.Path) -> Classifier:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     try:
+        _refuse_other_files(path)
         session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         (given,), (scores,) = session.get_inputs(), session.get_outputs()
         seen = description["input"]
         wanted = [3, seen["height"], seen["width"]], [len(description["classes"])]
         if (given.shape[1:], scores.shape[1:]) != wanted:
             raise ValueError(f"takes {given.shape} and gives {scores.shape}")
+        tried = session.run(None, {given.name: np.zeros((2, *wanted[0]), np.float32)})[0]
+        if (tried.shape, tried.dtype) != ((2, *wanted[1]), np.float32):
+            raise ValueError(f"gives {tried.dtype} of {tried.shape} for 2 images")
     except Exception as error:  # ONNX Runtime has many, without a class of their own
         what = f"is not the classifier that its JSON file describes ({one_line(error)[:300]})"
         raise InvalidInput(f"{path}: {what}; export the network anew") from error
@@ -110,3 +116,28 @@ def read(path: pathlib.Path) -> Classifier:
         return torch.from_numpy(session.run(None, {given.name: inputs.contiguous().numpy()})[0])
 
     return Classifier(description, classify)
+
+
+def _refuse_other_files(path: pathlib.Path) -> None:
+    """Raise ``ValueError`` if weights of a network are in further files; ``save`` writes none."""
+    import onnx
+
+    model = onnx.load(path, load_external_data=False)
+    nodes = (node for function in model.functions for node in function.node)
+    if any(map(onnx.external_data_helper.uses_external_data, [*_tensors(model.graph), *_constants(nodes)])):
+        raise ValueError("weights are in other files")
+
+
+def _tensors(graph: Any) -> Iterator[Any]:
+    """Give the tensors of a graph of ONNX, and of the graphs within it."""
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+    yield from _constants(graph.node)
+
+
+def _constants(nodes: Iterable[Any]) -> Iterator[Any]:
+    for attribute in (attribute for node in nodes for attribute in node.attribute):
+        yield from (attribute.t, *attribute.tensors)
+        for inner in ([attribute.g] if attribute.HasField("g") else []) + list(attribute.graphs):
+            yield from _tensors(inner)

@@ -23,27 +23,38 @@ from classify.reports.metrics import ClassificationMetrics
 from classify.reports.summary import metrics_summary
 from harness.errors import ErrorList, InvalidInput
 
-BATCH = 500  # images classified at a time
+BATCH, PIXELS = 500, 2**25  # images classified at a time, and the pixels that they may have together
 FOR_INT8 = 512  # training images by which int8 is scaled
 
 
 def probabilities(
     classifier: Classifier, files: Sequence[pathlib.Path], how: TestTimeAugmentation | None = None
-) -> Tensor:
-    """The probability of every class for every image file, (N, C) float32.
+) -> tuple[list[pathlib.Path], Tensor, ErrorList]:
+    """Classify image files with one batch of them in memory at a time.
 
-    Raises:
-        InvalidInput: with a line for each file that cannot be read as an image.
+    Returns:
+        The files that could be read, the probability of every class for each of them, (N, C) float32, and the
+        errors of the other files.
     """
     size = tuple(classifier.description["input"]["resize"])
-    decoded, errors = [], ErrorList()
-    for file in files:
-        with errors.collecting():
-            decoded.append(torch.from_numpy(decode_image(file, size)))
-    errors.raise_any()
-    batches = inputs_of(classifier.description, torch.stack(decoded))
-    scores = [views.view_scores(classifier.classify, inputs, how)[1] for inputs in batches]
-    return torch.cat(scores).softmax(1)
+    batch = _batch_of(classifier.description)
+    readable: list[pathlib.Path] = []
+    found, errors = [torch.empty(0, len(classifier.description["classes"]))], ErrorList()
+    for first in range(0, len(files), batch):
+        decoded = []
+        for file in files[first : first + batch]:
+            with errors.collecting():
+                decoded.append(torch.from_numpy(decode_image(file, size)))
+                readable.append(file)
+        if decoded:
+            found.append(classify(classifier, torch.stack(decoded), how))
+    return readable, torch.cat(found), errors
+
+
+def classify(classifier: Classifier, images: Tensor, how: TestTimeAugmentation | None = None) -> Tensor:
+    """Classify a batch of images (N, 3, h, w) uint8: the probability of every class, (N, C) float32."""
+    (inputs,) = inputs_of(classifier.description, images, len(images))
+    return views.view_scores(classifier.classify, inputs, how)[1].softmax(1)
 
 
 def validation(
@@ -51,8 +62,8 @@ def validation(
 ) -> dict[str, Any]:
     """The metrics of a split of images, as ``summary.json`` has them."""
     metrics = ClassificationMetrics(images.classes, how=how)
-    for chosen in torch.arange(len(images)).split(BATCH):
-        (inputs,) = inputs_of(classifier.description, images.select(chosen))
+    for chosen in torch.arange(len(images)).split(_batch_of(classifier.description)):
+        (inputs,) = inputs_of(classifier.description, images.select(chosen), len(chosen))
         metrics.classify(classifier.classify, inputs, images.labels[chosen])
     counted = metrics.cross_slot_reduce([metrics.per_slot_reduce()])
     return metrics_summary(counted, images.classes)
@@ -108,7 +119,13 @@ def views_of(text: str | None, description: Mapping[str, Any]) -> TestTimeAugmen
     return how
 
 
-def inputs_of(description: Mapping[str, Any], images: Tensor, batch: int = BATCH) -> Iterator[Tensor]:
+def _batch_of(description: Mapping[str, Any]) -> int:
+    """Return how many images are classified at a time."""
+    height, width = description["input"]["resize"]
+    return max(1, min(BATCH, PIXELS // (height * width)))
+
+
+def inputs_of(description: Mapping[str, Any], images: Tensor, batch: int) -> Iterator[Tensor]:
     """Gives inputs (B, 3, H, W) float32 of images (N, 3, h, w) uint8."""
     seen = description["input"]
     size = [seen["height"], seen["width"]]

@@ -1,72 +1,45 @@
-"""A page of this machine alone, to drop an image on and see its classes; gradio is an extra."""
+"""A page of this machine alone: a person drops an image on it and sees the image's classes.
+
+A request brings the bytes of an image, which stay in memory: no request can name a file or an address.
+"""
 
 from __future__ import annotations
 
-import os
+import io
+import json
 import pathlib
-import tempfile
+import socketserver
+import sys
+import threading
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from PIL import Image
+import torch
 
+from classify.images.decode import decode, open_image
 from classify.publish import scoring
 from classify.publish.network import Classifier
-from harness.errors import InvalidInput, one_line
+from classify.reports import page
+from harness.errors import InvalidInput, one_line, printable
 
 HOST = "127.0.0.1"
-MOST_BYTES, MOST_MEGAPIXELS = 20 * 2**20, 50  # of a file
-KEPT = 600  # seconds that a file is kept for which somebody has asked
-SHOWN = 5  # classes
-
-
-def page(classifier: Classifier, title: str) -> Any:
-    """The page, as gradio has it."""
-    import gradio
-
-    def classify(path: str | None) -> dict[str, float]:
-        if path is None:
-            raise gradio.Error("drop an image first", print_exception=False)
-        try:
-            return probabilities(classifier, path)
-        except InvalidInput as error:
-            said = error.errors[0].removeprefix(f"{path}: ").replace(path, os.path.basename(path))
-            raise gradio.Error(said, print_exception=False) from error
-
-    image = gradio.Image(type="filepath", sources=["upload", "clipboard"], label="Image", height=320)
-    # Without which gradio reads the file itself, and has no words for one that is no image
-    image.preprocess = lambda payload: payload.path if payload else None
-    return gradio.Interface(
-        classify,
-        image,
-        gradio.Label(num_top_classes=SHOWN, label="Class"),
-        title=title,
-        flagging_mode="never",
-        analytics_enabled=False,
-        delete_cache=(KEPT, KEPT),
-        deep_link=False,
-    )
-
-
-def probabilities(classifier: Classifier, path: str) -> dict[str, float]:
-    """The probability of every class for an image file.
-
-    Raises:
-        InvalidInput: if it is too large, or cannot be read as an image.
-    """
-    try:
-        with Image.open(path) as image:  # of which no pixel is decoded yet
-            pixels = image.width * image.height
-    except Exception as error:  # Pillow's formats each raise errors of their own
-        raise InvalidInput(f"{path}: not a readable image ({one_line(error)}); give another") from error
-    if pixels > MOST_MEGAPIXELS * 1e6:
-        much = f"{pixels / 1e6:,.0f} megapixels are more than {MOST_MEGAPIXELS}"
-        raise InvalidInput(f"{path}: {much}; give a smaller image")
-    (row,) = scoring.probabilities(classifier, [pathlib.Path(path)])
-    return dict(zip(classifier.description["classes"], row.tolist(), strict=True))
+NAMES = (HOST, "localhost")  # this machine's, to a browser on it
+MOST_BYTES, MOST_MEGAPIXELS = 20 * 2**20, 50  # of an image
+AT_ONCE = 4  # images in memory
+PATIENCE = 20  # seconds that a client may be silent
+TEMPLATE = pathlib.Path(__file__).with_name("serve.html.jinja")
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; connect-src 'self'; img-src blob: data:;"
+    " script-src 'unsafe-inline'; style-src 'unsafe-inline'; frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+}
 
 
 def run(classifier: Classifier, title: str, port: int) -> None:
-    """Serves the page to this machine until it is interrupted.
+    """Serve the page to this machine until it is interrupted.
 
     Args:
         classifier: the network.
@@ -74,37 +47,124 @@ def run(classifier: Classifier, title: str, port: int) -> None:
         port: of 127.0.0.1.
 
     Raises:
-        InvalidInput: if gradio is missing, or the port is taken.
+        InvalidInput: if the port is invalid or taken.
     """
     if not 1 <= port <= 65535:
         raise InvalidInput(f"--port: {port}: must be from 1 to 65535; give another")
-    with tempfile.TemporaryDirectory() as folder:
-        # It asks no other machine, and keeps nothing
-        os.environ.update(GRADIO_ANALYTICS_ENABLED="False", HF_HUB_OFFLINE="1", GRADIO_TEMP_DIR=folder)
-        try:
-            import gradio
-        except ImportError as error:
-            what = f"needs gradio, which cannot be imported ({one_line(error)})"
-            raise InvalidInput(f"serve: {what}; pip install gradio") from error
-        local = gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"])
-        made = page(classifier, title)
-        try:
-            made.launch(
-                server_name=HOST,
-                server_port=port,
-                share=False,
-                max_file_size=MOST_BYTES,
-                theme=local,
-                footer_links=[],
-                enable_monitoring=False,
-                ssr_mode=False,
-                pwa=False,
-                mcp_server=False,
-                quiet=True,
-                prevent_thread_lock=True,
-            )
-        except OSError as error:
-            what = f"cannot be served on ({one_line(error)})"
-            raise InvalidInput(f"--port: {port}: {what}; give another") from error
+    try:
+        server = Server(classifier, title, port)
+    except OSError as error:
+        what = f"cannot be served on ({one_line(error)})"
+        raise InvalidInput(f"--port: {port}: {what}; give another") from error
+    with server:
         print(f"http://{HOST}:{port}  (Ctrl+C ends it)", flush=True)
-        made.block_thread()
+        server.serve_forever()
+
+
+def probabilities(classifier: Classifier, content: bytes) -> dict[str, float]:
+    """Return the probability of every class for the bytes of an image file, the greatest first.
+
+    Raises:
+        InvalidInput: if it has too many pixels, or cannot be read as an image.
+    """
+    try:
+        with open_image(io.BytesIO(content)) as image:  # no pixel is decoded yet
+            pixels = image.width * image.height
+    except Exception as error:  # which differ between Pillow's formats
+        raise InvalidInput("image: not a readable image; give another") from error
+    if pixels > MOST_MEGAPIXELS * 1e6:
+        much = f"{pixels / 1e6:,.0f} megapixels are more than {MOST_MEGAPIXELS}"
+        raise InvalidInput(f"image: {much}; give a smaller image")
+    size = tuple(classifier.description["input"]["resize"])
+    (row,) = scoring.classify(classifier, torch.from_numpy(decode(content, size, "image"))[None])
+    found = zip(classifier.description["classes"], row.tolist(), strict=True)
+    return dict(sorted(found, key=lambda each: -each[1]))
+
+
+def is_of_this_page(host: str | None, origin: str | None) -> bool:
+    """Return whether a request is from this machine and from no page but this one.
+
+    A browser writes both headers. A page of another site has another origin, and it has another host even
+    where the site's name has become this machine's address.
+
+    Args:
+        host: the request's header ``Host``.
+        origin: the request's header ``Origin``, which browsers send with each POST.
+    """
+    return str(host).partition(":")[0] in NAMES and origin in (None, f"http://{host}")
+
+
+class Server(socketserver.ThreadingTCPServer):
+    """An HTTP server of the page and of the classifier.
+
+    Args:
+        classifier: the network.
+        title: of the page.
+        port: of 127.0.0.1.
+    """
+
+    allow_reuse_address, daemon_threads = True, True
+
+    def __init__(self, classifier: Classifier, title: str, port: int) -> None:
+        self.classifier = classifier
+        self.page = page.render(TEMPLATE, {"title": title, "most_bytes": MOST_BYTES})
+        self.slots = threading.BoundedSemaphore(AT_ONCE)
+        super().__init__((HOST, port), Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print an error of a request as a line; a client that has left is none."""
+        error = sys.exc_info()[1]
+        if error and not isinstance(error, OSError):
+            print(f"checkpoint.py: serve: {one_line(error)}", file=sys.stderr)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A request of a browser: the page, or the classes of an image."""
+
+    server: Server
+    timeout = PATIENCE
+
+    def do_GET(self) -> None:
+        """Answer with the page."""
+        if self._is_of_this_page():
+            is_page = self.path == "/"
+            status = HTTPStatus.OK if is_page else HTTPStatus.NOT_FOUND
+            self._answer(status, "text/html; charset=utf-8", self.server.page if is_page else "no such page")
+
+    def do_POST(self) -> None:
+        """Answer with the classes of the image that the request brings."""
+        if not self._is_of_this_page():
+            return
+        length = self.headers.get("Content-Length", "")
+        if not (length.isascii() and length.isdecimal()):
+            return self._refuse(HTTPStatus.LENGTH_REQUIRED, "image: its length is missing; give another")
+        if len(length) > len(str(MOST_BYTES)) or int(length) > MOST_BYTES:
+            much = f"image: is larger than {MOST_BYTES // 2**20} MiB; give a smaller image"
+            return self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, much)
+        with self.server.slots:
+            try:
+                found = probabilities(self.server.classifier, self.rfile.read(int(length)))
+            except InvalidInput as error:
+                return self._refuse(HTTPStatus.UNPROCESSABLE_ENTITY, error.errors[0])
+        shown = [(printable(name), probability) for name, probability in found.items()]
+        self._answer(HTTPStatus.OK, "application/json", json.dumps({"classes": shown}))
+
+    def log_message(self, *args: Any) -> None:
+        """Print no line of a request."""
+
+    def _is_of_this_page(self) -> bool:
+        is_own = is_of_this_page(self.headers.get("Host"), self.headers.get("Origin"))
+        if not is_own:
+            self._refuse(HTTPStatus.FORBIDDEN, f"the request is of another page or host; open http://{HOST}")
+        return is_own
+
+    def _refuse(self, status: HTTPStatus, error: str) -> None:
+        self._answer(status, "application/json", json.dumps({"error": error}))
+
+    def _answer(self, status: HTTPStatus, kind: str, text: str) -> None:
+        content = text.encode()
+        self.send_response(status)
+        for name, value in {**HEADERS, "Content-Type": kind, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content)

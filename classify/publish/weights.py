@@ -12,7 +12,6 @@ from torch import Tensor
 
 from classify.models import net_file, registry
 from classify.publish.network import Classifier, Trained
-from harness.errors import one_line
 
 
 def save_pt(path: pathlib.Path, trained: Trained) -> None:
@@ -22,19 +21,24 @@ def save_pt(path: pathlib.Path, trained: Trained) -> None:
 
 def save_safetensors(path: pathlib.Path, trained: Trained) -> None:
     """Writes weights as safetensors, with their description; raises as ``save_pt`` does."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     tensors = {name: weight.contiguous() for name, weight in trained.weights.items()}
-    try:
-        save_file(tensors, path, as_text(trained.description))
-    except SafetensorError as error:  # where the file cannot be written
-        raise OSError(f"{path}: {one_line(error)}") from error
+    path.write_bytes(
+        save(tensors, as_text(trained.description))
+    )  # save_file makes files that only their owner may read
 
 
 def as_text(description: Mapping[str, Any]) -> dict[str, str]:
-    """A description as files have it that take text alone: what is no text is JSON."""
-    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in description.items()}
+    """Return a description for files that hold texts in UTF-8 alone: other values as JSON."""
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value) for key, value in description.items()
+    }
+    return {_utf8(key): _utf8(value) for key, value in texts.items()}
+
+
+def _utf8(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
 
 
 def read(path: pathlib.Path) -> Classifier:

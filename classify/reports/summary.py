@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from classify.config.metric_names import METRICS, TTA_METRIC
 from classify.models import net_file
 from classify.reports import classification
+from harness.errors import printable
 
 FILE = "summary.json"
 RUN_FILES = (*net_file.NAMES, classification.FILE)  # beside those of every run of the harness
@@ -30,14 +32,33 @@ def test_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[str
     return {"test": metrics_summary(metrics, classes)} if metrics else {}
 
 
-def write(output: pathlib.Path, summary: Mapping[str, Any]) -> None:
-    """Writes a run's summary and prints its accuracies; those of the test before those of the validation."""
-    (output / FILE).write_text(json.dumps(summary, indent=2) + "\n")
-    tested = accuracies(summary["test"], "test ") if "test" in summary else []
-    validated = accuracies(summary["validation"], "validation " if tested else "")
+def write(output: pathlib.Path, summary: Mapping[str, Any], chosen: str = "accuracy") -> None:
+    """Write a run's summary, whole or not at all, and print its scores, the test's first.
+
+    Args:
+        output: the run's folder.
+        summary: the summary.
+        chosen: the metric that compares checkpoints, the last to be printed.
+    """
+    partial = output / f".{FILE}"
+    try:
+        partial.write_text(json.dumps(summary, indent=2) + "\n")
+        os.replace(partial, output / FILE)
+    finally:
+        partial.unlink(missing_ok=True)
+    tested = scores(summary["test"], chosen, "test ") if "test" in summary else []
+    validated = scores(summary["validation"], chosen, "validation " if tested else "")
     print(*tested, *validated, sep="\n")
 
 
-def accuracies(metrics: Mapping[str, Any], which: str = "") -> list[str]:
-    """The accuracy as a line, the last, and before it that by test-time augmentation, where there is one."""
-    return [f"{which}{key} {metrics[key]:.4f}" for key in (TTA_METRIC, "accuracy") if key in metrics]
+def value_of(metrics: Mapping[str, Any], name: str) -> float | None:
+    """Return a metric of the part ``validation`` or ``test`` by its name; None if it is not there."""
+    kind, _, of_class = name.partition("/")
+    return metrics.get(f"per_class_{kind}", {}).get(of_class) if of_class else metrics.get(name)
+
+
+def scores(metrics: Mapping[str, Any], chosen: str = "accuracy", which: str = "") -> list[str]:
+    """Return a line for each of the accuracies, and the chosen metric as the last."""
+    names = [name for name in (TTA_METRIC, "accuracy") if name != chosen]
+    values = {name: value_of(metrics, name) for name in (*names, chosen)}
+    return [f"{which}{printable(name)} {value:.4f}" for name, value in values.items() if value is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +18,13 @@ from typing import Any
 import filelock
 
 from classify.config.project import PROJECT
+from classify.config.rules import is_count
 from harness.local import metrics_log
 from harness.local.signals import STOP_WITH_PID
 
 _ERROR = re.compile(r"^train\.py: (?!note: )(.*)", re.MULTILINE)
 _RANKS_CODE = re.compile(r"exitcode\s*: (-?\d+)")  # as torchrun reports it
+STDIN = pathlib.Path("/dev/stdin")
 LAST_WORDS = 60  # seconds that a trial has to save its checkpoint when its search ends
 
 
@@ -32,12 +36,19 @@ class TrialRun:
         config: the experiment file.
         overrides: ``--set`` arguments.
         slots: processes to train with.
+        whole: the text of the experiment file, if ``config`` lacks what may not be written.
     """
 
     def __init__(
-        self, folder: pathlib.Path, config: pathlib.Path, overrides: Sequence[str], slots: int
+        self,
+        folder: pathlib.Path,
+        config: pathlib.Path,
+        overrides: Sequence[str],
+        slots: int,
+        whole: str = "",
     ) -> None:
-        self.folder, self.config, self.overrides, self.slots = folder, config, list(overrides), slots
+        self.folder, self.overrides, self.slots, self.whole = folder, list(overrides), slots, whole
+        self.config = STDIN if whole else config
         self.log = folder.with_suffix(".log")
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -59,9 +70,12 @@ class TrialRun:
         command += [part for override in self.overrides for part in ("--set", override)]
         if any(self.folder.glob("checkpoints/[!.]*/")):
             command += ["--resume", "latest"]
-        with open(self.log, "ab") as log:
+        with open(self.log, "ab") as log, tempfile.TemporaryFile() as whole:  # which has no name
+            whole.write(self.whole.encode())
+            whole.seek(0)
             self.process = subprocess.Popen(
                 command,
+                stdin=whole,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment, STOP_WITH_PID: str(os.getpid())},
@@ -86,9 +100,12 @@ class TrialRun:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What its ``summary.json`` says; empty before its end."""
-        file = self.folder / "summary.json"
-        return json.loads(file.read_text()) if file.exists() else {}
+        """Its ``summary.json``; empty before its end, and if the file is damaged."""
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            found = json.loads((self.folder / "summary.json").read_text())
+            if isinstance(found, dict) and is_count(found.get("steps"), 0):
+                return found
+        return {}
 
     def validations(self) -> list[dict[str, Any]]:
         """Its validations so far."""

@@ -95,6 +95,25 @@ def test_predict_agrees_with_evaluate(root, run, main, tmp_path):
     assert said.startswith("checkpoint.py: --tta.shift: 99: ")
 
 
+def test_predict_classifies_the_rest_of_a_folder_and_names_what_it_cannot_read(run, root, tmp_path, capsys):
+    good = [
+        str(save(tmp_path / name, Image.open(root / "test/digit 2/119.png"))) for name in ("a.png", "d.png")
+    ]
+    for name, content in ("b.png", b"no image"), ("c.jpg", b""):
+        (tmp_path / name).write_bytes(content)
+    arguments = ["predict", str(run.output / "net.pt"), str(tmp_path)]
+    capsys.readouterr()
+    assert checkpoint.main([*arguments, "--json"]) == 2
+    said = capsys.readouterr()
+    assert [row["image"] for row in json.loads(said.out)] == good
+    assert [line.partition(": not a readable image (")[0] for line in said.err.splitlines()] == [
+        f"checkpoint.py: {tmp_path}/b.png",
+        f"checkpoint.py: {tmp_path}/c.jpg",
+    ]
+    assert checkpoint.main(arguments) == 2
+    assert capsys.readouterr().out.count("digit 2") >= 2
+
+
 def test_views_are_averaged_by_their_scores(root, run, main, tmp_path):
     """The logarithm of a probability is its score minus a constant, so a softmax of means agrees."""
     picture = Image.open(root / "test/digit 2/119.png").resize((32, 32))
@@ -156,7 +175,7 @@ def test_a_report_is_one_page_without_links_to_other_files(run, main, tmp_path):
     references = re.findall(r"""\b(?:src|href)\s*=\s*["']?([^"'>\s]*)""", text)
     assert len(references) > 3 + 2 and all(each.startswith("data:") for each in references)
     assert not [each for each in ("<script", "url(", "@import", "other <run>") if each in text]
-    assert text.count(f"{100 * run.summary['validation']['accuracy']:.2f} %") == 2
+    assert text.count(f"<b>{run.summary['validation']['loss']:.4f}</b>") == 2  # the run's metric
     of_runs = [f"{name}-{number}" for name in ("confusion", "mistakes") for number in (1, 2)]
     for name in ("loss", "accuracy", "learning-rate", *of_runs):
         assert Image.open(tmp_path / f"page-{name}.png").size[0] > 300
@@ -289,6 +308,9 @@ def refusals(main, folder: pathlib.Path, images: pathlib.Path) -> list[str]:
     return said
 
 
+HUGE = {"hidden_dim": 60000, "num_heads": 1, "mlp_dim": 60000}  # 690 GB
+
+
 @table(
     "place, value, line",
     nothing=("", {}, "net.json: {}: must be a mapping with net.name, "),
@@ -310,6 +332,28 @@ def refusals(main, folder: pathlib.Path, images: pathlib.Path) -> list[str]:
     huge=("input resize", [10**9, 10**9], "input.resize: [1000000000, 1000000000]: must be a list of 2"),
     half_a_size=("input resize", [32], "input.resize: [32]: must be a list of 2, of which each"),
     small=("input resize", [32, 16], "input.resize: [32, 16]: must be at least input.height and"),
+    other_height=("input height", 16, "input: 16x32: net does not take such images (mat1 and mat2 shapes"),
+    other_size=(
+        "input",
+        {"height": 64, "width": 64, "resize": [64, 64], "mean": [0] * 3, "std": [1] * 3},
+        "input: 64x64:",
+    ),
+    huge_arguments=(
+        "net net_args",
+        {"width": 10**9},
+        "net.net_args: {'width': 1000000000}: must be a mapping with",
+    ),
+    endless_arguments=(
+        "net net_args",
+        {"w": float("nan")},
+        "net.net_args: {'w': nan}: must be a mapping with",
+    ),
+    huge_network=("net", {"name": "vit_b_16", "num_classes": 4, "net_args": HUGE}, "in this network, and "),
+    endless_network=(
+        "net",
+        {"name": "timm/vit_tiny_patch16_224", "num_classes": 4, "net_args": {"depth": 20000, "embed_dim": 3}},
+        "net.net_args: a network of more than 10 weights, which its file has; export the network again",
+    ),
     mean_as_text=("input mean", ["a", 0, 0], "input.mean: ['a', 0, 0]: must be a list of 3"),
     mean_of_two=("input mean", [0, 0], "input.mean: [0, 0]: must be a list of 3"),
     no_mean=("input mean", None, "input.mean: None: must be a list of 3"),

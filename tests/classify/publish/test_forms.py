@@ -1,8 +1,11 @@
 """Every form of an exported network scores alike, and damaged or foreign files are refused."""
 
+import dataclasses
 import json
+import os
 import pathlib
 import shutil
+import zipfile
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,7 @@ import data
 from classify.images.settings import DataSettings
 from classify.models import net_file, registry
 from classify.models.registry import NetSpec
-from classify.publish import forms
+from classify.publish import forms, scoring
 from classify.publish.network import Trained
 
 DIGITS = ["--config", str(PROJECT / "experiments/digits.yaml")]
@@ -118,6 +121,40 @@ def test_every_form_has_the_accuracy_of_the_checkpoint_and_int8_nearly(digits, e
     assert kinds == {onnx.TensorProto.INT8}
 
 
+@table("limit, value", images=("BATCH", 2), pixels=("PIXELS", 2 * 32 * 32))
+def test_one_batch_of_decoded_images_is_in_memory(limit, value, exported, photos, monkeypatch):
+    events: list[Any] = []
+    decode, classifier = scoring.decode_image, forms.read(exported / "net.pt")
+
+    def noted(event: Any, result: Any) -> Any:
+        events.append(event)
+        return result
+
+    monkeypatch.setattr(scoring, limit, value)
+    monkeypatch.setattr(scoring, "decode_image", lambda *given: noted("decoded", decode(*given)))
+    counted = dataclasses.replace(classifier, classify=lambda x: noted(len(x), classifier.classify(x)))
+    assert len(scoring.probabilities(counted, sorted(photos.iterdir()))[1]) == 5
+    assert events == ["decoded", "decoded", 2, "decoded", "decoded", 2, "decoded", 1]
+
+
+def test_a_description_with_any_text_is_exported(digits, tmp_path):
+    source = shutil.copytree(digits, tmp_path / "source")
+    describe(source / "net.pt", **{"more \ud800": "\udcff"})
+    for form in forms.FORMS:
+        assert forms.read(export(source, tmp_path, form)).description["classes"] == CLASSES
+
+
+def test_the_files_of_an_export_have_one_mode(digits, tmp_path):
+    before = os.umask(0o027)
+    try:
+        for form in forms.FORMS:
+            export(digits, tmp_path, form)
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode) for path in tmp_path.rglob("*") if path.is_file()}
+    assert len(modes) == 3 * 2 + 5 and set(modes.values()) == {"0o100640"}, modes
+
+
 def describe(path: pathlib.Path, **changes: Any) -> None:
     """Change the description of a file; without changes, name the file's digest in it."""
     held = json.loads(net_file.beside(path).read_text())
@@ -156,6 +193,33 @@ def other_onnx(path: pathlib.Path) -> None:
     describe(path)
 
 
+def move_weights_out(path: pathlib.Path) -> None:
+    """Put the weights of a network in ONNX into a file that no digest covers."""
+    onnx.save(onnx.load(path), path, save_as_external_data=True, location="weights.bin", size_threshold=1000)
+    describe(path)
+
+
+def onnx_of_one_image(path: pathlib.Path) -> None:
+    """Let a network in ONNX take one image at a time alone."""
+    model = onnx.load(path)
+    model.graph.input[0].type.tensor_type.shape.dim[0].dim_value = 1
+    onnx.save(model, path)
+    describe(path)
+
+
+def compress(path: pathlib.Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        held = {each: archive.read(each) for each in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in held.items():
+            archive.writestr(name, content)
+
+
+def repeat_a_weight(path: pathlib.Path) -> None:
+    """Write a weight of 4 bytes that stands for 4 TB."""
+    torch.save({"weight": torch.zeros(1).as_strided((10**6, 10**6), (0, 0))}, path)
+
+
 def remove_description(path: pathlib.Path) -> None:
     net_file.beside(path).unlink()
     path.with_suffix(".json").unlink(missing_ok=True)  # of earlier versions
@@ -188,7 +252,7 @@ def error(exported, photos, tmp_path, capsys):
 
 @pytest.mark.parametrize("form", FILES)
 def test_a_truncated_changed_or_foreign_file_is_one_line(form, error):
-    if form in ("onnx", "pt2"):
+    if form == "onnx":
         lines = [OTHER] * 3
     else:
         file = "folder/model.safetensors" if form == "hf" else FILES[form]
@@ -202,12 +266,18 @@ def test_a_truncated_changed_or_foreign_file_is_one_line(form, error):
     "form, damage, line",
     no_onnx=("onnx", replace_and_describe, "is not the classifier that its JSON file describes ("),
     another_onnx=("onnx", other_onnx, "is not the classifier that its JSON file describes (takes [1] and"),
-    no_pt2=("pt2", replace_and_describe, "is no program of torch.export ("),
-    another_pt2=("pt2", add_a_class, "is no program of torch.export (it gives (1, 10)"),
+    onnx_of_other_files=("onnx", move_weights_out, "describes (weights are in other files)"),
+    onnx_of_one_image=("onnx", onnx_of_one_image, "is not the classifier that its JSON file describes ("),
+    onnx_of_other_classes=(
+        "onnx",
+        add_a_class,
+        "is not the classifier that its JSON file describes (takes [",
+    ),
     missing_onnx=("onnx", pathlib.Path.unlink, "net.onnx: cannot be used (["),
     missing_in_folder=("hf", pathlib.Path.unlink, "folder/model.safetensors: not a readable state_dict (["),
     undescribed_onnx=("onnx", remove_description, "net.onnx.json: is missing"),
-    undescribed_pt2=("pt2", remove_description, "net.pt2.json: is missing"),
+    a_compressed_archive=("pt", compress, "net.pt: not a readable state_dict (its archive is compressed)"),
+    endless_weights=("pt", repeat_a_weight, "net.pt: holds no state_dict"),
     undescribed_folder=("hf", remove_description, "folder/config.json: is missing"),
 )
 def test_another_or_a_missing_file_is_one_line(form, damage, line, error):
@@ -249,9 +319,10 @@ def test_the_working_directory_is_read_but_not_written(
     assert checkpoint.main(["predict", ".", str(photos)]) == 0
 
 
-@pytest.mark.parametrize("form", ["onnx", "pt2", "hf"])
+@pytest.mark.parametrize("form", ["onnx", "hf"])
 def test_experts_have_only_forms_of_weights(form, tmp_path):
-    description = {"net": {"name": registry.MOE, "num_classes": 10}, "input": {"height": 32, "width": 32}}
+    net = {"name": registry.MOE, "num_classes": 10}
+    description = {"net": net, "input": {"height": 32, "width": 32}, "provenance": {}}
     line = error_line(forms.FORMS[form].write, tmp_path / FILES[form], Trained({}, description))
     assert line.startswith("--format: ") and line.endswith("; use pt or safetensors")
     assert not list(tmp_path.iterdir())

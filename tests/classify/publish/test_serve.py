@@ -1,13 +1,15 @@
-"""The page classifies dropped images, as gradio's client asks it."""
+"""The page classifies the bytes of dropped images, and answers no other page, no other host, no path."""
 
+import http.client
 import json
 import pathlib
 import signal
-import sys
+import threading
 
 import numpy as np
 import pytest
 import torch
+from folders import save, table
 from PIL import Image
 from support import error_line, free_port, started, time_limit, wait_until
 from written_networks import write_checkpoint
@@ -16,54 +18,139 @@ import checkpoint
 from classify.publish import forms, serve
 from net import Net
 
+CLASSES = ["a", "b\x1b", "c"]
 
-@pytest.fixture
-def network(tmp_path) -> pathlib.Path:
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory) -> pathlib.Path:
     torch.manual_seed(0)
-    return write_checkpoint(tmp_path / "checkpoint", "net", Net(3), ["a", "b", "c"]) / "net.pt"
+    return (
+        write_checkpoint(tmp_path_factory.mktemp("served") / "checkpoint", "net", Net(3), CLASSES) / "net.pt"
+    )
 
 
-def test_missing_gradio_and_invalid_ports_are_one_line(network, monkeypatch, capsys):
-    for port in ("0", "70000"):
-        assert checkpoint.main(["serve", str(network), "--port", port]) == 2
-        assert f"--port: {port}: must be from 1 to 65535" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "gradio", None)
-    assert checkpoint.main(["serve", str(network)]) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith("checkpoint.py: serve: needs gradio, ") and said.endswith("; pip install gradio")
+@pytest.fixture(scope="module")
+def port(network):
+    """The port of a page in a thread."""
+    with serve.Server(forms.read(network), "net.pt", 0) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def ask(
+    port: int, method: str, content: bytes = b"", path: str = "/", **headers: str
+) -> tuple[int, dict, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request(
+        method, path, content or None, {name.replace("_", "-"): headers[name] for name in headers}
+    )
+    answer = connection.getresponse()
+    return answer.status, dict(answer.getheaders()), answer.read().decode()
+
+
+def test_invalid_and_taken_ports_are_one_line(network, port, capsys):
+    for number, line in (
+        (0, "must be from 1 to 65535"),
+        (70000, "must be from 1"),
+        (port, "cannot be served on ("),
+    ):
+        assert checkpoint.main(["serve", str(network), "--port", str(number)]) == 2
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith(f"checkpoint.py: --port: {number}: {line}")
+
+
+def test_the_command_serves_until_it_is_interrupted(network):
+    number = free_port()
+    with started(["checkpoint.py", "serve", str(network), "--port", str(number)]) as page:
+        wait_until(lambda: page.stdout.startswith(f"http://127.0.0.1:{number} "), page)
+        assert ask(number, "GET")[0] == 200
+        page.send_signal(signal.SIGINT)
+        assert page.wait(time_limit()) == 130
+        assert page.stderr == "checkpoint.py: interrupted\n"
 
 
 def test_a_large_image_is_refused_before_it_is_decoded(network, tmp_path, monkeypatch):
     classifier = forms.read(network)
-    Image.new("1", (9000, 9000)).save(tmp_path / "large.png")
+    large = save(tmp_path / "large.png", Image.new("1", (9000, 9000)))
     monkeypatch.setattr(Image.Image, "load", None)  # it decodes
-    line = error_line(serve.probabilities, classifier, str(tmp_path / "large.png"))
-    assert line.endswith("large.png: 81 megapixels are more than 50; give a smaller image")
+    line = error_line(serve.probabilities, classifier, large.read_bytes())
+    assert line == "image: 81 megapixels are more than 50; give a smaller image"
 
 
-def test_the_page_classifies_as_predict_does(network, tmp_path, capsys):
-    client = pytest.importorskip("gradio_client")
+def test_the_page_classifies_as_predict_does(network, port, tmp_path, capsys):
     pixels = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(tmp_path / "photo.png")
-    (tmp_path / "bad.png").write_text("no image")
-    (tmp_path / "big.png").write_bytes(bytes(serve.MOST_BYTES + 1))
-    port = str(free_port())
-    with started(["checkpoint.py", "serve", str(network), "--port", port]) as page:
-        wait_until(lambda: page.stdout.startswith(f"http://127.0.0.1:{port} "), page)
-        asked = client.Client(f"http://127.0.0.1:{port}", verbose=False, analytics_enabled=False)
-        answer = asked.predict(client.handle_file(str(tmp_path / "photo.png")), api_name="/classify")
-        with pytest.raises(Exception, match="not a readable image"):
-            asked.predict(client.handle_file(str(tmp_path / "bad.png")), api_name="/classify")
-        with pytest.raises(Exception, match=r"413|exceed"):
-            asked.predict(client.handle_file(str(tmp_path / "big.png")), api_name="/classify")
-        assert checkpoint.main(["serve", str(network), "--port", port]) == 2
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert said.startswith(f"checkpoint.py: --port: {port}: cannot be served on (")
-        page.send_signal(signal.SIGINT)
-        page.wait(time_limit())
-        assert "Traceback" not in page.stderr
-    assert checkpoint.main(["predict", str(network), str(tmp_path / "photo.png"), "--json"]) == 0
+    photo = save(tmp_path / "photo.png", Image.fromarray(pixels))
+    assert checkpoint.main(["predict", str(network), str(photo), "--json"]) == 0
     (wanted,) = json.loads(capsys.readouterr().out)
-    found = {each["label"]: each["confidence"] for each in answer["confidences"]}
-    assert found == pytest.approx(wanted["probabilities"], abs=1e-6)
-    assert answer["label"] == wanted["class"]
+    status, _, said = ask(port, "POST", photo.read_bytes(), Origin=f"http://127.0.0.1:{port}")
+    found = json.loads(said)["classes"]
+    assert status == 200 and found[0][0] == wanted["class"].replace("\x1b", "\\x1b")
+    values = sorted(wanted["probabilities"].values(), reverse=True)
+    assert [each[1] for each in found] == pytest.approx(values, abs=1e-6)
+
+
+def test_the_page_loads_nothing_and_is_framed_by_none(port):
+    status, headers, said = ask(port, "GET")
+    assert status == 200 and "<title>net.pt</title>" in said and "//" not in said.replace("</", "")
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert "frame-ancestors 'none'" in headers["Content-Security-Policy"]
+    assert not [name for name in headers if name.lower().startswith("access-control")]
+    assert ask(port, "GET", path="/net.pt")[0] == ask(port, "GET", path="/../net.json")[0] == 404
+
+
+@table(
+    "host, origin, is_own",
+    address=("127.0.0.1:7860", None, True),
+    name=("localhost:7860", "http://localhost:7860", True),
+    forwarded=("localhost", "http://localhost", True),
+    no_host=(None, None, False),
+    rebound=("evil.example:7860", None, False),
+    rebound_page=("evil.example", "http://evil.example", False),
+    lengthened=("127.0.0.1.evil.example", None, False),
+    within=("evil.example:127.0.0.1", None, False),
+    other_site=("127.0.0.1:7860", "http://evil.example", False),
+    other_port=("127.0.0.1:7860", "http://127.0.0.1:8000", False),
+    other_scheme=("127.0.0.1:7860", "https://127.0.0.1:7860", False),
+    a_file=("127.0.0.1:7860", "null", False),
+)
+def test_other_hosts_and_pages_are_refused(host, origin, is_own, port):
+    assert serve.is_of_this_page(host, origin) == is_own
+    headers = {"Host": host or "", **({"Origin": origin} if origin else {})}
+    for method in ("GET", "POST"):
+        status, answered, said = ask(port, method, b"", **headers)
+        assert (status == 403) != is_own, said
+        assert not [name for name in answered if name.lower().startswith("access-control")]
+
+
+@table(
+    "content, status, line",
+    a_path=(b'{"data": [{"path": "FILE"}]}', 422, "image: not a readable image; give another"),
+    an_address=(b"http://127.0.0.1/photo.png", 422, "image: not a readable image; give another"),
+    nothing=(b"", 422, "image: not a readable image; give another"),
+)
+def test_a_request_that_brings_no_image_is_refused(content, status, line, port, tmp_path):
+    secret = save(tmp_path / "secret.png", 1)
+    content = content.replace(b"FILE", bytes(secret))
+    for path in ("/", f"/file={secret}"):
+        found, _, said = ask(
+            port, "POST", content, path, Content_Type="application/json", Content_Length=str(len(content))
+        )
+        assert (found, json.loads(said)) == (status, {"error": line})
+
+
+@table(
+    "length, status",
+    none=(None, 411),
+    negative=("-1", 411),
+    chunked=("x", 411),
+    large=(str(serve.MOST_BYTES + 1), 413),
+    huge=("9" * 5000, 413),
+)
+def test_an_image_without_a_fair_length_is_refused_before_it_is_read(length, status, port):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.putrequest("POST", "/")
+    if length:
+        connection.putheader("Content-Length", length)
+    connection.endheaders()
+    assert connection.getresponse().status == status
