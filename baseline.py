@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 import data
 from classify.config import command_line, experiment_fields, experiment_file
-from classify.config.rules import Rule, is_number, number, whole
+from classify.config.rules import RATE, Rule, is_number, number, whole
 from classify.images.image_set import ImageSet
 from classify.images.loader import MicroBatchDataset, whole_micro_batch
 from classify.images.sampler import MicroBatchSampler
@@ -45,13 +45,13 @@ from harness.callbacks import Patience
 from harness.errors import ErrorList, InvalidInput, one_line, print_errors, printable
 from harness.experiment import Experiment
 from harness.local.folder import default_output, why_unusable
-from harness.meeting import meet
+from harness.meeting import check_ranks, meet
 from net import Net
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIONS = {
     **dict.fromkeys(("epochs", "max_steps", "batch_size", "accumulate", "patience"), whole(1)),
-    "lr": number(0, 1e6, "1e6"),
+    "lr": RATE,
     "momentum": number(0, 1),
     "min_improvement": Rule(is_number, "must be a number of at least 0"),
 }
@@ -176,6 +176,7 @@ def check(args: argparse.Namespace) -> tuple[Experiment, DataSettings, Splits, d
         InvalidInput: with a line for each that cannot be meant; if there is none, for each that does not go
             with the images.
     """
+    check_ranks()
     errors = ErrorList()
     config = experiment_file.read(args.config, args.overrides)
     with errors.collecting():

@@ -30,7 +30,7 @@ from classify.images.sampler import MicroBatchSampler
 from classify.models.losses import Loss
 from classify.models.registry import logits
 from classify.reports.callbacks import make_callbacks
-from classify.reports.metrics import ClassificationMetrics, Throughput
+from classify.reports.metrics import ClassificationMetrics, LearningRate, Throughput
 from harness.deepspeed_patches import data_parallel_rank
 from harness.local.local_mode import LocalTestMode
 from harness.schedules import learning_rate
@@ -58,6 +58,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
     train_sampler: MicroBatchSampler
     # Metrics, and hooks that add the network to checkpoints
     throughput: Throughput
+    rate: LearningRate
     metrics: ClassificationMetrics
     hooks: ClassifierHooks
 
@@ -82,6 +83,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         self.train_sampler = images.training_sampler(config.batch, config.replicas * self.accumulation)
         # Metrics, reduced over all ranks; the network in checkpoints
         self.throughput = context.wrap_reducer(Throughput(), for_validation=False)
+        self.rate = context.wrap_reducer(LearningRate(), for_validation=False)
         metrics = ClassificationMetrics(config.source.classes, self.throughput, config.views)
         self.metrics = context.wrap_reducer(metrics, for_training=False)
         self.hooks = ClassifierHooks(context, config, engine, images.normalization, images.gpu_bytes)
@@ -115,7 +117,8 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         """
         micro_batches = self._inputs(dataloader_iter, batch_idx)
         step_size = self.train_sampler.step_size(batch_idx)
-        metrics: dict[str, Any] = {"learning_rate": learning_rate(self.model_engine)}
+        self.rate.now = learning_rate(self.model_engine)
+        metrics: dict[str, Any] = {"learning_rate": self.rate.now}
         if self.context.use_pipeline_parallel:
             self.throughput.update(step_size)
             return {"loss": self.model_engine.train_batch(micro_batches).detach(), **metrics}

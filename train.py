@@ -12,6 +12,7 @@
     look at steps:     --profile            (OUTPUT/profile.txt, and a trace for TensorBoard)
     in short:          --epochs 20 --lr 0.001 --batch-size 64 --net resnet18
     only check:        --check [--slots N]     (prints the DeepSpeed configuration that would be used)
+                       --check images          (opens every image, too)
 
 The run's folder (--output) holds summary.json, metrics.jsonl, the checkpoints, and net.pt: the trained
 weights as a plain fp32 state_dict. A signal ends the run with a checkpoint; --resume latest --output FOLDER
@@ -44,7 +45,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--resume", metavar="latest|auto|UUID", help="go on from a checkpoint of --output; auto: or begin")
     add("--output", type=command_line.folder, metavar="FOLDER", help="its folder (runs/<config>-<time>)")
     add("--test", action="store_true", help="train, validate and save one batch")
-    add("--check", action="store_true", help="check, print the DeepSpeed configuration, train nothing")
+    meaning = "check, print the DeepSpeed configuration, train nothing; images: open every image, too"
+    add("--check", nargs="?", const="settings", choices=("settings", "images"), help=meaning)
     add("--profile", action="store_true", help="record a few steps with torch's profiler")
     add(
         "--migrate", metavar="FILE", help="with --check: write a DeepSpeed configuration of another year anew"
@@ -58,7 +60,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains as the command line says and gives the exit code."""
     args = parse(argv)
-    if not args.check and int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0) == 0:
+    if not args.check and (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
         print("starting: importing torch, DeepSpeed and Determined", flush=True)
     try:
         return do(args)
@@ -70,14 +72,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 def do(args: argparse.Namespace) -> int:
     """Checks or trains; gives the exit code, also for errors of one line."""
     with command_line.importing():
-        from harness.errors import InvalidInput, TrainingStopped, print_errors
+        from harness.errors import InvalidInput, TrainingStopped, is_said_here, print_errors
+        from harness.meeting import check_ranks
+        from harness.out_of_memory import explain_out_of_memory
 
+    advice = "use a smaller network or data.image_size"
     try:
-        return check(args) if args.check else tune(args) if args.tune else run(args)
+        check_ranks()
+        with explain_out_of_memory(lambda: "outside of training", lambda: advice):
+            return check(args) if args.check else tune(args) if args.tune else run(args)
     except InvalidInput as error:
         return print_errors("train.py", error)
     except TrainingStopped as error:
-        print(f"train.py: {error}", file=sys.stderr)
+        if is_said_here(error):
+            print(f"train.py: {error}", file=sys.stderr)
         return 1
 
 
@@ -108,6 +116,7 @@ def load(args: argparse.Namespace) -> Experiment:
 
 def check(args: argparse.Namespace) -> int:
     """Checks the experiment file for a number of processes and prints the DeepSpeed configuration."""
+    from harness import redaction
     from harness.errors import printable
 
     if args.migrate:
@@ -118,6 +127,7 @@ def check(args: argparse.Namespace) -> int:
         args.overrides.append(f"hyperparameters.deepspeed_config={json.dumps(args.migrate)}")
     experiment = load(args)
     with command_line.importing():  # after the file was checked, for these take seconds
+        import data
         from classify.engine import memory_forecast
         from classify.engine.deepspeed_keys import MICRO_BATCH
         from classify.engine.trial_config import TrialConfig
@@ -128,6 +138,8 @@ def check(args: argparse.Namespace) -> int:
 
     slots = slots_of(args, experiment)
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, slots, device_type())
+    if args.check == "images":
+        data.check_images(config.data, config.source)
     print_notes(notes(experiment, config))
     if micro_batch.is_asked_for(experiment.hyperparameters):
         print_notes([f"{MICRO_BATCH}: 'auto': found by trying before the first step; the largest is shown"])
@@ -138,7 +150,7 @@ def check(args: argparse.Namespace) -> int:
         print(f"train.py: parameters {printable(line)}", file=sys.stderr)
     for line in memory_forecast.describe(config, memory_limit(slots, config.device)):
         print(f"train.py: memory {printable(line)}", file=sys.stderr)
-    print(json.dumps(config.deepspeed, indent=2))
+    print(json.dumps(redaction.values(config.deepspeed), indent=2))
     return 0
 
 
@@ -187,7 +199,7 @@ def run(args: argparse.Namespace) -> int:
     if args.migrate:
         raise InvalidInput(f"--migrate: {args.migrate}: goes with --check")
     if args.slots is not None:
-        mend = "goes with --check; torchrun or deepspeed starts the processes"
+        mend = "is for --check and --tune; torchrun or deepspeed starts the processes"
         raise InvalidInput(f"--slots: {args.slots}: {mend}")
     experiment = cluster_experiment() or load(args)
     if args.resume and not args.output:
@@ -195,6 +207,7 @@ def run(args: argparse.Namespace) -> int:
     with command_line.importing():  # after the file was checked, for these take seconds
         import torch._dynamo  # noqa: F401 - as torch's first optimizer does
 
+        from classify.images.splits import UNREADABLE
         from classify.models import state_dicts
         from classify.reports import overview, summary, tracked_files, utilisation
         from classify.tuning import micro_batch
@@ -209,7 +222,7 @@ def run(args: argparse.Namespace) -> int:
         experiment.config,
         output=args.output or default_output(args.config),
         resumes=None if args.resume == "auto" else bool(args.resume),
-        writes=(*summary.RUN_FILES, micro_batch.FILE),
+        writes=(*summary.RUN_FILES, micro_batch.FILE, UNREADABLE),
         enable_tensorboard_logging=False,  # the trial has reports of its own
     ) as context:
         checkpoint = find_checkpoint(context, args.resume)
@@ -221,13 +234,15 @@ def run(args: argparse.Namespace) -> int:
         if is_chief:
             print(*lines, sep="\n", flush=True)
             print_notes(notes(experiment, trial.config))
+            if output and (left_out := trial.config.source.left_out):
+                (output / UNREADABLE).write_text("".join(f"{line}\n" for line in left_out))
             if args.test and not learning_rate(trial.model_engine):
                 print_notes(
                     ["--test: the schedule begins with a learning rate of 0; the step changes no weight"]
                 )
         # Train
         fit = Trainer(trial, context).fit(
-            **experiment.fit_arguments(trial.model_engine.train_batch_size()),
+            **experiment.fit_arguments(trial.model_engine.train_batch_size(), trial.config.steps),
             latest_checkpoint=checkpoint,
             test_mode=args.test,
         )
@@ -269,6 +284,7 @@ def run(args: argparse.Namespace) -> int:
                     "peak_memory_mib": peaks,  # of each rank
                     "parameter_groups": trial.config.described_groups,
                 },
+                experiment.metric,
             )
             if context.tracking.names:
                 context.tracking.add_files(tracked_files.of_run(output))

@@ -57,7 +57,7 @@ def test_tests_of_a_file_stay_in_one_worker(request):
 
 
 MADE = """best/net.pt checkpoints/uuid/net.pt runs/mine/net.pt net.pt net.json net.onnx net.onnx.data net.safetensors
-net-int8.onnx.json net.pt2 published/config.json report.html data/cifar/batch""".split()
+net-int8.onnx.json published/config.json report.html data/cifar/batch""".split()
 NEEDED = """train.py model_def.py net.py data.py harness/trainer.py harness/launch.py harness/checkpoints/files.py
 classify/engine/trial_config.py ds_config.json startup-hook.sh""".split()
 

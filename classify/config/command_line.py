@@ -88,18 +88,29 @@ def short_overrides(args: argparse.Namespace, hyperparameters: Any) -> list[str]
     Args:
         args: of a parser with ``add_short_forms``.
         hyperparameters: of the experiment file, whose form says where DeepSpeed's keys are.
+
+    Raises:
+        InvalidInput: with a line for each that ``--set`` says, too.
     """
     config = {"hyperparameters": hyperparameters}
     file = _at(config, "hyperparameters.deepspeed_config")[1]
     section = "hyperparameters" if file is None else "hyperparameters.overwrite_deepspeed_args"
-    overrides = []
+    overrides, errors = [], []
     for name, (path, form) in SHORT_FORMS.items():
         if (value := getattr(args, name)) is None:
             continue
         paths = [re.sub("^deepspeed", section, path)]
+        given = [each.partition("=")[0] for each in args.overrides]
+        if twice := [each for each in given if f"{each}.".startswith(f"{paths[0]}.")]:
+            option = f"--{name.replace('_', '-')}"
+            errors.append(f"{option}: {value}: --set {twice[0]} is another value of it; give one of the two")
         if name == "lr":
             paths += _peak(config, f"{section}.scheduler")
         overrides += [f"{_at(config, each)[0]}={form.format(value)}" for each in paths]
+    if errors:
+        from harness.errors import InvalidInput  # here: the import takes seconds
+
+        raise InvalidInput(errors)
     return overrides
 
 

@@ -11,8 +11,17 @@ from typing import Any
 
 from classify.config.metric_names import METRICS, SPEED_METRIC, is_metric
 from classify.config.rules import BOOL, TEXT, Rule, is_count, one_of, whole
+from harness import redaction
 from harness.errors import InvalidInput, nearest
-from harness.experiment import LENGTH, MINUTES, PERIOD_UNITS, Experiment, length_errors, unit_errors
+from harness.experiment import (
+    LENGTH,
+    MINUTES,
+    PERIOD_UNITS,
+    Experiment,
+    length_errors,
+    of_one_unit,
+    unit_errors,
+)
 
 FIELDS = """bind_mounts checkpoint_policy checkpoint_storage data debug description entrypoint environment
     hyperparameters integrations labels log_policies max_restarts min_checkpoint_period min_validation_period
@@ -85,7 +94,7 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
     errors = _unknown_keys("", config, FIELDS, "field")
     sections = ("hyperparameters", "searcher", *SECTIONS)
     wrong = [k for k in sections if config.get(k) is not None and not isinstance(config[k], Mapping)]
-    errors += [f"{k}: {config[k]!r}: must be a mapping" for k in wrong]
+    errors += [f"{k}: {redaction.shown(k, config[k])}: must be a mapping, as in const.yaml" for k in wrong]
     read = {k: config.get(k) or {} for k in sections if k not in wrong}
     for section, known in SECTIONS.items():
         errors += _unknown_keys(f"{section}.", read.get(section, {}), known)
@@ -98,7 +107,7 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
         section, _, field = path.rpartition(".")
         value = (read.get(section, {}) if section else config).get(field)
         if value is not None and not rule.is_valid(value):
-            errors.append(f"{path}: {value!r}: {rule.message}")
+            errors.append(f"{path}: {redaction.shown(path, value)}: {rule.message}")
     hyperparameters = copy.deepcopy(dict(read.get("hyperparameters", {})))
     if "hyperparameters" in read:
         errors += take_constants("hyperparameters", hyperparameters, search)
@@ -113,8 +122,10 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
 def _unknown_keys(
     path: str, section: Mapping[str, Any], known: Collection[str], what: str = "key"
 ) -> list[str]:
-    unknown = {key: value for key, value in section.items() if key not in known}
-    return [f"{path}{k}: {v!r}: unknown {what}; {nearest(k, known)}" for k, v in unknown.items()]
+    unknown = {
+        key: redaction.shown(f"{path}{key}", value) for key, value in section.items() if key not in known
+    }
+    return [f"{path}{k}: {v}: unknown {what}; {nearest(k, known)}" for k, v in unknown.items()]
 
 
 def _searcher_errors(searcher: Mapping[str, Any]) -> list[str]:
@@ -125,17 +136,28 @@ def _searcher_errors(searcher: Mapping[str, Any]) -> list[str]:
 
 
 def cluster_notes(config: Mapping[str, Any]) -> list[str]:
-    """A line for what a cluster refuses of a file that serves here; the file may hold anything."""
-    searcher = config.get("searcher")
-    if not isinstance(searcher, Mapping) or searcher.get("name") != "tpe":
-        return []
-    what = "a cluster has no such searcher; random, which it has, takes the same fields"
-    return [f"searcher.name: 'tpe': {what}: --set searcher.name=random (det: --config searcher.name=random)"]
+    """Return a line for each field of a file that a cluster refuses, or whose credentials it would show.
+
+    The file may hold anything.
+    """
+    lines, searcher, data = [], config.get("searcher"), config.get("data")
+    if isinstance(searcher, Mapping) and searcher.get("name") == "tpe":
+        what = "a cluster has no such searcher; random, which it has, takes the same fields"
+        random = "--set searcher.name=random (det: --config searcher.name=random)"
+        lines.append(f"searcher.name: 'tpe': {what}: {random}")
+    places = (
+        {key: data[key] for key in ("root", "storage") if data.get(key)} if isinstance(data, Mapping) else {}
+    )
+    for key, value in redaction.field("data", places).items():
+        if value != places[key]:
+            what = "may hold credentials, which a cluster's master keeps and shows"
+            lines.append(f"data.{key}: {value}: {what}; give them in the environment there (docs/sources.md)")
+    return lines
 
 
 def _length_errors(length: Any, searcher: Mapping[str, Any], search: bool) -> list[str]:
     """Checks the length, and that a search that stops trials early counts in its unit, up to it."""
-    errors = length_errors(length)
+    errors, length = length_errors(length), of_one_unit(length)
     metric, longest = searcher.get("time_metric"), searcher.get("max_time")
     if not errors and MINUTES in length and (search or metric is not None or longest is not None):
         what = "a search compares its trials after as many epochs or batches"

@@ -12,6 +12,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
 from classify.config.experiment_fields import check
+from harness import redaction
 from harness.errors import ErrorList, InvalidInput, one_line
 from harness.experiment import Experiment
 from harness.input_files import regular_file
@@ -56,7 +57,7 @@ def read(
         raise InvalidInput(f"--config: {path}: {mend}") from None
     except (OSError, *YAML_ERRORS) as error:
         raise InvalidInput(
-            f"--config: {path}: cannot be read as YAML ({one_line(error)}); mend it, or give another file"
+            f"--config: {path}: cannot be read as YAML ({_reason(error)}); mend it, or give another file"
         ) from error
     if not isinstance(config, dict):
         raise InvalidInput(f"--config: {path}: holds no experiment configuration; see const.yaml for one")
@@ -73,7 +74,7 @@ def read(
         json.dumps(config)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInput(
-            f"--config: {path}: holds what no JSON can ({one_line(error)}); mend it"
+            f"--config: {path}: holds a value that JSON cannot represent ({one_line(error)}); mend it"
         ) from error
     return config
 
@@ -115,15 +116,24 @@ def _check_size(events: Iterable[Any]) -> None:
             raise ValueError(f"more than {MOST:,} values, aliases written out")
 
 
+def _reason(error: Exception) -> str:
+    """Return the error and its place without the text, which may hold a password."""
+    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+    if mark is None or not problem:
+        return one_line(error)
+    return f"{problem.partition(' with value')[0]} in line {mark.line + 1}, column {mark.column + 1}"
+
+
 def _override(config: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     keys = path.split(".")
     if not equals or not all(keys) or len(keys) > DEEPEST:
-        raise InvalidInput(f"--set: {override!r}: must be PATH=VALUE, e.g. data.dataset=digits")
+        raise InvalidInput(f"--set: {path + equals!r}: must be PATH=VALUE, e.g. data.dataset=digits")
     try:
         value = _yaml(text)
     except YAML_ERRORS as error:
-        raise InvalidInput(f"--set {path}: {text!r}: not YAML ({one_line(error)}); quote it") from error
+        shown = redaction.shown(path, text)
+        raise InvalidInput(f"--set {path}: {shown}: not YAML ({_reason(error)}); quote it") from error
     inner = config
     for depth, key in enumerate(keys[:-1], 1):
         if inner.get(key) is None:
@@ -131,5 +141,6 @@ def _override(config: dict[str, Any], override: str) -> None:
         inner = inner[key]
         if not isinstance(inner, dict):
             parent = ".".join(keys[:depth])
-            raise InvalidInput(f"--set {path}: unknown path; {parent} is {inner!r} and has no keys")
+            shown = redaction.shown(parent, inner)
+            raise InvalidInput(f"--set {path}: unknown path; {parent} is {shown} and has no keys")
     inner[keys[-1]] = value

@@ -17,7 +17,15 @@ from classify.config.options import Options, ProgressiveResizing, TestTimeAugmen
 from classify.config.parameter_groups import entry_errors, is_pattern
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, one_of, optional, whole
 from harness.errors import ErrorList
-from harness.experiment import HANG_AFTER, LENGTH_UNITS, MINUTES, hang_errors, length_errors, unit_errors
+from harness.experiment import (
+    HANG_AFTER,
+    LENGTH_UNITS,
+    MINUTES,
+    hang_errors,
+    length_errors,
+    of_one_unit,
+    unit_errors,
+)
 from harness.trackers.tracked_run import tracker_errors
 
 
@@ -27,7 +35,7 @@ def _are_counts(value: Any) -> bool:
 
 def _is_beta(value: Any) -> bool:
     """Whether it is a parameter of a Beta distribution, or 0; below 0.001 both of torch's draws are 0."""
-    return is_number(value, 0, 1e6) and (value == 0 or value >= 0.001)
+    return is_number(value) and (value == 0 or 0.001 <= value <= 1e6)
 
 
 def _is_partition_method(value: Any) -> bool:
@@ -57,15 +65,10 @@ def _is_early_stopping(value: Any) -> bool:
 
 
 _MAPPING = Rule(lambda value: isinstance(value, Mapping), "")
-_LENGTH = Rule(
-    lambda value: not length_errors(value), "must be {epochs: N}, {batches: N} or {minutes: M}, above 0"
-)
 _WEIGHTS = "must be the path of a state_dict, e.g. a run's net.pt, or DEFAULT for one of torchvision or timm"
-_STOPPING = (
-    "must be e.g. {metric: loss, patience: 3, min_improvement: 0.01}: validations to wait, and for how much"
-)
+_STOPPING = "must be e.g. {patience: 3, min_improvement: 0.01}: validations to wait, and for how much"
 _HEAD_ONLY = "must be true, or for how long at first: {epochs: N} or {batches: N}"
-_BETA = Rule(_is_beta, "must be 0 or a number of at least 0.001, e.g. 0.2")
+_BETA = Rule(_is_beta, "must be 0 or a number from 0.001 to 1e6, e.g. 0.2")
 
 
 def _setting(default: Any, rule: Rule) -> Any:
@@ -85,11 +88,13 @@ class Hyperparameters:
     weights: str | None = _setting(None, optional(Rule(lambda v: isinstance(v, str) and bool(v), _WEIGHTS)))
     """Where training starts: the path of a ``state_dict``, or the name of torchvision's or timm's weights."""
 
-    max_length: Mapping[str, Any] | None = _setting(None, _LENGTH)
+    max_length: Mapping[str, Any] | None = _setting(None, ANY)
     """The training's length: ``{epochs: N}``, ``{batches: N}``, a batch being an optimizer step, or
     ``{minutes: M}`` of wall time."""
     early_stopping: Mapping[str, Any] | None = _setting(None, optional(Rule(_is_early_stopping, _STOPPING)))
-    """Validations to wait for an improvement of a metric: ``patience``, ``metric``, ``min_improvement``."""
+    """Validations to wait for an improvement of ``searcher.metric``: ``patience``, ``min_improvement``."""
+    best_weights: bool = _setting(False, BOOL)
+    """Whether to keep and test the network of the best validation by ``searcher.metric``."""
 
     track: tuple[str, ...] | None = _setting(None, ANY)
     """Where else the run is written down: ``mlflow``, ``wandb``."""
@@ -104,7 +109,10 @@ class Hyperparameters:
     )
     """The file with the DeepSpeed configuration."""
     overwrite_deepspeed_args: Mapping[str, Any] | None = _setting(
-        None, optional(_MAPPING._replace(message="must be a mapping of DeepSpeed's keys"))
+        None,
+        optional(
+            _MAPPING._replace(message="must be a mapping of DeepSpeed's keys, e.g. {train_batch_size: 32}")
+        ),
     )
     """Overrides for ``deepspeed_config``."""
 
@@ -171,7 +179,7 @@ class Hyperparameters:
     """How many experts see an image."""
     min_capacity: int = _setting(0, whole(0))
     """The least images that an expert takes of a micro-batch."""
-    noisy_gate_policy: str | None = _setting(None, one_of(None, "None", "RSample", "Jitter"))
+    noisy_gate_policy: str | None = _setting(None, one_of("RSample", "Jitter", "None", None))
     """The noise of the gate in training."""
     moe_param_group: bool = _setting(True, BOOL)
     """Whether experts form parameter groups of their own, which ZeRO needs."""
@@ -210,6 +218,7 @@ class Hyperparameters:
             InvalidInput: with a line for each that is wrong.
         """
         given = {key: hparams[key] for key in RULES if key in hparams}
+        given.update({key: of_one_unit(given[key]) for key in ("max_length", "head_only") if key in given})
         errors = ErrorList()
         errors.lines += [
             f"hyperparameters.{key}: {value!r}: {RULES[key].message}"
@@ -220,6 +229,8 @@ class Hyperparameters:
             if given.get(key) is not None:
                 with errors.collecting():
                     given[key] = options.parse(f"hyperparameters.{key}", given[key])
+        if "max_length" in given:
+            errors.lines += length_errors(given["max_length"])
         errors.lines += entry_errors(given.get("parameter_groups"))
         errors.lines += tracker_errors(given.get("track"))
         with errors.collecting():

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from classify.config.rules import BOOL, Rule, number
+from classify.config.rules import BOOL, RATE, Rule
 from harness.errors import nearest
 
 KEY = "hyperparameters.parameter_groups"
@@ -22,8 +22,8 @@ def is_pattern(text: Any) -> bool:
 
 RULES = {
     "match": Rule(is_pattern, "must be a regular expression, searched in the parameters' names"),
-    "lr_factor": number(0, 1e6, "1e6"),
-    "weight_decay": number(0, 1e6, "1e6"),
+    "lr_factor": RATE,
+    "weight_decay": RATE,
     "frozen": BOOL,
     "muon": BOOL,
 }

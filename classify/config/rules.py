@@ -52,7 +52,8 @@ def is_bool(value: Any) -> bool:
 def one_of(*choices: Any) -> Rule:
     """The value is one of the choices."""
     kinds = [(type(choice), choice) for choice in choices]  # for True equals 1
-    return Rule(lambda value: (type(value), value) in kinds, f"must be one of {', '.join(map(str, choices))}")
+    shown = ", ".join(dict.fromkeys("null" if each is None else str(each) for each in choices))
+    return Rule(lambda value: (type(value), value) in kinds, f"must be one of {shown}")
 
 
 def whole(least: int) -> Rule:
@@ -60,10 +61,13 @@ def whole(least: int) -> Rule:
     return Rule(lambda value: is_count(value, least), f"must be a whole number of at least {least}")
 
 
-def number(least: float, below: float, shown_below: str | None = None) -> Rule:
-    """The value is a number in a range."""
-    upper = shown_below or f"below {below:g}"
-    return Rule(lambda value: is_number(value, least, below), f"must be a number from {least:g} to {upper}")
+def number(least: float, below: float) -> Rule:
+    """Return the rule of numbers from ``least`` to less than ``below``."""
+    message = f"must be a number from {least:g} to below {below:g}"
+    return Rule(lambda value: is_number(value, least, below), message)
+
+
+RATE = Rule(lambda value: is_number(value) and value <= 1e6, "must be a number from 0 to 1e6")
 
 
 def list_of(rule: Rule, length: int | None = None) -> Rule:
@@ -84,7 +88,7 @@ def mapping_of(rule: Rule) -> Rule:
 
 
 BOOL = Rule(is_bool, "must be true or false")
-TEXT = Rule(lambda value: isinstance(value, str), "must be text")
+TEXT = Rule(lambda value: isinstance(value, str), "must be text; put it in quotes")
 NUMBER = Rule(
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool), "must be a number"
 )

@@ -17,6 +17,7 @@ from determined.pytorch.deepspeed import overwrite_deepspeed_config
 
 from classify.config.hyperparameters import Hyperparameters
 from classify.config.project import PROJECT
+from classify.config.rules import RATE
 from classify.engine import batch_sizes
 from classify.engine.combinations import (
     capacity_errors,
@@ -37,7 +38,7 @@ from classify.engine.deepspeed_keys import (
 )
 from classify.engine.learning_rate import configured_errors, follow_learning_rate, follow_length, section_at
 from classify.engine.migration import resolve_auto
-from classify.engine.optimizer_rules import RATE, is_muon, optimizer_class, rules, schedule_class
+from classify.engine.optimizer_rules import is_muon, optimizer_class, rules, schedule_class
 from classify.engine.replaced_keys import REPLACED, says
 from harness.errors import InvalidInput, one_line
 from harness.input_files import regular_file

@@ -37,6 +37,22 @@ _MODELS = {
     "comms_logger": "comms_config",
     "compile": "compile_config",
 }
+# The expected kind of value, by the first word of a type of pydantic's errors.
+_PLAIN = {
+    "bool": "must be true or false",
+    "int": "must be a whole number",
+    "float": "must be a number",
+    "string": "must be text",
+    "dict": "must be a mapping",
+    "model": "must be a mapping",
+}
+# Keys of sections, which a person may write without the section.
+_NESTED = (
+    "optimizer.params.lr",
+    "optimizer.params.weight_decay",
+    "optimizer.params.momentum",
+    "zero_optimization.stage",
+)
 # What DeepSpeed takes unchecked, and fails at in training.
 _UNCHECKED: dict[str, Rule] = {
     "fp16.initial_scale_power": Rule(
@@ -103,7 +119,8 @@ def errors_of_whole(config: Mapping[str, Any]) -> list[str]:
     try:
         DeepSpeedConfig({**whole, MICRO_BATCH: 1})
     except Exception as error:
-        return [f"deepspeed_config: DeepSpeed refuses the whole ({one_line(error)}); mend what it names"]
+        what = "DeepSpeed refuses the combination of keys that are right alone"
+        return [f"deepspeed_config: {what} ({one_line(error)}); change the keys in this message"]
     return []
 
 
@@ -139,7 +156,7 @@ def nearest_key(key: str, path: str) -> str:
         key: the mistyped one.
         path: what stands before DeepSpeed's keys.
     """
-    known = [*RULES, *known_keys()]
+    known = [*RULES, *known_keys(), *_NESTED]
     return nearest(key, known, {**dict.fromkeys(known, path), **dict.fromkeys(RULES, HYPER)})
 
 
@@ -170,8 +187,8 @@ def _value_errors(key: str, value: Any) -> list[str]:
         if errors:
             return errors
     elif key in _MODELS:
-        example = "stage" if key == "zero_optimization" else "enabled"
-        return [f"{key}: {value!r}: must be a mapping, e.g. {{{example}: ...}}"]
+        example = "{stage: 1}" if key == "zero_optimization" else "{enabled: true}"
+        return [f"{key}: {value!r}: must be a mapping, e.g. {example}"]
     return _refused_alone(key, value)
 
 
@@ -200,12 +217,19 @@ def _refused_alone(key: str, value: Any) -> list[str]:
     except Exception as error:  # DeepSpeed's own checks raise errors of many types
         if key in ("fp16", "bf16") and isinstance(error, AssertionError):
             return []  # what goes with which stage; the whole is yet to be checked
+        if isinstance(error, AttributeError) and not isinstance(value, Mapping):
+            return [f"{key}: {value!r}: must be a mapping of DeepSpeed's keys; change or remove it"]
         return [f"{key}: {value!r}: DeepSpeed refuses it ({one_line(error)}); mend or remove it"]
     return []
 
 
 def _without_repeats(detail: Any) -> str:
-    """Pydantic's message; it lists a choice twice that has two names, such as ZeRO's stage 3."""
+    """Return pydantic's message in the words of this project's other errors.
+
+    Pydantic lists a choice twice that has two names, such as ZeRO's stage 3.
+    """
+    if rule := _PLAIN.get(detail["type"].partition("_")[0]):
+        return rule
     choices = str(detail.get("ctx", {}).get("expected", ""))
     if detail["type"] != "enum":
         return str(detail["msg"])
@@ -223,4 +247,5 @@ def _in_one_line(section: str, detail: Any) -> str:
         known = [field.alias or name for name, field in fields.items()]
         hint = nearest(inner[-1], known) if known else "remove it"
         return f"{path}: {value!r}: DeepSpeed knows no such key; {hint}"
+    message = message.removeprefix("Value error, ").removeprefix(f"{path} ")
     return f"{path}: {value!r}: {message[:1].lower()}{message[1:]}; change it"

@@ -183,6 +183,7 @@ class ClassifierHooks(TrialHooks):
             "data.validation": data.validation,
             "data.test": data.test,
             "data.split_seed": data.split_seed or None,
+            "data.unreadable": self.config.source.left_out_identity,
             "data.augment": augment,
             "data.resize": list(data.stored_size),
             "data.normalize": [self.mean, self.std],

@@ -14,7 +14,18 @@ import torch
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-from classify.config.rules import ANY, BOOL, Rule, is_count, is_finite, is_number, number, one_of, optional
+from classify.config.rules import (
+    ANY,
+    BOOL,
+    RATE,
+    Rule,
+    is_count,
+    is_finite,
+    is_number,
+    number,
+    one_of,
+    optional,
+)
 from harness.errors import nearest, one_line
 from harness.muon_patches import MUON
 from harness.schedules import GroupSchedule
@@ -75,7 +86,6 @@ def schedule_maker(config: Mapping[str, Any]) -> Callable[[Any], Any] | None:
     return functools.partial(schedule_class(section["type"]), **section.get("params", {}))
 
 
-RATE = number(0, 1e6, "1e6")
 _SHARE = number(0, 1)
 _RATIO = Rule(lambda v: v == 1 or is_number(v, 0, 1), "must be a number from 0 to 1")
 _DIVISOR = Rule(lambda v: is_number(v, 0, 1e300) and v > 0, "must be a number above 0")
@@ -152,12 +162,12 @@ def _section_errors(
 ) -> list[str]:
     """Checks ``{type: NAME, params: {...}}``."""
     if not isinstance(section, Mapping):
-        return [f"{key}: {section!r}: must be a mapping with type and params"]
+        return [f"{key}: {section!r}: must be a mapping, {{type: NAME, params: {{...}}}}"]
     errors = [f"{key}.{k}: {v!r}: DeepSpeed knows no such key; {nearest(k, ('type', 'params'))}"
               for k, v in section.items() if k not in ("type", "params", "legacy_fusion")]  # fmt: skip
     kind, params = section.get("type"), section.get("params", {})
     if not isinstance(params, Mapping):
-        return [*errors, f"{key}.params: {params!r}: must be a mapping"]
+        return [*errors, f"{key}.params: {params!r}: must be a mapping, e.g. {{lr: 0.001}}"]
     allowed = known(kind) if isinstance(kind, str) else None
     if allowed is None:
         return [*errors, f"{key}.type: {kind!r}: unknown; {nearest(kind, names)}"]
@@ -174,7 +184,7 @@ def _section_errors(
 
 _MUON_PARAMS = {
     **dict.fromkeys(
-        ("lr", "adam_lr"), Rule(lambda v: RATE.is_valid(v) and v > 0, "must be a number above 0")
+        ("lr", "adam_lr"), Rule(lambda v: RATE.is_valid(v) and v > 0, "must be a number above 0, at most 1e6")
     ),
     **{name: _PARAMS[name] for name in ("momentum", "weight_decay", "betas", "torch_adam")},
     "eps": number(0, 1),

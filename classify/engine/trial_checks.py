@@ -13,6 +13,7 @@ from classify.images.splits import Splits
 from classify.models import dry_run, recompute, registry, state_dicts
 from classify.models.registry import NetSpec
 from harness.errors import InvalidInput, nearest
+from harness.experiment import Experiment
 
 
 def check_metrics(hyper: Hyperparameters, searcher: Mapping[str, Any], classes: tuple[str, ...]) -> None:
@@ -31,7 +32,28 @@ def check_metrics(hyper: Hyperparameters, searcher: Mapping[str, Any], classes: 
         for key, (metric, names) in chosen.items()
         if metric is not None and metric not in names
     ]
+    if not errors and len({metric for metric, _ in chosen.values()} - {None}) == 2:
+        (wanted, _), (stopping, _) = chosen.values()
+        what = f"searcher.metric, {wanted!r}, chooses the best weights and the end; give one metric"
+        errors.append(f"hyperparameters.early_stopping.metric: {stopping!r}: {what}")
     if errors:
+        raise InvalidInput(errors)
+
+
+def check_best_weights(hyper: Hyperparameters, experiment: Experiment, source: Splits) -> None:
+    """Refuse ``best_weights`` without held-out images or the best checkpoint."""
+    if not hyper.best_weights:
+        return
+    needs = {
+        "held-out images; set data.validation, e.g. auto": source.validation == "val",
+        "the best checkpoint; set checkpoint_storage.save_trial_best to at least 1": (
+            experiment.checkpoints_to_keep("save_trial_best") > 0
+        ),
+        "the best checkpoint; set checkpoint_policy: best": (
+            experiment.config.get("checkpoint_policy") != "none"
+        ),
+    }
+    if errors := [f"hyperparameters.best_weights: True: needs {each}" for each in needs if not needs[each]]:
         raise InvalidInput(errors)
 
 

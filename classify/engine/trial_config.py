@@ -22,7 +22,7 @@ from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATC
 from classify.engine.learning_rate import schedule_notes
 from classify.engine.optimizer_rules import is_muon
 from classify.engine.parameter_groups import Group, are_plain, assign
-from classify.engine.trial_checks import check_evaluation, check_metrics, check_network
+from classify.engine.trial_checks import check_best_weights, check_evaluation, check_metrics, check_network
 from classify.images import views
 from classify.images.sampler import step_sizes
 from classify.images.settings import DataSettings
@@ -32,6 +32,7 @@ from classify.models.registry import NetSpec
 from classify.models.stages import layers_of
 from harness import deepspeed_patches, machine
 from harness.errors import ErrorList, InvalidInput
+from harness.experiment import Experiment
 from harness.plan import Plan
 
 VALIDATION_PIXELS = 512 * 32**2  # of a micro-batch: a forward pass needs little memory
@@ -103,6 +104,8 @@ class TrialConfig:
                 views.check_shift("hyperparameters.test_time_augmentation", how, data.image_size)
         with errors.collecting():
             check_metrics(hyper, experiment.get("searcher") or {}, source.classes)
+        with errors.collecting():
+            check_best_weights(hyper, Experiment(experiment, {}), source)
         with errors.collecting():
             losses.check(hyper.loss, hyper.class_weights, source.classes)
         if data.sampling == hyper.class_weights == losses.BALANCED:

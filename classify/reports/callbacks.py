@@ -7,6 +7,7 @@ from typing import Any
 
 from determined import pytorch
 
+from classify.config.experiment_fields import experiment_of
 from classify.config.metric_names import SMALLER_IS_BETTER
 from classify.engine.trial_config import TrialConfig
 from classify.images.image_set import ImageSet
@@ -14,6 +15,7 @@ from classify.reports.classification import ClassificationLog
 from classify.reports.metrics import ClassificationMetrics
 from classify.reports.tensorboard import TensorBoardLog
 from harness.callbacks import EarlyStopping
+from harness.experiment import Experiment
 
 
 def make_callbacks(
@@ -39,7 +41,10 @@ def make_callbacks(
         "tensorboard": TensorBoardLog(context, engine, metrics, validated, config),
     }
     if stopping := config.hyper.early_stopping:
-        smaller = stopping.get("metric", "loss") in SMALLER_IS_BETTER
-        settings = {"metric": "loss", **stopping, "smaller_is_better": smaller}
-        callbacks["early_stopping"] = EarlyStopping(context, **settings)
+        searched = Experiment(experiment_of(context), {})
+        metric = searched.metric or stopping.get("metric", "loss")
+        smaller = searched.smaller_is_better if searched.metric else metric in SMALLER_IS_BETTER
+        callbacks["early_stopping"] = EarlyStopping(
+            context, **{**stopping, "metric": metric, "smaller_is_better": smaller}
+        )
     return callbacks

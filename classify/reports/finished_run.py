@@ -9,10 +9,9 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
-from PIL import Image
-
 from classify.config.metric_names import METRICS
 from classify.config.rules import (
+    BOOL,
     MAPPING,
     NUMBER,
     TEXT,
@@ -24,7 +23,10 @@ from classify.config.rules import (
     optional,
     whole,
 )
+from classify.images.decode import open_image
+from classify.reports import summary as summaries
 from harness.errors import InvalidInput, one_line
+from harness.experiment import Experiment
 from harness.local import metrics_log
 
 
@@ -33,7 +35,7 @@ def _is_mistake(value: Any) -> bool:
     if not isinstance(value, dict) or not all(is_count(value.get(key), 0) for key in keys):
         return False
     try:
-        Image.open(io.BytesIO(base64.b64decode(value["png"]))).verify()
+        open_image(io.BytesIO(base64.b64decode(value["png"]))).verify()
     except Exception:  # PIL raises nearly anything
         return False
     return NUMBER.is_valid(value.get("loss"))
@@ -67,6 +69,9 @@ FILES: dict[str, dict[str, Rule]] = {
     "run.json": {
         "config": MAPPING,
         "config.data": optional(MAPPING),
+        "config.searcher": optional(MAPPING),
+        "config.searcher.metric": optional(TEXT),
+        "config.searcher.smaller_is_better": optional(BOOL),
         "command": list_of(TEXT),
         "machine.gpus": list_of(TEXT),
         "machine.cores": whole(1),
@@ -139,9 +144,24 @@ class FinishedRun:
         return [each["steps_completed"] for each in entries], [each[metric] for each in entries]
 
     @property
+    def metric(self) -> str:
+        """The chosen metric, which compared checkpoints; accuracy where no validation has it."""
+        chosen = Experiment(self.described["config"], {}).metric
+        return chosen if self.series("validation", chosen)[0] else "accuracy"
+
+    @property
+    def last(self) -> tuple[float, int]:
+        """The metric after the last step, and that step."""
+        found = summaries.value_of(self.summary["validation"], self.metric)
+        if found is None:  # one of the validations' alone, such as their speed
+            found = self.series("validation", self.metric)[1][-1]
+        return found, self.summary["steps"]
+
+    @property
     def best(self) -> tuple[float, int]:
-        """The highest accuracy of all validations, and the first step that had it."""
-        steps, accuracies = self.series("validation", "accuracy")
-        last = self.summary["validation"]["accuracy"], self.summary["steps"]
-        found = [*zip(accuracies, steps, strict=True), last]
-        return max(found, key=lambda each: (each[0], -each[1]))
+        """The best value of the metric in all validations, and the first step that had it."""
+        steps, values = self.series("validation", self.metric)
+        experiment = Experiment(self.described["config"], {})
+        sign = -1 if self.metric == experiment.metric and experiment.smaller_is_better else 1
+        found = [*zip(values, steps, strict=True), self.last]
+        return max(found, key=lambda each: (sign * each[0], -each[1]))

@@ -12,11 +12,18 @@ from typing import Any
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from PIL import Image
 
-from classify.config.metric_names import CALIBRATION_METRIC, MACRO_METRICS, TOP5_METRIC, TTA_METRIC
+from classify.config.metric_names import (
+    CALIBRATION_METRIC,
+    MACRO_METRICS,
+    PREFIXES,
+    TOP5_METRIC,
+    TTA_METRIC,
+)
+from classify.images.decode import open_image
 from classify.reports import figures, page
 from classify.reports.finished_run import FinishedRun
+from harness import redaction
 
 TEMPLATE = pathlib.Path(__file__).with_name("report.html.jinja")
 
@@ -62,15 +69,17 @@ def _shown(run: FinishedRun, confusion: bytes) -> dict[str, Any]:
         "name": run.name,
         "validation": run.summary["validation"],
         "test": run.summary.get("test") or {},
+        "metric": run.metric,
         "chosen_on": run.chosen_on,
         "steps": run.summary["steps"],
-        "best": run.best,
+        "score": _score(run, *run.last),
+        "best": "" if run.best[0] == run.last[0] else _score(run, *run.best),
         "data": f"dataset {(run.described['config'].get('data') or {}).get('dataset', 'cifar10')}",
         "confusion": page.inline(confusion),
         "mistakes": mistakes,
-        "command": shlex.join(run.described["command"]),
+        "command": shlex.join(redaction.command(run.described["command"])),
         "groups": run.summary.get("parameter_groups") or [],
-        "config": page.as_yaml(run.described["config"]),
+        "config": page.as_yaml(redaction.experiment(run.described["config"])),
         "machine": page.as_yaml(run.described["machine"]),
     }
 
@@ -86,13 +95,12 @@ def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
         return [(label, shown)] if set(values) != {None} else []
 
     macro = [row for name in MACRO_METRICS for row in score(name.replace("_", " "), name)]
-    best = [f"{accuracy:.4f} after {step:,} steps" for accuracy, step in (run.best for run in runs)]
     return [
         *score("accuracy of the test at the end", "accuracy", "test"),
         *score("the same by test-time augmentation", TTA_METRIC, "test"),
         *score("macro f1 of the test", "macro_f1", "test"),
         ("validations, and what was chosen by them, are of", [run.chosen_on for run in runs]),
-        ("best accuracy", best),
+        ("best by the chosen metric", [f"{run.metric}: {' '.join(_score(run, *run.best))}" for run in runs]),
         row("accuracy", lambda s, m: f"{s['validation']['accuracy']:.4f}"),
         *score("accuracy by test-time augmentation", TTA_METRIC),
         *score("top-5 accuracy", TOP5_METRIC),
@@ -111,6 +119,12 @@ def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
         row("precision", lambda s, m: s["dtype"]),
         row("processor", lambda s, m: ", ".join(m["gpus"]) or f"{m['cores']} cores, {m['processor']}"),
     ]
+
+
+def _score(run: FinishedRun, value: float, step: int) -> tuple[str, str]:
+    """Return a value of a run's metric, an accuracy in percent, and when it was."""
+    in_percent = run.metric.startswith(("accuracy", *PREFIXES)) or run.metric == TOP5_METRIC
+    return f"{100 * value:.2f} %" if in_percent else f"{value:.4f}", f"after {step:,} steps"
 
 
 def _operations(a_second: float | None) -> str:
@@ -163,7 +177,7 @@ def _curves(runs: Sequence[FinishedRun]) -> dict[str, Figure]:
 
 
 def _mistakes(kept: dict[str, Any]) -> Figure:
-    decoded = [Image.open(io.BytesIO(base64.b64decode(each["png"]))) for each in kept["mistakes"]]
+    decoded = [open_image(io.BytesIO(base64.b64decode(each["png"]))) for each in kept["mistakes"]]
     return figures.mistakes_figure(
         kept["mistakes"], [np.asarray(image) for image in decoded], kept["classes"]
     )

@@ -66,6 +66,29 @@ def _rate(images: float, seconds: float) -> float:
     return images / max(seconds, 1e-9) if images else 0.0
 
 
+class LearningRate(pytorch.MetricReducer):
+    """The learning rate of the last step; Determined would report the mean over the steps of a report.
+
+    Attributes:
+        now: the rate.
+    """
+
+    now = 0.0
+
+    @override
+    def reset(self) -> None:
+        pass
+
+    @override
+    def per_slot_reduce(self) -> float:
+        return self.now
+
+    @override
+    def cross_slot_reduce(self, per_slot_metrics: list[float]) -> dict[str, float]:
+        """Return ``learning_rate``; all ranks have the same."""
+        return {"learning_rate": per_slot_metrics[0]}
+
+
 MISTAKES = 16  # how many of the hardest are kept
 
 

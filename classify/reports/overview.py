@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ def describe_images(config: TrialConfig) -> str:
     data, source = config.data, config.source
     height, width = data.image_size
     tested = f" {source.count('test'):,} to test at the end," if source.has_test else ""
+    left_out = f" {len(source.left_out):,} unreadable and left out," if source.left_out else ""
     return (
         f"{data.dataset}: {source.count('train'):,} to train,"
-        f" {source.count(source.validation):,} to validate,{tested}"
+        f" {source.count(source.validation):,} to validate,{tested}{left_out}"
         f" {_count(len(source.classes), 'class')}, {height}x{width} pixels"
         f"{_shards(source)}{_streaming(config)}"
     )
@@ -64,6 +66,8 @@ def describe(
     total, trainable = count_parameters(net, config, context.distributed)
     processes = _count(config.processes, "process")
     threads = _count(torch.get_num_threads(), "thread") + (" each" if config.processes > 1 else "")
+    if torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY"):
+        threads += f" (OMP_WAIT_POLICY={os.environ['OMP_WAIT_POLICY']})"
     stages = f" in {config.stages} pipeline stages" if config.stages > 1 else ""
     replicas = processes if config.stages == 1 else _count(config.replicas, "replica")
     dtype = str(config.dtype).removeprefix("torch.") + " with autocast" * config.autocasts

@@ -10,6 +10,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from classify.tuning.specification import Search
+from harness import redaction
 
 
 def quiet_optuna() -> None:
@@ -80,4 +81,4 @@ class Results:
         command = ["python3", "train.py", "--config", self.search.file]
         for override in (*self.search.overrides, *self.search.overrides_of(trial.params)):
             command += ["--set", override]
-        return shlex.join(command)
+        return shlex.join(redaction.command(command))

@@ -8,6 +8,7 @@ import json
 import os
 import pathlib
 import signal
+import sys
 import time
 from typing import Any
 
@@ -25,6 +26,7 @@ from classify.tuning.display import SearchDisplay
 from classify.tuning.results import Results
 from classify.tuning.specification import Search
 from classify.tuning.trial_run import LAST_WORDS, TrialRun, wait_for
+from harness import redaction
 from harness.errors import ErrorList, InvalidInput
 from harness.processes import device_type
 
@@ -58,17 +60,20 @@ class SearchRunner:
             pruner=searchers.BracketPruner(search.searcher, search.brackets),
             load_if_exists=True,
         )
-        described = json.dumps(search.experiment.config, sort_keys=True, default=str)
+        config, shown = search.experiment.config, search.experiment.shown
+        described = json.dumps(shown, sort_keys=True, default=str)
         if self._trials() and self.study.user_attrs["experiment"] != described:
             mend = "give another folder, or the same file and --set"
             raise InvalidInput(f"--output: {output}: holds another search; {mend}")
-        said = {"file": search.file, "overrides": search.overrides, "chosen_on": source.chosen_on}
+        overrides = [redaction.override(each) for each in search.overrides]
+        said = {"file": search.file, "overrides": overrides, "chosen_on": source.chosen_on}
         for name, value in {"experiment": described, **said}.items():
             self.study.set_user_attr(name, value)
         if "code" not in self.study.user_attrs:
             self.study.set_user_attr("code", code_digests())
         self.config = self.output / "search.yaml"
-        self.config.write_text(json.dumps(search.experiment.config, indent=2))  # JSON is YAML
+        self.config.write_text(json.dumps(shown, indent=2))  # JSON is YAML
+        self.whole = "" if shown == config else json.dumps(config)
         self.display = SearchDisplay(Results(self.study, search), self.output, source.chosen_on)
 
     def run(self) -> int:
@@ -87,7 +92,9 @@ class SearchRunner:
                         break
                     time.sleep(POLL)
                     self._look()
-        except BaseException:
+        except BaseException as end:
+            if isinstance(end, KeyboardInterrupt) and self.running:
+                print("search.py: stopping: the trials save checkpoints", file=sys.stderr, flush=True)
             for run in self.running.values():
                 run.stop()
             wait_for(list(self.running.values()), LAST_WORDS)
@@ -157,7 +164,7 @@ class SearchRunner:
             return self._end(number, TrialState.PRUNED, "pruned", trial.user_attrs["stopping"])
         slots = self.search.experiment.slots
         folder = self.output / "trials" / f"{number:03}"
-        run = TrialRun(folder, self.config, self.search.overrides_of(trial.params), slots)
+        run = TrialRun(folder, self.config, self.search.overrides_of(trial.params), slots, self.whole)
         environment = {}
         if "OMP_NUM_THREADS" not in os.environ:
             threads = joblib.cpu_count() // (slots * self.search.concurrent)

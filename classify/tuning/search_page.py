@@ -99,7 +99,7 @@ def _values(results: Results, folder: pathlib.Path, chosen_on: str) -> dict[str,
         "ranges": [(results.short(each.name), _described(each)) for each in search.ranges],
         "plots": pictures,
         "trials": [_row(results, trial, folder) for trial in begun],
-        "config": page.as_yaml(search.experiment.config),
+        "config": page.as_yaml(search.experiment.shown),
     }
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +20,7 @@ from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH
 from classify.engine.memory import advise
 from classify.engine.trial_config import TrialConfig
 from classify.tuning.fastest import OFFLOAD, RECOMPUTE, STAGE, Tries, Try, changed, find
-from harness import attempts, processes
+from harness import attempts, processes, redaction
 from harness.errors import InvalidInput, printable
 from harness.experiment import Experiment
 from harness.local.folder import locked_folder, shown
@@ -59,12 +60,16 @@ def tune(trial_class: Callable[..., Any], experiment: Experiment, slots: int, ou
         batch = {MICRO_BATCH: best.micro_batch, ACCUMULATION: best.accumulation}
         found = changed(hyperparameters, best.changes, batch)
         (output / TRIED).write_text(json.dumps([asdict(each) for each in tries.done], indent=2) + "\n")
+        tuned = redaction.experiment({**experiment.config, "hyperparameters": found})
         with open(output / TUNED, "w") as written:
-            YAML().dump({**experiment.config, "hyperparameters": found}, written)
+            YAML().dump(tuned, written)
     fastest = ", ".join(f"{key} {value}" for key, value in {**best.changes, **batch}.items())
     print(f"fastest: {fastest}")
     launch = "python3" if slots == 1 else f"torchrun --nproc-per-node {slots}"
     print(f"train:   {launch} train.py --config {shlex.quote(printable(shown(output / TUNED)))}")
+    if redaction.MARK in str(tuned):
+        what = "stands for what may be a credential; give it again, by --set or in the file"
+        print(f"train.py: note: {TUNED}: {redaction.MARK} {what}", file=sys.stderr)
 
 
 def _tell(tried: Try, config: TrialConfig) -> None:

@@ -3,13 +3,14 @@
 import json
 import math
 import shutil
+from typing import Any
 
 import matrix
 import numpy as np
 import pytest
 import torch
 from folders import save, table
-from matrix import DEEPSPEED, ROWS, write_photos
+from matrix import DEEPSPEED, ROWS, row, write_photos
 from PIL import Image
 from sklearn.datasets import load_digits
 from support import DIGITS, LATEST, checkpoints, overrides, train_many
@@ -35,7 +36,7 @@ def assert_tested_once(run):
     assert (run.summary["validation"]["images"], run.summary["test"]["images"]) == (29, 48)
     for key in ("accuracy", "accuracy_tta", "macro_f1", "calibration_error", "loss"):
         assert run.summary["test"][key] == test[key]
-    assert run.stdout.splitlines()[-3] == f"test accuracy {test['accuracy']:.4f}"
+    assert f"test accuracy {test['accuracy']:.4f}" in run.stdout.splitlines()
     events = EventAccumulator(str(run.output)).Reload()
     assert events.Scalars("accuracy/test")[-1].value == pytest.approx(test["accuracy"])
     assert events.Scalars("accuracy/test_tta")[-1].value == pytest.approx(test["accuracy_tta"])
@@ -48,7 +49,7 @@ def test_test_images_decide_nothing(runs, tmp_path):
     files = runs.files
     more = overrides(
         hyperparameters__max_length="{batches: 24}",
-        hyperparameters__early_stopping="{metric: macro_f1, patience: 2}",
+        hyperparameters__early_stopping="{patience: 2}",
         min_validation_period="{batches: 2}",
     )
     write_photos(tmp_path / "photos")
@@ -63,6 +64,63 @@ def test_test_images_decide_nothing(runs, tmp_path):
         assert_tested_once(run)
     assert chosen(one) == chosen(other)
     assert one.summary["test"]["accuracy"] > other.summary["test"]["accuracy"]
+
+
+# The first validation has the largest loss, and so the best weights
+FIRST_IS_BEST: dict[str, Any] = {
+    "searcher": {"name": "single", "metric": "loss", "smaller_is_better": False},
+    "data": {"dataset": "digits", "validation": 0.2},
+    "best_weights": True,
+    "steps": 10,
+}
+EVERY_4 = overrides(min_validation_period="{batches: 4}")
+MODES = {
+    "zero0": row("digits", 0, **FIRST_IS_BEST),
+    "zero2": row("digits", 2, **FIRST_IS_BEST),
+    "zero3": row("digits", 3, weight_average={"decay": 0.5}, **FIRST_IS_BEST),
+    "bf16": row("bf16", 1, **FIRST_IS_BEST),
+    "fp16": row("fp16", 2, **FIRST_IS_BEST),
+    "muon": row("digits", 1, ds_optimizer=matrix.MUON, ds_gradient_clipping=0, **FIRST_IS_BEST),
+    "experts": row("moe", 2, ep_world_size=2, **FIRST_IS_BEST),
+    "pipeline": row("pipeline", 1, **FIRST_IS_BEST),
+}
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param(mode, marks=pytest.mark.soak if mode in ("zero0", "zero2", "bf16", "experts") else ())
+        for mode in MODES
+    ],
+)
+def test_the_best_weights_are_kept_and_tested(tmp_path, mode):
+    """They are the weights of a run that ends there, and its validation and test."""
+    long = [*MODES[mode].arguments, *EVERY_4]
+    short = [*long, *overrides(hyperparameters__max_length="{batches: 4}")]
+    runs = train_many(tmp_path, {"long": long, "short": short}, 2)
+    for run in runs.values():
+        assert run.code == 0, run.stderr
+    kept, wanted = runs["long"].summary, runs["short"].summary
+    assert (kept["steps"], wanted["steps"]) == (10, 4)
+    for key in ("weights_sha256", "validation", "test"):
+        assert kept[key] == wanted[key], key
+    assert kept["checkpoint"] == checkpoints(runs["long"])[4].name
+    assert "weights: of step 4, the best by loss" in runs["long"].stdout
+    again = train_many(tmp_path, {"long": [*long, *LATEST]}, 2)["long"]
+    assert again.code == 0 and again.summary["weights_sha256"] == wanted["weights_sha256"]
+
+
+def test_better_weights_that_are_not_kept_are_named(tmp_path):
+    line = (
+        "weights: of the last step; by loss step 4 is better; hyperparameters.best_weights: true keeps them"
+    )
+    values = {**FIRST_IS_BEST, "best_weights": False, "early_stopping": {"patience": 1}}
+    run = train_many(tmp_path, {"run": [*row("digits", **values).arguments, *EVERY_4]})["run"]
+    assert run.code == 0 and line in run.stdout.splitlines()
+    stopped = "stopping early: 1 validations without an improvement of loss, "
+    assert [text for text in run.stdout.splitlines() if text.startswith(stopped)] and run.summary[
+        "steps"
+    ] == 8
 
 
 def test_a_finished_run_is_tested_again_to_the_same_numbers(runs, tmp_path):
@@ -114,6 +172,16 @@ def test_short_forms_reach_every_form_of_the_configuration(form, capsys):
         ("--batch-size", "2.5", "train_batch_size: 2.5: must be"),
         ("--net", "resnet19", "hyperparameters.net: 'resnet19': no such network; did you mean 'resnet18'?"),
         ("--net", "", "hyperparameters.net: None: no such network"),
+        (
+            "--epochs=3",
+            "--set=hyperparameters.max_length={batches: 9}",
+            "--epochs: 3: --set hyperparameters.max_length",
+        ),
+        (
+            "--lr=1",
+            f"--set={DEEPSPEED.replace('__', '.')}optimizer.params.lr=2",
+            "--lr: 1: --set hyperparameters",
+        ),
     ],
 )
 def test_a_wrong_short_form_is_one_line(option, value, line, capsys):

@@ -66,6 +66,48 @@ def test_summary_lines_and_seeds(tmp_path):
     assert not [word for word in ("deprecated", "WARNING") if word in first.stdout + first.stderr]
 
 
+def test_a_short_run_has_curves_of_50_points_with_the_rate_of_each_and_ends_with_the_chosen_metric(tmp_path):
+    few = overrides(**{LENGTH: "{batches: 100}"}, searcher__metric="macro_f1")
+    rows = {"few": [*DIGITS, *few], "all": [*DIGITS, *few, *overrides(scheduling_unit=1)]}
+    few_reports, all_reports = train_many(tmp_path, rows).values()
+    assert few_reports.code == all_reports.code == 0, few_reports.stderr
+    rates, every = (
+        {
+            each["steps_completed"]: each["learning_rate"]
+            for each in run.metrics
+            if each["group"] == "training"
+        }
+        for run in (few_reports, all_reports)
+    )
+    assert 50 <= len(rates) < 60 and {step: every[step] for step in rates} == rates
+    score = few_reports.summary["validation"]["macro_f1"]
+    assert few_reports.stdout.splitlines()[-1] == f"macro_f1 {score:.4f}"
+
+
+@pytest.mark.parametrize("program", [train, baseline])
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        ({"RANK": "x"}, "RANK: 'x': must be a whole number of at least 0"),
+        ({"RANK": ""}, "RANK: '': must be a whole number of at least 0"),
+        ({"RANK": "-1"}, "RANK: '-1': must be a whole number of at least 0"),
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE: 'abc': must be a whole number of at least 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK: '2': must be below WORLD_SIZE, which is 2"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT: 'http': must be a whole number"),
+    ],
+)
+def test_a_rank_that_is_no_number_is_one_line(monkeypatch, capsys, program, variables, line):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code = program.main(DIGITS)
+    said = capsys.readouterr().err.splitlines()
+    if variables.get("RANK") == "2":  # another rank says it
+        assert code == 2 and said == []
+        return
+    assert code == 2 and len(said) == 1
+    assert said[0].startswith(f"{program.__name__}.py: {line}")
+
+
 @table(
     "period, epochs, validated_at",
     one_and_a_half_epochs=(f"{{batches: {EPOCH + 2}}}", 2, [EPOCH + 2, 2 * EPOCH]),
@@ -160,11 +202,11 @@ EPOCHS_1, TWO_EPOCHS = {LENGTH: "{epochs: 1}"}, {"min_validation_period": "{epoc
     ),
     end=(
         {LENGTH: "{batches: 93}", **TWO_EPOCHS},
-        "hyperparameters.max_length: 93 steps: ends 3 steps after the validation of step 90, with another; 90 spare it",
+        "hyperparameters.max_length: 93 steps: the last validation comes only 3 steps after the one before; use 90 steps to leave it out",
     ),
     end_in_images=(
         {LENGTH: "{batches: 93}", "min_validation_period": "{records: 2880}"},
-        "hyperparameters.max_length: 93 steps: ends 3 steps after",
+        "hyperparameters.max_length: 93 steps: the last validation comes only 3 steps after",
     ),
     none=({LENGTH: "{batches: 90}", "min_validation_period": "{epochs: 1}"}, None),
     none_at_half_a_period=({LENGTH: "{batches: 135}", **TWO_EPOCHS}, None),

@@ -10,8 +10,13 @@ import torch
 from matrix import DEEPSPEED, VIT
 from PIL import Image
 from support import DIGITS, all_at_once, overrides, run
+from torch import nn
 
+import checkpoint
+import net as own
+import train
 from classify.engine import memory
+from harness.out_of_memory import is_out_of_memory
 
 # The limit is set late, inside a function of the program; the real allocator fails
 LIMITED = """
@@ -36,10 +41,14 @@ def build_without_room(*arguments):
     limit(2**27)
     return net
 
+def build_in_no_room(*arguments):
+    limit(2**26)
+    return build(*arguments)
+
 def train_without_room_for_images(trial, iterator, epoch, step):
     metrics = train_batch(trial, iterator, epoch, step)
     if step == 2:
-        room = trial.images.train.images.nbytes // 4
+        room = trial.images.train.images.nbytes // 2
         limit(room)
         try:
             torch.ones(2 * room, dtype=torch.uint8)
@@ -77,12 +86,48 @@ def test_no_memory_left_ends_with_what_to_change(tmp_path, what):
     assert line.index("train_micro_batch") < line.index("checkpoint_activations")
 
 
-def test_no_memory_for_the_engine_ends_with_what_to_change(tmp_path):
+@pytest.mark.parametrize("build", ["build_in_no_room", "build_without_room"])
+def test_no_memory_for_the_network_or_the_engine_ends_with_what_to_change(tmp_path, build):
     """The weights of alexnet alone take 217 MiB."""
     large = {"hyperparameters__net": "alexnet", f"{DEEPSPEED}zero_optimization__stage": 2}
-    line = last_line(limited("model_def.build_network = build_without_room", tmp_path, **large))
+    line = last_line(limited(f"model_def.build_network = {build}", tmp_path, **large))
     assert "no memory left before the first step" in line and "bf16.enabled: true (weights" in line
     assert "train_micro_batch" not in line  # the network has seen no image
+
+
+class Large(nn.Module):
+    """A network that asks for its values, which torch's meta device has not, and for 8 PiB."""
+
+    def __init__(self, classes):
+        super().__init__()
+        self.layer = nn.Linear(3, classes)
+
+    def forward(self, images):
+        assert images.sum().item() < 1e9
+        return torch.empty(2**51)
+
+
+def test_no_memory_for_a_network_is_no_bad_hyperparameter(monkeypatch, capsys):
+    monkeypatch.setitem(own.NETS, "large", Large)
+    config = [*DIGITS, *overrides(hyperparameters__net="large")]
+    assert train.main([*config, "--check"]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "note:" not in line]
+    assert line.startswith("train.py: no memory left outside of training (DefaultCPUAllocator: can't")
+
+
+def test_no_memory_for_an_exported_network_is_one_line(runs, monkeypatch, capsys, image_folder):
+    net = runs.straight("zero0", 1).output / "net.pt"
+    monkeypatch.setitem(own.NETS, "net", lambda classes: torch.empty(2**51))
+    assert checkpoint.main(["predict", str(net), str(image_folder)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("checkpoint.py: no memory left in predict (") and "more memory" in line
+
+
+def test_an_older_torch_has_no_name_for_the_error_of_a_gpu(monkeypatch):
+    monkeypatch.delattr(torch, "OutOfMemoryError", raising=False)
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert is_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    assert is_out_of_memory(MemoryError()) and not is_out_of_memory(ValueError("out of memory"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
@@ -104,7 +149,7 @@ def test_freed_blocks_are_kept_for_the_next_step_or_returned():
 
 
 def test_images_larger_than_a_limit_of_memory_train_under_it(tmp_path):
-    """Under a limit of a quarter of the decoded images, which are mapped and not loaded."""
+    """Under a limit of half of the decoded images, which are mapped and not loaded."""
     random = np.random.default_rng(0)
     for index in range(300):
         folder = tmp_path / "data" / ("train" if index % 6 else "test") / str(index // 6 % 2)

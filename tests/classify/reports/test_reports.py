@@ -1,7 +1,10 @@
 """Reports of runs: TensorBoard with its figures, the profile, the overview and the page."""
 
+import errno
 import json
+import pathlib
 import re
+import shutil
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
 import checkpoint
-from classify.reports import html_report
+from classify.reports import html_report, summary
 from classify.reports.finished_run import FinishedRun
 
 DIGITS = ROWS["zero0"].arguments
@@ -48,6 +51,20 @@ def test_the_gradient_norm_is_there_without_clipping_and_changes_no_weight(train
     assert "no profile: its steps end with the 17th, and there were 8" in runs[0].stderr
 
 
+def test_a_summary_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    def write(path, text):
+        with open(path, "w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "summary.json").write_text("the old one")
+    monkeypatch.setattr(pathlib.Path, "write_text", write)
+    with pytest.raises(OSError, match="No space"):
+        summary.write(tmp_path, {"steps": 1, "validation": {"accuracy": 1.0}})
+    assert (tmp_path / "summary.json").read_text() == "the old one"
+    assert [each.name for each in tmp_path.iterdir()] == ["summary.json"]
+
+
 @pytest.mark.parametrize(
     ("name", "ranks"), [("zero0", 1), ("zero3", 2), ("pipeline", 2), ("moe", 1), ("experts", 2)]
 )
@@ -72,14 +89,53 @@ def test_a_report_names_the_classes_of_each_mistake(runs: Runs, tmp_path):
     assert len({label for _, _, label in shown}) > 1
 
 
-def finished_run(name, accuracies):
+def finished_run(name, accuracies, **searcher):
     validations = [
-        {"group": "validation", "steps_completed": 10 * i, "loss": 1 / i, "accuracy": accuracy}
+        {
+            "group": "validation",
+            "steps_completed": 10 * i,
+            "loss": 1 / i,
+            "accuracy": accuracy,
+            "accuracy/cat": 1 / i,
+        }
         for i, accuracy in enumerate(accuracies, 1)
     ]
     training = [{"group": "training", "steps_completed": i, "loss": 1 / i} for i in range(1, 31)]
-    summary = {"steps": 10 * len(accuracies), "validation": {"accuracy": accuracies[-1]}}
-    return FinishedRun(name, summary, {}, {}, [*training, *validations])
+    last = {"accuracy": accuracies[-1], "loss": 1 / len(accuracies), "per_class_accuracy": {"cat": 0.25}}
+    summary = {"steps": 10 * len(accuracies), "validation": last}
+    return FinishedRun(name, summary, {"config": {"searcher": searcher}}, {}, [*training, *validations])
+
+
+@pytest.mark.parametrize(
+    ("searcher", "metric", "last", "best"),
+    [
+        ({"metric": "accuracy", "smaller_is_better": False}, "accuracy", "60.00 %", "70.00 % after 20 steps"),
+        ({"metric": "loss", "smaller_is_better": True}, "loss", "0.2500", "0.2500 after 40 steps"),
+        (
+            {"metric": "accuracy/cat", "smaller_is_better": False},
+            "accuracy/cat",
+            "25.00 %",
+            "100.00 % after 10 steps",
+        ),
+        ({"metric": "macro_f1"}, "accuracy", "60.00 %", "70.00 % after 20 steps"),  # which no validation has
+    ],
+)
+def test_the_headline_is_the_metric_by_which_checkpoints_are_compared(searcher, metric, last, best):
+    run = finished_run("a", [0.5, 0.7, 0.7, 0.6], **searcher)
+    assert run.metric == metric
+    assert html_report._score(run, *run.last) == (last, "after 40 steps")
+    assert " ".join(html_report._score(run, *run.best)) == best
+
+
+def test_the_page_has_the_headline(runs: Runs, tmp_path):
+    output = tmp_path / "run"
+    shutil.copytree(runs.straight("zero0", 1).output, output)
+    described = json.loads((output / "run.json").read_text())
+    described["config"]["searcher"] = {"metric": "macro_f1", "smaller_is_better": False}
+    (output / "run.json").write_text(json.dumps(described))
+    assert checkpoint.main(["report", str(output), "--output", str(tmp_path / "report.html")]) == 0
+    score = json.loads((output / "summary.json").read_text())["validation"]["macro_f1"]
+    assert f"<b>{score:.4f}</b>\n<span>macro_f1 of 360 " in (tmp_path / "report.html").read_text()
 
 
 def test_a_report_has_the_best_beside_the_last_and_a_legend():

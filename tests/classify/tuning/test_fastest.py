@@ -122,9 +122,12 @@ def test_tuning_writes_its_tries_and_the_fastest_file(tmp_path, monkeypatch, cap
 
     monkeypatch.setattr(attempts, "attempt", attempt)
     arguments = [*DIGITS, "--tune", "--slots", "2", "--output", str(tmp_path / "t")]
+    arguments += ["--set", "environment={environment_variables: [PASSWORD=planted_]}"]
     assert train.main(arguments) == 0
     assert ranks == [["0", "1"]] * 6
-    shown = capfd.readouterr().out
+    shown, noted = capfd.readouterr()
+    assert "train.py: note: tuned.yaml: *** stands for what may be a credential; " in noted
+    assert "planted_" not in (tmp_path / "t" / tune.TUNED).read_text()
     assert f"\nfastest: {STAGE} 2, {MICRO} 8, gradient_accumulation_steps 2\n" in shown
     assert "\nZeRO 2, micro-batch 8 x 2: 30 images/s, 100 MiB\n" in shown
     tried = json.loads((tmp_path / "t" / tune.TRIED).read_text())

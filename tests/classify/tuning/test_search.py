@@ -94,7 +94,7 @@ def test_notes_name_settings_that_this_machine_ignores(capsys):
     changes = ["searcher.max_concurrent_trials=4", "searcher.divisor=2.5", "searcher.smaller_is_better=null"]
     specification.load(ASHA, changes, 2)
     notes = capsys.readouterr().err
-    assert "searcher.smaller_is_better: None: so less accuracy is better" in notes
+    assert "searcher.smaller_is_better: None: not given, so a smaller accuracy is better" in notes
     assert "searcher.max_concurrent_trials: 4: 2 at a time here" in notes
     assert "searcher.divisor: 2.5: one in 2 goes on here" in notes
 
@@ -234,6 +234,24 @@ def test_the_reason_of_a_failed_trial(tmp_path, slots, log, code, found):
     trial.process.wait()
     outcome, reason = trial.failure()
     assert (outcome, reason.replace(str(trial.log), "LOG")) == found
+
+
+@table(
+    "text",
+    truncated=('{"steps": 9',),
+    empty=("",),
+    no_mapping=("[]",),
+    no_steps=("{}",),
+    steps_as_text=('{"steps": "9"}',),
+    nested=("[" * 100_000,),
+    no_text=("\udcff",),
+)
+def test_a_trial_with_a_damaged_summary_has_not_ended(tmp_path, text):
+    trial = TrialRun(tmp_path, tmp_path / "search.yaml", [], 1)
+    (tmp_path / "summary.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert trial.summary == {}
+    (tmp_path / "summary.json").write_text('{"steps": 9}')
+    assert trial.summary == {"steps": 9}
 
 
 # ----------------------------------------------------------------------------- searches with a stand-in for trials
