@@ -192,8 +192,9 @@ class MicroBatchLoader(pytorch.DataLoader):
             atexit.register(_end_workers)
 
     def seen_by(self, rank: int, ranks: int) -> Tensor:
-        """The indices of the images that a rank gets in an epoch, in their order."""
-        return torch.cat(list(self.micro_batches)[rank::ranks])
+        """Return the indices of the images that a rank gets in the next epoch, in their order."""
+        sampler = self.micro_batches
+        return torch.cat(list(sampler.micro_batches(sampler.next_epoch))[rank::ranks])
 
     @override
     def get_data_loader(self, *args: Any, **kwargs: Any) -> Any:

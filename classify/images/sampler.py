@@ -101,18 +101,21 @@ class MicroBatchSampler(BatchSampler):
         """
         return indices if self.labels is None else torch.arange(start, start + len(indices))
 
+    def micro_batches(self, epoch: int) -> Iterator[Tensor]:
+        """Yield the indices of an epoch's images, int64 (B,) for each micro-batch of all ranks in turn."""
+        for step in self.order(epoch)[: sum(self.step_sizes)].split(self.step_sizes):
+            yield from step.tensor_split(self.micro_batches_per_step)
+
     def __iter__(self) -> Iterator[Any]:
         epoch, start = self.next_epoch, 0
-        order = self.order(epoch)[: sum(self.step_sizes)]
         windows = self._windows_of(epoch)
         self.next_epoch += 1
-        for step in order.split(self.step_sizes):
-            for micro_batch in step.tensor_split(self.micro_batches_per_step):
-                while self.ahead and windows and windows[0][0] < start + len(micro_batch):
-                    shards = windows.popleft()[1]
-                    self.ahead(shards + (windows or self._windows_of(epoch + 1))[0][1])
-                yield micro_batch
-                start += len(micro_batch)
+        for micro_batch in self.micro_batches(epoch):
+            while self.ahead and windows and windows[0][0] < start + len(micro_batch):
+                shards = windows.popleft()[1]
+                self.ahead(shards + (windows or self._windows_of(epoch + 1))[0][1])
+            yield micro_batch
+            start += len(micro_batch)
 
     def _windows_of(self, epoch: int) -> deque[Window]:
         """The windows of an epoch in their order; none where no shards are fetched ahead."""

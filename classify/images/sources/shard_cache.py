@@ -9,6 +9,7 @@ import pathlib
 import re
 import shutil
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +23,7 @@ from harness.host_lock import lock_of, writable_folder
 from harness.input_files import refused
 
 SHARE = 0.9  # of the disk's room that shards may fill where no limit is given
+PAUSE = 0.1  # seconds
 _KEY = "data.cache.folder"
 FOLDER = "shards"  # of a folder for all that is kept of remote data
 _ROOM = "room"  # the lock of a folder of shards
@@ -71,21 +73,30 @@ class ShardCache:
         return target
 
     def _add(self, shard: Shard, fetch: Fetch, partial: pathlib.Path, target: pathlib.Path) -> None:
-        with self._room():
-            self._make_room(shard.url, shard.size, partial)
-            partial.touch()  # the new shard counts from now on
+        while not self._reserve(shard, partial):
+            time.sleep(PAUSE)
         fetch(shard, partial)
         with self._room():  # or who counts finds it under neither name
             if not shard.size:  # which the server did not say
                 self._make_room(shard.url, partial.stat().st_size, partial)
             os.replace(partial, target)
 
+    def _reserve(self, shard: Shard, partial: pathlib.Path) -> bool:
+        """Count a new shard from now on; False while shards in transfer take its room."""
+        with self._room():
+            if self._make_room(shard.url, shard.size, partial, waits=True):
+                partial.touch()
+        return partial.exists()
+
     def _room(self) -> AbstractContextManager[object]:
         """Held by who counts the shards, or changes which there are."""
         return lock_of(self.folder, _ROOM)
 
-    def _make_room(self, url: str, size: int, partial: pathlib.Path) -> None:
-        """Remove the shards that were not read for the longest time, until a new one fits."""
+    def _make_room(self, url: str, size: int, partial: pathlib.Path, waits: bool = False) -> bool:
+        """Remove the shards that were not read for the longest time, until a new one fits.
+
+        With ``waits``, return False if it will fit once the shards in transfer are whole and can go.
+        """
         held = self._held(partial)
         limit = self.limit
         if limit is None:
@@ -96,12 +107,15 @@ class ShardCache:
             if excess > 0 and file.suffix != ".partial":
                 file.unlink()
                 excess -= held[file][1]
+        if waits and excess > 0 and size <= limit and any(file.suffix == ".partial" for file in held):
+            return False
         if excess > 0:
-            what = f"{url} has {in_bytes(size)}, and others are being fetched"
+            what = f"{url} has {in_bytes(size)}"
             if self.limit is None:
                 place = f"{_KEY}: {self.folder}: holds {in_bytes(limit)} of shards at most"
                 raise InvalidInput(f"{place}, but {what}; free some room, or give another folder")
             raise InvalidInput(f"data.cache.limit: {in_bytes(limit)}: {what}; raise it")
+        return True
 
     def _held(self, but: pathlib.Path) -> dict[pathlib.Path, tuple[int, int]]:
         """When each shard was read last, and the bytes that it has, or will have when it is whole."""
