@@ -34,15 +34,18 @@ from harness.hangs.report import Rank, find_behind
 SHORT = [*DIGITS, *overrides(hyperparameters__max_length="{batches: 12}")]
 ZERO3 = "{stage: 3, stage3_param_persistence_threshold: 0}"
 BRANCH = overrides(hyperparameters__overwrite_deepspeed_args__zero_optimization=ZERO3)
+IN_CHIEF = (
+    "all_reduce|messages.py"  # the last message of the chief may be unread, and its store does not answer
+)
 FAULTS: dict[str, tuple] = {
     # fault, rank, launcher of new processes, more arguments: the place in the report, the line in its stacks
     "data that do not come": ("data", 1, "", [], "step 6 (data)", "time.sleep(SECONDS)"),
-    "the chief is stopped": ("SIGSTOP", 0, "", [], "step 6 (backward)", "all_reduce"),
+    "the chief is stopped": ("SIGSTOP", 0, "", [], "in step ", IN_CHIEF),
     "a process that is stopped": ("SIGSTOP", 1, "torchrun", [], "step 6 (backward)", "all_reduce"),
     "a barrier of one rank": ("barrier", 0, "", [], "step 6 (data)", "barrier()"),
     "a save that is stuck": ("save", 0, "", [], "checkpoint after step 12", "write_metadata"),
     "fewer batches": ("unequal", 1, "", [], "after step 5", "gather"),
-    "the chief with the store is stopped": ("SIGSTOP", 0, "deepspeed", [], "step 6 (backward)", "all_reduce"),
+    "the chief with the store is stopped": ("SIGSTOP", 0, "deepspeed", [], "in step ", IN_CHIEF),
     "a chief that never tells anything": ("unheard", 0, "deepspeed", [], "setup", "new_group"),
     "another branch under ZeRO 3": ("branch", 1, "", BRANCH, "step", "wait"),
 }
@@ -110,7 +113,8 @@ def test_a_hang_names_the_rank_that_is_behind_and_ends(request, tmp_path, name):
     behind = re.findall(r"^ *rank (\d) \(host \S+, process \d+\) is behind: (.*)", shown, re.MULTILINE)
     assert [int(number) for number, _ in behind] == [rank], shown
     assert ("does not answer for" if fault in ("SIGSTOP", "unheard") else where) in behind[0][1]
-    assert "what to look at: " in shown and stack in shown.partition("stack of rank")[2]
+    stacks = shown.partition("stack of rank")[2]
+    assert "what to look at: " in shown and any(each in stacks for each in stack.split("|")), shown
     (end,) = re.findall(r"no rank has moved for \d+ s: (.*); so this ends; --resume latest goes on", shown)
     assert end.startswith(f"rank {rank} ") and where in end, end
 
