@@ -177,7 +177,8 @@ def serve(connection: socket.socket) -> list[str]:
                 os.write(status, str(os.waitstatus_to_exitcode(ended[1])).encode())
                 os.close(status)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is for pytest, which ends this process
+    for number in (signal.SIGINT, signal.SIGTERM):  # they are for pytest, whose end ends this process
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, reap)
     connection.sendall(b".")
     while True:
@@ -207,6 +208,7 @@ def become(request: dict[str, Any], fds: list[int]) -> None:
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
     for fd, target in zip([os.open(os.devnull, os.O_RDONLY), *fds[:2]], (0, 1, 2), strict=True):
         os.dup2(fd, target)

@@ -21,7 +21,7 @@ from line_trial import LineTrial, fit
 from harness.checkpoints.files import damage, known
 from harness.errors import TrainingStopped
 
-STEPS, FIRST, FAILS = 6, 2, 4  # of the run, and those of the whole and of the failed checkpoint
+STEPS, FIRST, FAILS = 6, 2, 4  # of the run, of the whole checkpoint, of the failed one
 ROOM = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 BROKEN = OSError(errno.EIO, os.strerror(errno.EIO))
 # Where a call comes from: the modules and their functions, and the error
@@ -36,7 +36,7 @@ CALLS: dict[str, tuple[list[tuple[Any, str]], BaseException]] = {
 
 
 class Faults:
-    """Calls of one kind, of which one fails.
+    """Calls of one kind. One call fails.
 
     Attributes:
         calls: how many there were.

@@ -141,7 +141,7 @@ def test_a_trial_on_two_hosts(tmp_path, hosts):
 
 @pytest.mark.soak
 def test_hosts_listen_for_stores_and_gloo_alone(tmp_path):
-    """What arrives there is plain data: nobody unpickles it."""
+    """Messages that arrive there are plain data: nobody unpickles them."""
     found, program = str(tmp_path / "found"), ["tests/listening.py", *ROW, "--output", str(tmp_path / "run")]
     with joined_namespaces(CHIEF), started_on([CHIEF, OTHER], program, FOUND=found) as ranks:
         assert [rank.wait(time_limit()) for rank in ranks] == [0, 0], ranks[0].stderr
