@@ -25,7 +25,7 @@ from warm import Started, Warm
 from harness.errors import InvalidInput
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
-JOINED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # the environment variables of a rank
+JOINED = "RANK WORLD_SIZE LOCAL_RANK GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME".split()  # variables of a rank
 # With one thread a process, processes do not wait for each other's cores
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)
