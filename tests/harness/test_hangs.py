@@ -44,7 +44,7 @@ FAULTS: dict[str, tuple] = {
     "a process that is stopped": ("SIGSTOP", 1, "torchrun", [], "step 6 (backward)", "all_reduce"),
     "a barrier of one rank": ("barrier", 0, "", [], "step 6 (data)", "barrier()"),
     "a save that is stuck": ("save", 0, "", [], "checkpoint after step 12", "write_metadata"),
-    "fewer batches": ("unequal", 1, "", [], "after step 5", "gather"),
+    "fewer batches": ("unequal", 1, "", overrides(scheduling_unit=99), "after step 5", "gather"),
     "the chief with the store is stopped": ("SIGSTOP", 0, "deepspeed", [], "in step ", IN_CHIEF),
     "a chief that never tells anything": ("unheard", 0, "deepspeed", [], "setup", "new_group"),
     "another branch under ZeRO 3": ("branch", 1, "", BRANCH, "step", "wait"),
