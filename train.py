@@ -35,6 +35,8 @@ from classify.config import command_line  # all else after the first line, for t
 if TYPE_CHECKING:
     from classify.engine.trial_config import TrialConfig
     from harness.experiment import Experiment
+    from harness.trainer import FitResult
+    from model_def import CIFARTrial
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -194,7 +196,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains, and off a cluster writes the summary and prints the accuracy."""
     from harness.cluster import cluster_experiment
     from harness.errors import InvalidInput, printable
-    from harness.local.folder import default_output, shown
+    from harness.local.folder import default_output
 
     if args.migrate:
         raise InvalidInput(f"--migrate: {args.migrate}: goes with --check")
@@ -208,8 +210,7 @@ def run(args: argparse.Namespace) -> int:
         import torch._dynamo  # noqa: F401 - as torch's first optimizer does
 
         from classify.images.splits import UNREADABLE
-        from classify.models import state_dicts
-        from classify.reports import overview, summary, tracked_files, utilisation
+        from classify.reports import overview, summary, tracked_files
         from classify.tuning import micro_batch
         from harness.machine import peak_memory
         from harness.schedules import learning_rate
@@ -256,39 +257,54 @@ def run(args: argparse.Namespace) -> int:
             if context.tracking.names:
                 context.tracking.add_files(tracked_files.of_trial(trial.hooks.write_network, is_chief))
             return 0
-        # Summarise
-        seconds = time.perf_counter() - trial.hooks.started
-        weights = trial.hooks.write_network(output / "net.pt")
-        rate = trial.throughput.of_run()
-        used = utilisation.summary(trial.config, rate, context.distributed, context.device)
-        if is_chief:
-            folder = printable(shown(output))
-            print(f"done: {folder}; report: python3 checkpoint.py report {shlex.quote(folder)}")
-            summary.write(
-                output,
-                {
-                    "steps": fit.steps,
-                    "epochs": fit.epochs,
-                    "world_size": context.distributed.size,
-                    "zero_stage": trial.config.zero_stage,
-                    "dtype": str(trial.config.dtype).removeprefix("torch."),
-                    "seconds": seconds,
-                    **({"budget": fit.budget} if fit.budget else {}),
-                    "images_per_second": rate,
-                    **used,
-                    "validation": summary.metrics_summary(fit.validation, trial.config.source.classes),
-                    "chosen_on": trial.config.source.chosen_on,
-                    **summary.test_summary(fit.test, trial.config.source.classes),
-                    "weights_sha256": state_dicts.sha256(weights),
-                    "checkpoint": fit.checkpoint,
-                    "peak_memory_mib": peaks,  # of each rank
-                    "parameter_groups": trial.config.described_groups,
-                },
-                experiment.metric,
-            )
-            if context.tracking.names:
-                context.tracking.add_files(tracked_files.of_run(output))
+        summarise(trial, fit, experiment.metric, peaks)
     return 0
+
+
+def summarise(trial: CIFARTrial, fit: FitResult, metric: str, peaks: list[float]) -> None:
+    """Write the network and the summary into the run's folder, and print the scores; every rank calls it.
+
+    Args:
+        trial: after its training.
+        fit: the result of the training.
+        metric: the last to be printed.
+        peaks: MiB that each rank has taken at most.
+    """
+    from classify.models import state_dicts
+    from classify.reports import summary, tracked_files, utilisation
+    from harness.errors import printable
+    from harness.local.folder import shown
+
+    config, context, output = trial.config, trial.context, trial.context.output
+    seconds = time.perf_counter() - trial.hooks.started
+    weights = trial.hooks.write_network(output / "net.pt")
+    rate = trial.throughput.of_run()
+    used = utilisation.summary(config, rate, context.distributed, context.device)
+    if context.distributed.rank != 0:
+        return
+    folder = printable(shown(output))
+    print(f"done: {folder}; report: python3 checkpoint.py report {shlex.quote(folder)}")
+    values = {
+        "steps": fit.steps,
+        "epochs": fit.epochs,
+        "world_size": context.distributed.size,
+        "zero_stage": config.zero_stage,
+        "dtype": str(config.dtype).removeprefix("torch."),
+        "seconds": seconds,
+        **({"budget": fit.budget} if fit.budget else {}),
+        "images_per_second": rate,
+        **used,
+        "validation": summary.metrics_summary(fit.validation, config.source.classes),
+        "chosen_on": config.source.chosen_on,
+        **summary.test_summary(fit.test, config.source.classes),
+        "weights_sha256": state_dicts.sha256(weights),
+        "checkpoint": fit.checkpoint,
+        "peak_memory_mib": peaks,
+        "parameter_groups": config.described_groups,
+    }
+    summary.write(output, values, metric)
+    if context.tracking.names:
+        context.tracking.add_files(tracked_files.of_run(output))
 
 
 if __name__ == "__main__":

@@ -142,8 +142,9 @@ class Controller(Loop):
             self.local.judge_by(step)
             print(f"weights: of step {step:,}, the best by {metric}", flush=True)
         elif self.local:
-            other = "hyperparameters.best_weights: true keeps them"
-            print(f"weights: of the last step; by {metric} step {step:,} is better; {other}", flush=True)
+            # Without test data apart, the validation's images may be the test's
+            other = "; hyperparameters.best_weights: true keeps them" if self.test_data else ""
+            print(f"weights: of the last step; by {metric} step {step:,} is better{other}", flush=True)
 
     def _begin_plan(self) -> None:
         if self.budget:

@@ -147,17 +147,24 @@ def printable(text: object) -> str:
     )
 
 
-def one_line(error: BaseException) -> str:
-    """The message of an error without line breaks; with its type if it has none, or is a key alone."""
+def one_line(error: BaseException, most: int = 500) -> str:
+    """Return the message of an error without line breaks; with its type if it has none, or is a key alone.
+
+    Args:
+        error: the error; foreign bytes may be part of its message.
+        most: characters that are shown.
+    """
     if isinstance(error, shutil.Error) and isinstance(error.args[0], list):  # a folder's copy: of every file
         error = OSError(error.args[0][0][2])
     text = printable(" ".join(str(error).split()))
-    return f"{type(error).__name__} {text}".strip() if not text or isinstance(error, KeyError) else text
+    if not text or isinstance(error, KeyError):
+        text = f"{type(error).__name__} {text}".strip()
+    return text if len(text) <= most else f"{text[:most]} ..."
 
 
 def why_unloadable(error: BaseException) -> str:
     """Why ``torch.load`` refuses a file, without its advice to load it all the same."""
-    text = one_line(error)
+    text = one_line(error, 5_000)  # the advice comes first
     before, after = r"(?:WeightsUnpickler error: |trusted source\. )", r"(?= Check the doc| Please use|$)"
     found = re.search(rf"{before}(?!Please|\(2\))(.*?)\.?{after}", text)
     if found:

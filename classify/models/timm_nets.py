@@ -6,7 +6,6 @@ timm is imported where such a network is named, and nowhere else. Source: https:
 from __future__ import annotations
 
 import pathlib
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -114,9 +113,8 @@ def fetch(
         with torch.random.fork_rng(devices=[]):
             net = _create(PREFIX + full, image_size, args, pretrained=True)
     except Exception as error:  # the hub's, the network's, torch's
-        reason = textwrap.shorten(one_line(error), 300)
         mend = "without a way there, give the path of a file or folder that holds them"
-        raise InvalidInput(f"{label}: timm cannot fetch {full} ({reason}); {mend}") from error
+        raise InvalidInput(f"{label}: timm cannot fetch {full} ({one_line(error)}); {mend}") from error
     return net.state_dict()
 
 

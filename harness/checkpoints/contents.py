@@ -7,7 +7,6 @@ import math
 import pathlib
 import random
 import re
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -98,8 +97,7 @@ def loading(name: str, distributed: core.DistributedContext) -> Iterator[None]:
     except Exception as error:  # DeepSpeed, torch and the trial's callbacks raise each their own
         if is_out_of_memory(error):
             raise
-        reason = textwrap.shorten(one_line(error), 300, placeholder=" ...")
-        failed, lines = error, [f"--resume: {name}: cannot be loaded ({reason}); {MEND}"]
+        failed, lines = error, [f"--resume: {name}: cannot be loaded ({one_line(error)}); {MEND}"]
     for each in distributed.allgather(lines):
         if each:
             raise UnusableCheckpoint(each) from failed
