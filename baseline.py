@@ -40,12 +40,12 @@ from classify.models import dry_run, registry, state_dicts
 from classify.models.registry import NetSpec
 from classify.reports import summary
 from classify.reports.metrics import ClassificationMetrics
-from harness import messages
-from harness.callbacks import Patience
-from harness.errors import ErrorList, InvalidInput, one_line, print_errors, printable
-from harness.experiment import Experiment
-from harness.local.folder import default_output, why_unusable
-from harness.meeting import check_ranks, meet
+from deepspeed_trial import messages
+from deepspeed_trial.callbacks import Patience
+from deepspeed_trial.errors import ErrorList, InvalidInput, one_line, print_errors, printable
+from deepspeed_trial.experiment import Experiment
+from deepspeed_trial.local.folder import default_output, why_unusable
+from deepspeed_trial.meeting import check_ranks, meet
 from net import Net
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -26,8 +26,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from classify.config import command_line
-from harness.errors import DISK_FULL, InvalidInput, TrainingStopped, one_line, print_errors, printable
-from harness.out_of_memory import explain_out_of_memory
+from deepspeed_trial.errors import DISK_FULL, InvalidInput, TrainingStopped, one_line, print_errors, printable
+from deepspeed_trial.out_of_memory import explain_out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -132,7 +132,7 @@ def export(args: argparse.Namespace) -> None:
     from classify.models import net_file, state_dicts
     from classify.publish import forms, scoring
     from classify.publish.network import Trained
-    from harness.checkpoints.files import locate
+    from deepspeed_trial.checkpoints.files import locate
 
     form = args.format or forms.by_ending(args.target)
     if args.target.suffix == ".json" or (args.target.is_dir() and form != "hf"):
@@ -258,7 +258,7 @@ def caches(args: argparse.Namespace) -> None:
     from classify.images import cache
     from classify.images.settings import DataSettings
     from classify.images.sources import shard_cache
-    from harness.host_lock import stand_in, stand_ins
+    from deepspeed_trial.host_lock import stand_in, stand_ins
 
     for folder in args.folders:
         if not folder.is_dir():

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import harness  # noqa: F401 - before deepspeed, which it tells whether there is a GPU
+import deepspeed_trial  # noqa: F401 - before deepspeed, which it tells whether there is a GPU
 
 # isort: split
 import deepspeed
@@ -31,9 +31,9 @@ from classify.models.losses import Loss
 from classify.models.registry import logits
 from classify.reports.callbacks import make_callbacks
 from classify.reports.metrics import ClassificationMetrics, LearningRate, Throughput
-from harness.deepspeed_patches import data_parallel_rank
-from harness.local.local_mode import LocalTestMode
-from harness.schedules import learning_rate
+from deepspeed_trial.deepspeed_patches import data_parallel_rank
+from deepspeed_trial.local.local_mode import LocalTestMode
+from deepspeed_trial.schedules import learning_rate
 
 Batches = Iterator[pytorch.TorchData] | None  # none on the middle stages of a pipeline
 

@@ -30,8 +30,8 @@ from classify.models import registry
 from classify.tuning import specification
 from classify.tuning.results import quiet_optuna
 from classify.tuning.runner import SearchRunner
-from harness.errors import InvalidInput, one_line, print_errors, printable
-from harness.local.folder import default_output, locked_folder
+from deepspeed_trial.errors import InvalidInput, one_line, print_errors, printable
+from deepspeed_trial.local.folder import default_output, locked_folder
 
 DEFAULT_CONFIG = "experiments/search-asha.yaml"
 

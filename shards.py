@@ -18,7 +18,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from harness.errors import DISK_FULL, InvalidInput, one_line, print_errors
+from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line, print_errors
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -34,8 +34,8 @@ from classify.config import command_line  # all else after the first line, for t
 
 if TYPE_CHECKING:
     from classify.engine.trial_config import TrialConfig
-    from harness.experiment import Experiment
-    from harness.trainer import FitResult
+    from deepspeed_trial.experiment import Experiment
+    from deepspeed_trial.trainer import FitResult
     from model_def import CIFARTrial
 
 
@@ -74,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def do(args: argparse.Namespace) -> int:
     """Checks or trains; gives the exit code, also for errors of one line."""
     with command_line.importing():
-        from harness.errors import InvalidInput, TrainingStopped, is_said_here, print_errors
-        from harness.meeting import check_ranks
-        from harness.out_of_memory import explain_out_of_memory
+        from deepspeed_trial.errors import InvalidInput, TrainingStopped, is_said_here, print_errors
+        from deepspeed_trial.meeting import check_ranks
+        from deepspeed_trial.out_of_memory import explain_out_of_memory
 
     advice = "use a smaller network or data.image_size"
     try:
@@ -94,7 +94,7 @@ def do(args: argparse.Namespace) -> int:
 def load(args: argparse.Namespace) -> Experiment:
     """Reads the experiment file; where a field is wrong, names what else is."""
     from classify.config import experiment_fields, experiment_file
-    from harness.errors import InvalidInput, add_new
+    from deepspeed_trial.errors import InvalidInput, add_new
 
     profile = ["profiling.enabled=true"] if args.profile else []
     config = experiment_file.read(
@@ -118,8 +118,8 @@ def load(args: argparse.Namespace) -> Experiment:
 
 def check(args: argparse.Namespace) -> int:
     """Checks the experiment file for a number of processes and prints the DeepSpeed configuration."""
-    from harness import redaction
-    from harness.errors import printable
+    from deepspeed_trial import redaction
+    from deepspeed_trial.errors import printable
 
     if args.migrate:
         from classify.engine.migration import migrate_file
@@ -135,8 +135,8 @@ def check(args: argparse.Namespace) -> int:
         from classify.engine.trial_config import TrialConfig
         from classify.reports.overview import describe_images, describe_length
         from classify.tuning import micro_batch
-        from harness.machine import memory_limit
-        from harness.processes import device_type
+        from deepspeed_trial.machine import memory_limit
+        from deepspeed_trial.processes import device_type
 
     slots = slots_of(args, experiment)
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, slots, device_type())
@@ -158,7 +158,7 @@ def check(args: argparse.Namespace) -> int:
 
 def slots_of(args: argparse.Namespace, experiment: Experiment) -> int:
     """The processes that ``--slots`` or the experiment file names."""
-    from harness.errors import InvalidInput
+    from deepspeed_trial.errors import InvalidInput
 
     if args.slots is not None and args.slots < 1:
         raise InvalidInput(f"--slots: {args.slots}: must be at least 1")
@@ -170,7 +170,7 @@ def tune(args: argparse.Namespace) -> int:
     experiment = load(args)
     slots = slots_of(args, experiment)
     from classify.tuning import tune
-    from harness.local.folder import default_output
+    from deepspeed_trial.local.folder import default_output
     from model_def import CIFARTrial
 
     tune.tune(CIFARTrial, experiment, slots, args.output or default_output(f"tune-{args.config}"))
@@ -186,7 +186,7 @@ def notes(experiment: Experiment, config: TrialConfig) -> list[str]:
 
 def print_notes(lines: list[str]) -> None:
     """Prints each as a line on stderr."""
-    from harness.errors import printable
+    from deepspeed_trial.errors import printable
 
     for line in lines:
         print(f"train.py: note: {printable(line)}", file=sys.stderr)
@@ -194,9 +194,9 @@ def print_notes(lines: list[str]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, and off a cluster writes the summary and prints the accuracy."""
-    from harness.cluster import cluster_experiment
-    from harness.errors import InvalidInput, printable
-    from harness.local.folder import default_output
+    from deepspeed_trial.cluster import cluster_experiment
+    from deepspeed_trial.errors import InvalidInput, printable
+    from deepspeed_trial.local.folder import default_output
 
     if args.migrate:
         raise InvalidInput(f"--migrate: {args.migrate}: goes with --check")
@@ -212,9 +212,9 @@ def run(args: argparse.Namespace) -> int:
         from classify.images.splits import UNREADABLE
         from classify.reports import overview, summary, tracked_files
         from classify.tuning import micro_batch
-        from harness.machine import peak_memory
-        from harness.schedules import learning_rate
-        from harness.trainer import Trainer, find_checkpoint, init
+        from deepspeed_trial.machine import peak_memory
+        from deepspeed_trial.schedules import learning_rate
+        from deepspeed_trial.trainer import Trainer, find_checkpoint, init
         from model_def import CIFARTrial
 
     choice = micro_batch.choose(CIFARTrial, experiment, args.output if args.resume else None)
@@ -272,8 +272,8 @@ def summarise(trial: CIFARTrial, fit: FitResult, metric: str, peaks: list[float]
     """
     from classify.models import state_dicts
     from classify.reports import summary, tracked_files, utilisation
-    from harness.errors import printable
-    from harness.local.folder import shown
+    from deepspeed_trial.errors import printable
+    from deepspeed_trial.local.folder import shown
 
     config, context, output = trial.config, trial.context, trial.context.output
     seconds = time.perf_counter() - trial.hooks.started

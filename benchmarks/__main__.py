@@ -24,9 +24,9 @@ import data
 from benchmarks import costs, programs, report, steps
 from classify.config import command_line, experiment_file
 from classify.engine.trial_config import TrialConfig
-from harness import machine
-from harness.errors import InvalidInput, print_errors
-from harness.processes import device_type
+from deepspeed_trial import machine
+from deepspeed_trial.errors import InvalidInput, print_errors
+from deepspeed_trial.processes import device_type
 
 PARTS = ("steps", "costs", "programs")
 # What the loops that the trial is compared with know of an experiment.

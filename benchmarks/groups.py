@@ -24,7 +24,7 @@ RATES, WARM_UP = 26, 4
 
 def measure(net: str, batch: int, steps: int) -> dict[str, Any]:
     """Times steps of a rank's two engines; one process of several."""
-    import harness  # noqa: F401 - before deepspeed
+    import deepspeed_trial  # noqa: F401 - before deepspeed
 
     # isort: split
     import deepspeed
@@ -32,7 +32,7 @@ def measure(net: str, batch: int, steps: int) -> dict[str, Any]:
 
     from classify.models import registry
     from classify.models.registry import NetSpec
-    from harness.deepspeed_patches import patch_engine, prepare_accelerator
+    from deepspeed_trial.deepspeed_patches import patch_engine, prepare_accelerator
 
     prepare_accelerator()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["WORLD_SIZE"])))

@@ -26,7 +26,7 @@ from benchmarks import report, runs
 from classify.models import registry
 from classify.models.registry import NetSpec
 from classify.models.stages import layers_of
-from harness import machine
+from deepspeed_trial import machine
 
 SECTION = "Networks of timm"
 # A small one of each family.

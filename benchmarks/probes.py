@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from harness.trainer import Trainer, init
+from deepspeed_trial.trainer import Trainer, init
 
 # isort: split
 import psutil

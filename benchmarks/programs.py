@@ -25,7 +25,7 @@ import data
 from classify.config import experiment_file
 from classify.config.project import PROJECT
 from classify.engine.trial_config import TrialConfig
-from harness.processes import device_type
+from deepspeed_trial.processes import device_type
 
 FAST = "experiments/cifar10-67.yaml"
 PEERS = {

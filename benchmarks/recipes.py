@@ -29,8 +29,8 @@ from classify.config.project import PROJECT
 from classify.engine.trial_config import TrialConfig
 from classify.models import registry
 from classify.reports import summary
-from harness import machine
-from harness.errors import InvalidInput, print_errors
+from deepspeed_trial import machine
+from deepspeed_trial.errors import InvalidInput, print_errors
 
 RECIPES = ("cifar10-90", "cifar10-91")
 SECTION = "Recipes"

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import costs, programs
 from benchmarks.steps import CONTENDERS, PEERS, ratios, spread
-from harness import machine
+from deepspeed_trial import machine
 
 OWN = ("Images a second", "Whole programs", "Other costs")  # sections of RESULTS.md that ``write`` writes
 

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks import report, runs
 from benchmarks.transfer import link
 from classify.images.sources.cifar10 import Cifar10
-from harness import machine
+from deepspeed_trial import machine
 
 SECTION = "Searches"
 SEARCHERS = ("random", "tpe")

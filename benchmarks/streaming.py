@@ -35,7 +35,7 @@ from benchmarks.streaming_images import (
     write_shards,
 )
 from classify.config.project import PROJECT
-from harness import machine
+from deepspeed_trial import machine
 
 SECTION = "Streamed images"
 CONTENDERS = {

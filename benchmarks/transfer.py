@@ -23,7 +23,7 @@ import numpy as np
 
 from benchmarks import report, runs
 from classify.images.sources.cifar10 import Cifar10
-from harness import machine
+from deepspeed_trial import machine
 
 SECTION = "Fine-tuning"
 EPOCHS = 30

@@ -4,7 +4,7 @@
 
 - ``pytorch``: a bare PyTorch loop over float tensors in memory;
 - ``engine``: a bare DeepSpeed loop over the same;
-- ``trial``: this package's trial in the harness's trainer, with reports and TensorBoard;
+- ``trial``: this package's trial in `deepspeed_trial`'s trainer, with reports and TensorBoard;
 - ``example``: the style of Determined's own examples: its stock trainer, a PIL dataset and 2 workers;
 - ``recipe``: a recipe as a bare PyTorch loop, with its images' order and augmentation.
 
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from harness.trainer import Trainer, init
+from deepspeed_trial.trainer import Trainer, init
 
 # isort: split
 import deepspeed
@@ -40,8 +40,8 @@ from classify.config import experiment_file
 from classify.engine.optimizer_rules import ADAM_SWITCHES, optimizer_class
 from classify.engine.trial_config import TrialConfig
 from classify.models import registry
-from harness.errors import InvalidInput
-from harness.experiment import Experiment
+from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.experiment import Experiment
 from model_def import CIFARTrial
 
 FOREVER = pytorch.Batch(10**9)
@@ -173,7 +173,7 @@ def fetch_from_memory(context: Any, config: TrialConfig) -> Fetch:
 
 
 def trial(context: Any, experiment: Experiment, turns: Turns) -> None:
-    """This package's trial in the harness's trainer."""
+    """This package's trial in `deepspeed_trial`'s trainer."""
 
     class Timed(CIFARTrial):
         def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What an image classifier is made of. Each package imports those before it, and ``harness``, alone.
+"""What an image classifier is made of. Each package imports those before it, and ``deepspeed_trial``, alone.
 
 - ``config``: the experiment file and the hyperparameters;
 - ``images``: found, decoded once, cached, augmented, cut into micro-batches;

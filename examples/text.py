@@ -7,7 +7,7 @@
     Determined's local test mode:
         det experiment create examples/text.yaml . --local --test --config entrypoint=examples.text:TextTrial
 
-Three lines differ from Determined's guide: the two imports from ``harness``, and ``LocalTestMode``.
+Three lines differ from Determined's guide: the two imports from ``deepspeed_trial``, and ``LocalTestMode``.
 """
 
 import pathlib
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import harness  # noqa: F401 - before deepspeed, which it tells whether there is a GPU
+import deepspeed_trial  # noqa: F401 - before deepspeed, which it tells whether there is a GPU
 
 # isort: split
 import deepspeed
@@ -27,8 +27,8 @@ from ruamel.yaml import YAML
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from harness.local.local_mode import LocalTestMode
-from harness.trainer import Trainer, find_checkpoint, init
+from deepspeed_trial.local.local_mode import LocalTestMode
+from deepspeed_trial.trainer import Trainer, find_checkpoint, init
 
 TEXT = "".join(pydoc_data.topics.topics.values()).encode("ascii", "ignore")
 LENGTH = 64  # characters that a prediction sees

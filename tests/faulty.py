@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from line_trial import LineTrial
 
-import harness.checkpoints.files
-from harness.hangs.exchange import Exchange
-from harness.loop import Loop
+import deepspeed_trial.checkpoints.files
+from deepspeed_trial.hangs.exchange import Exchange
+from deepspeed_trial.loop import Loop
 from model_def import CIFARTrial
 from net import Net
 
@@ -64,5 +64,5 @@ if IS_AT_FAULT:
     if FAULT == "unheard":
         Exchange._talk = stop_before_the_first_beat  # type: ignore[method-assign]
     if FAULT == "save":
-        harness.checkpoints.files.write_metadata = lambda *_: time.sleep(SECONDS)
+        deepspeed_trial.checkpoints.files.write_metadata = lambda *_: time.sleep(SECONDS)
 sys.exit(importlib.import_module(PROGRAM).main(sys.argv[1:]))

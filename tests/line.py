@@ -10,7 +10,7 @@ from typing import Any
 from determined import pytorch
 from line_trial import LineTrial
 
-from harness.trainer import Trainer, find_checkpoint, init
+from deepspeed_trial.trainer import Trainer, find_checkpoint, init
 
 CONFIG = {"checkpoint_storage": {"save_trial_latest": 9}, "reproducibility": {"experiment_seed": 3}}
 

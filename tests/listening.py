@@ -10,7 +10,7 @@ import time
 import psutil
 
 import train
-from harness import processes
+from deepspeed_trial import processes
 
 
 def look(seen: set[tuple[str, int]]) -> None:

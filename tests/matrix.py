@@ -334,7 +334,7 @@ ROWS: dict[str, Row] = {
         ranks=(1,),
     ),
 }
-# A trial of no images: tests/harness/line_trial.py, in every form that a trial may have
+# A trial of no images: tests/deepspeed_trial/line_trial.py, in every form that a trial may have
 for form in ("plain", "tensor", "two engines", "manual", "pipeline", "zero2"):
     ROWS[f"line {form}"] = Row(
         ("--form", form),

@@ -22,7 +22,7 @@ import pytest
 import torch
 from warm import Started, Warm
 
-from harness.errors import InvalidInput
+from deepspeed_trial.errors import InvalidInput
 
 PROJECT = pathlib.Path(__file__).resolve().parent.parent
 JOINED = "RANK WORLD_SIZE LOCAL_RANK GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME".split()  # variables of a rank

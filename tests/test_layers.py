@@ -11,20 +11,22 @@ MAY_IMPORT = {
     package: set(others.split())
     for package, others in {
         "net": "",
-        "harness": "",
-        "data": "harness classify.config classify.images",
-        "classify.config": "harness",
-        "classify.images": "harness classify.config",
-        "classify.models": "harness classify.config net",
-        "classify.engine": "harness classify.config classify.images classify.models",
-        "classify.reports": "harness classify.config classify.images classify.models classify.engine",
-        "classify.publish": "harness classify.config classify.images classify.models classify.reports net data",
-        "classify.tuning": "harness classify.config classify.images classify.engine classify.reports",
+        "deepspeed_trial": "",
+        "data": "deepspeed_trial classify.config classify.images",
+        "classify.config": "deepspeed_trial",
+        "classify.images": "deepspeed_trial classify.config",
+        "classify.models": "deepspeed_trial classify.config net",
+        "classify.engine": "deepspeed_trial classify.config classify.images classify.models",
+        "classify.reports": "deepspeed_trial classify.config classify.images classify.models classify.engine",
+        "classify.publish": "deepspeed_trial classify.config classify.images classify.models classify.reports net data",
+        "classify.tuning": "deepspeed_trial classify.config classify.images classify.engine classify.reports",
     }.items()
 }
 PROGRAMS = {"train", "search", "shards", "checkpoint", "baseline"}
 FILES = [
-    file for pattern in ("*.py", "harness/**/*.py", "classify/**/*.py") for file in PROJECT.glob(pattern)
+    file
+    for pattern in ("*.py", "deepspeed_trial/**/*.py", "classify/**/*.py")
+    for file in PROJECT.glob(pattern)
 ]
 
 

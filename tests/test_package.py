@@ -45,7 +45,7 @@ def test_every_experiment_file_is_one_for_the_master(file):
     config = util.safe_load_yaml_with_exceptions(file.read_text())
     fields = {f"{key}.{name}" for key in SECTIONS for name in config.get(key) or {}}
     assert fields | config.keys() - SECTIONS <= {*DOCUMENTED}
-    assert config["entrypoint"] == "python3 -m harness.launch python3 train.py"
+    assert config["entrypoint"] == "python3 -m deepspeed_trial.launch python3 train.py"
     assert next(iter(config["min_validation_period"])) in ("records", "batches", "epochs")
     for each in ranges(config["hyperparameters"]):
         assert each.keys() - {"type"} <= RANGES[each["type"]], f"{file}: {each}"
@@ -58,7 +58,7 @@ def test_tests_of_a_file_stay_in_one_worker(request):
 
 MADE = """best/net.pt checkpoints/uuid/net.pt runs/mine/net.pt net.pt net.json net.onnx net.onnx.data net.safetensors
 net-int8.onnx.json published/config.json report.html data/cifar/batch""".split()
-NEEDED = """train.py model_def.py net.py data.py harness/trainer.py harness/launch.py harness/checkpoints/files.py
+NEEDED = """train.py model_def.py net.py data.py deepspeed_trial/trainer.py deepspeed_trial/launch.py deepspeed_trial/checkpoints/files.py
 classify/engine/trial_config.py ds_config.json startup-hook.sh""".split()
 
 

@@ -35,7 +35,7 @@ torch._dynamo torch._subclasses.schema_check_mode torch.onnx torch.profiler torc
 torch.utils.tensorboard
 deepspeed.module_inject.auto_ep_layer deepspeed.moe.layer deepspeed.ops.triton_ops deepspeed.runtime.pipe.engine
 deepspeed.runtime.superoffload deepspeed.runtime.zero.muon.muon_optimizer
-train baseline checkpoint search shards model_def line_trial harness.trainer harness.local.progress
+train baseline checkpoint search shards model_def line_trial deepspeed_trial.trainer deepspeed_trial.local.progress
 classify.models.state_dicts classify.models.timm_nets classify.publish.onnx_file classify.reports.figures
 classify.reports.html_report classify.reports.overview classify.reports.summary classify.reports.tracked_files
 classify.reports.utilisation classify.tuning.micro_batch
@@ -301,8 +301,8 @@ def run(arguments: list[str]) -> None:
 def prepare() -> None:
     """Import everything, with one thread and nothing for the garbage collector to look through in every fork."""
     gc.disable()
-    sys.path[:0] = [str(TESTS.parent), str(TESTS / "harness")]
-    import harness  # noqa: F401 - before DeepSpeed
+    sys.path[:0] = [str(TESTS.parent), str(TESTS / "deepspeed_trial")]
+    import deepspeed_trial  # noqa: F401 - before DeepSpeed
 
     for module in IMPORTED:
         importlib.import_module(module)

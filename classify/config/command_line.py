@@ -108,7 +108,7 @@ def short_overrides(args: argparse.Namespace, hyperparameters: Any) -> list[str]
             paths += _peak(config, f"{section}.scheduler")
         overrides += [f"{_at(config, each)[0]}={form.format(value)}" for each in paths]
     if errors:
-        from harness.errors import InvalidInput  # here: the import takes seconds
+        from deepspeed_trial.errors import InvalidInput  # here: the import takes seconds
 
         raise InvalidInput(errors)
     return overrides

@@ -11,9 +11,9 @@ from typing import Any
 
 from classify.config.metric_names import METRICS, SPEED_METRIC, is_metric
 from classify.config.rules import BOOL, TEXT, Rule, is_count, one_of, whole
-from harness import redaction
-from harness.errors import InvalidInput, nearest
-from harness.experiment import (
+from deepspeed_trial import redaction
+from deepspeed_trial.errors import InvalidInput, nearest
+from deepspeed_trial.experiment import (
     LENGTH,
     MINUTES,
     PERIOD_UNITS,

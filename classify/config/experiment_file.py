@@ -12,10 +12,10 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
 from classify.config.experiment_fields import check
-from harness import redaction
-from harness.errors import ErrorList, InvalidInput, one_line
-from harness.experiment import Experiment
-from harness.input_files import regular_file
+from deepspeed_trial import redaction
+from deepspeed_trial.errors import ErrorList, InvalidInput, one_line
+from deepspeed_trial.experiment import Experiment
+from deepspeed_trial.input_files import regular_file
 
 # The parser raises Python's own errors for a tagged value such as "!!int x", and for one nested too deep.
 YAML_ERRORS = (YAMLError, ValueError, KeyError, RecursionError)

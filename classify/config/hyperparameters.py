@@ -16,8 +16,8 @@ from classify.config.metric_names import is_metric
 from classify.config.options import Options, ProgressiveResizing, TestTimeAugmentation, WeightAverage
 from classify.config.parameter_groups import entry_errors, is_pattern
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, one_of, optional, whole
-from harness.errors import ErrorList
-from harness.experiment import (
+from deepspeed_trial.errors import ErrorList
+from deepspeed_trial.experiment import (
     HANG_AFTER,
     LENGTH_UNITS,
     MINUTES,
@@ -26,7 +26,7 @@ from harness.experiment import (
     of_one_unit,
     unit_errors,
 )
-from harness.trackers.tracked_run import tracker_errors
+from deepspeed_trial.trackers.tracked_run import tracker_errors
 
 
 def _are_counts(value: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from typing_extensions import Self, override
 
 from classify.config.rules import BOOL, Rule, is_number, number, whole
-from harness.errors import InvalidInput, nearest
+from deepspeed_trial.errors import InvalidInput, nearest
 
 
 class Options:

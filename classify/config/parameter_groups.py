@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from classify.config.rules import BOOL, RATE, Rule
-from harness.errors import nearest
+from deepspeed_trial.errors import nearest
 
 KEY = "hyperparameters.parameter_groups"
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from harness.errors import InvalidInput
+from deepspeed_trial.errors import InvalidInput
 
 MOST = 2**53  # up to which every whole number is a float, too
 MOST_PIXELS = 8192  # of an image's side

@@ -19,8 +19,8 @@ from classify.engine.optimizer_rules import is_muon, optimizer_class, optimizer_
 from classify.engine.replaced_keys import gpu_errors
 from classify.models.registry import MOE, NetSpec, on_meta_device
 from classify.models.stages import layers_of
-from harness.errors import InvalidInput, add_new
-from harness.machine import is_installed
+from deepspeed_trial.errors import InvalidInput, add_new
+from deepspeed_trial.machine import is_installed
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

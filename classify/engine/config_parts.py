@@ -13,8 +13,8 @@ from classify.images.settings import DataSettings
 from classify.images.splits import Splits
 from classify.images.streaming import Streaming
 from classify.models import pretrained, registry
-from harness import deepspeed_patches
-from harness.errors import ErrorList
+from deepspeed_trial import deepspeed_patches
+from deepspeed_trial.errors import ErrorList
 
 
 class Parts:

@@ -40,8 +40,8 @@ from classify.engine.learning_rate import configured_errors, follow_learning_rat
 from classify.engine.migration import resolve_auto
 from classify.engine.optimizer_rules import is_muon, optimizer_class, rules, schedule_class
 from classify.engine.replaced_keys import REPLACED, says
-from harness.errors import InvalidInput, one_line
-from harness.input_files import regular_file
+from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.input_files import regular_file
 
 # The file's parameters carry over to another optimizer or schedule as far as that one takes them.
 INHERITING = {"optimizer": optimizer_class, "scheduler": schedule_class}

@@ -19,7 +19,7 @@ from classify.config.hyperparameters import RULES
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, whole
 from classify.engine.optimizer_rules import optimizer_errors, scheduler_errors
 from classify.engine.replaced_keys import replaced_errors, today
-from harness.errors import nearest, one_line
+from deepspeed_trial.errors import nearest, one_line
 
 HYPER = "hyperparameters."
 TOTAL_BATCH, MICRO_BATCH, ACCUMULATION = (

@@ -22,10 +22,10 @@ from classify.engine.trial_config import TrialConfig
 from classify.engine.weight_average import WeightAverage
 from classify.models import net_file, state_dicts
 from classify.models.registry import MOE
-from harness import machine
-from harness.errors import InvalidInput
-from harness.full_weights import gather_full_state_dict
-from harness.hooks import Code, TrialHooks
+from deepspeed_trial import machine
+from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.full_weights import gather_full_state_dict
+from deepspeed_trial.hooks import Code, TrialHooks
 
 NOT_EXPORTED = ("ep_world_size", "noisy_gate_policy")  # which one process that only classifies does without
 
@@ -63,7 +63,7 @@ class ClassifierHooks(TrialHooks):
         self.mean, self.std = (list(each) for each in normalization)
         self.images_on_gpu = images_on_gpu
         if config.hyper.minutes and config.plan is not getattr(context, "plan", None):
-            what = "harness.trainer alone ends a training by time; use {epochs: N} or {batches: N}"
+            what = "deepspeed_trial.trainer alone ends a training by time; use {epochs: N} or {batches: N}"
             raise InvalidInput(f"hyperparameters.max_length: {config.hyper.max_length}: {what}")
         self._validation = contextlib.ExitStack()
         if how := config.hyper.weight_average:

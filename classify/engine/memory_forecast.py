@@ -12,7 +12,7 @@ from classify.engine.fake_optimizer import state_width
 from classify.engine.memory_step import FP32, keeps_freed_memory, record
 from classify.engine.memory_tape import HOLES, LASTING, Event, Library, between, peak
 from classify.engine.trial_config import TrialConfig
-from harness.errors import one_line
+from deepspeed_trial.errors import one_line
 
 MIB = 2**20
 TRACED = 2, 4  # micro-batches; batch normalization does not train on one image

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from classify.engine.replaced_keys import replaced_errors, today
-from harness.errors import InvalidInput, one_line
-from harness.input_files import refused, regular_file
+from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.input_files import refused, regular_file
 
 AUTO = "auto"
 LEARNING_RATE, CLIPPING, BATCH, WARMUP = 0.001, 1.0, 16, 0.1  # where nothing else is said

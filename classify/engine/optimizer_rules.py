@@ -26,9 +26,9 @@ from classify.config.rules import (
     one_of,
     optional,
 )
-from harness.errors import nearest, one_line
-from harness.muon_patches import MUON
-from harness.schedules import GroupSchedule
+from deepspeed_trial.errors import nearest, one_line
+from deepspeed_trial.muon_patches import MUON
+from deepspeed_trial.schedules import GroupSchedule
 
 TORCH_SCHEDULES = ("OneCycleLR", "LinearLR", "PolynomialLR", "CosineAnnealingLR")
 # The parameters of schedules that count steps.

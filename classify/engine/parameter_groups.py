@@ -18,9 +18,9 @@ from classify.config.hyperparameters import Hyperparameters
 from classify.config.parameter_groups import KEY
 from classify.models.depths import depths
 from classify.models.heads import head_layers
-from harness.errors import InvalidInput
-from harness.muon_patches import USES_MUON
-from harness.schedules import FACTOR, STARTS_AFTER
+from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.muon_patches import USES_MUON
+from deepspeed_trial.schedules import FACTOR, STARTS_AFTER
 
 OTHERS = "others"  # the parameters that no pattern matches
 _EXPERT = re.compile(r"(deepspeed_experts)\.\d+\.")

@@ -12,8 +12,8 @@ from classify.config.metric_names import SPEED_METRIC, TOP5_METRIC, TTA_METRIC, 
 from classify.images.splits import Splits
 from classify.models import dry_run, recompute, registry, state_dicts
 from classify.models.registry import NetSpec
-from harness.errors import InvalidInput, nearest
-from harness.experiment import Experiment
+from deepspeed_trial.errors import InvalidInput, nearest
+from deepspeed_trial.experiment import Experiment
 
 
 def check_metrics(hyper: Hyperparameters, searcher: Mapping[str, Any], classes: tuple[str, ...]) -> None:

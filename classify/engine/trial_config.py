@@ -30,10 +30,10 @@ from classify.images.splits import Splits
 from classify.models import flops, losses, pretrained, registry
 from classify.models.registry import NetSpec
 from classify.models.stages import layers_of
-from harness import deepspeed_patches, machine
-from harness.errors import ErrorList, InvalidInput
-from harness.experiment import Experiment
-from harness.plan import Plan
+from deepspeed_trial import deepspeed_patches, machine
+from deepspeed_trial.errors import ErrorList, InvalidInput
+from deepspeed_trial.experiment import Experiment
+from deepspeed_trial.plan import Plan
 
 VALIDATION_PIXELS = 512 * 32**2  # of a micro-batch: a forward pass needs little memory
 

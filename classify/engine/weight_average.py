@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim import swa_utils
 
 from classify.config import options
-from harness.deepspeed_patches import broadcast_buffers
-from harness.full_weights import (
+from deepspeed_trial.deepspeed_patches import broadcast_buffers
+from deepspeed_trial.full_weights import (
     exchange_masters,
     gather_full_state_dict,
     kept_buffers,
@@ -25,7 +25,7 @@ from harness.full_weights import (
     scatter_full_state_dict,
     update_network,
 )
-from harness.plan import Plan
+from deepspeed_trial.plan import Plan
 
 
 class WeightAverage:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from classify.config.rules import is_number, one_of
 from classify.images import transforms
-from harness.errors import ErrorList, InvalidInput, nearest
+from deepspeed_trial.errors import ErrorList, InvalidInput, nearest
 
 _CHOICES = {"flip": one_of(False, True, "alternating"), "edge": one_of("zeros", "reflection")}
 

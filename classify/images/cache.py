@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
-from harness.errors import DISK_FULL, InvalidInput, one_line, printable
-from harness.host_lock import host_lock, lock_of, stand_in
-from harness.input_files import regular_file
+from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line, printable
+from deepspeed_trial.host_lock import host_lock, lock_of, stand_in
+from deepspeed_trial.input_files import regular_file
 
 LARGE = 2**28  # bytes, from which on the place and the size are said before anything is written, too
 CHUNK = 500  # images in memory written at a time

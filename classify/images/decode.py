@@ -14,9 +14,9 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch.nn import functional as F
 
-from harness.errors import InvalidInput, one_line
-from harness.input_files import regular_file
-from harness.out_of_memory import is_out_of_memory
+from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.input_files import regular_file
+from deepspeed_trial.out_of_memory import is_out_of_memory
 
 # Pillow can open 33 more, and starts Ghostscript to open EPS; a folder's ``EXTENSIONS`` are of these alone
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "JPEG2000", "AVIF")

@@ -19,8 +19,8 @@ import numpy as np
 from torch import Tensor
 
 from classify.images.cache import Cache
-from harness.errors import one_line, printable
-from harness.input_files import refused
+from deepspeed_trial.errors import one_line, printable
+from deepspeed_trial.input_files import refused
 
 _HEAD = 4096  # bytes of ``.filled`` before the marks
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")

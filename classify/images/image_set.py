@@ -13,7 +13,7 @@ from torchvision.transforms.v2 import functional
 
 from classify.images.settings import DataSettings
 from classify.images.streamed import StreamedImages
-from harness.errors import InvalidInput
+from deepspeed_trial.errors import InvalidInput
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing_extensions import override
 from classify.images.augment import Augmenter
 from classify.images.image_set import ImageSet
 from classify.images.sampler import MicroBatchSampler
-from harness.errors import InvalidInput
+from deepspeed_trial.errors import InvalidInput
 
 PREFETCHED = 2  # micro-batches that wait for a GPU
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler
 
 from classify.images.windows import Window, Windows
-from harness.errors import InvalidInput
+from deepspeed_trial.errors import InvalidInput
 
 
 class MicroBatchSampler(BatchSampler):

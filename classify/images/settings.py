@@ -17,8 +17,8 @@ from classify.images.sources.encoded import Location
 from classify.images.sources.encoded_source import EncodedSource
 from classify.images.sources.readable import Readable
 from classify.images.splits import AUTO, Splits
-from harness import redaction
-from harness.errors import ErrorList, InvalidInput, nearest
+from deepspeed_trial import redaction
+from deepspeed_trial.errors import ErrorList, InvalidInput, nearest
 
 IMAGE_SIZE = 32  # what Net takes, in pixels
 MOST_WORKERS = 64  # of a rank

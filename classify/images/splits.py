@@ -19,7 +19,7 @@ from classify.images.sources.remote import is_remote
 from classify.images.sources.shard_cache import ShardsAhead
 from classify.images.streamed import StreamedImages
 from classify.images.windows import Windows
-from harness.errors import InvalidInput
+from deepspeed_trial.errors import InvalidInput
 
 SPLITS = ("train", "val", "test")
 UNREADABLE = "unreadable.txt"  # of a run: a line for each image that it leaves out

@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 from classify.images.decode import decode
 from classify.images.growing_cache import GrowingCache
 from classify.images.sources.encoded import EncodedImages, ShardFile
-from harness.errors import InvalidInput, UnreadableData
+from deepspeed_trial.errors import InvalidInput, UnreadableData
 
 READ = 64  # encoded images in memory at a time
 

@@ -16,7 +16,7 @@ from classify.images.sources.encoded_source import EncodedSource
 from classify.images.sources.remote import is_remote
 from classify.images.splits import Splits
 from classify.images.streamed import StreamedImages
-from harness.errors import ErrorList
+from deepspeed_trial.errors import ErrorList
 
 LARGE = 2**33  # bytes of decoded images, from which on they are streamed where nothing is said
 WINDOW = 16  # shards that are shuffled together, where streamed ones are remote and nothing is said

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from classify.config.rules import is_number, one_of
-from harness.errors import ErrorList, InvalidInput, nearest, one_line
+from deepspeed_trial.errors import ErrorList, InvalidInput, nearest, one_line
 
 TRANSFORMS: dict[str, type[v2.Transform]] = {
     name: each

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from classify.config.options import TestTimeAugmentation
-from harness.errors import InvalidInput
+from deepspeed_trial.errors import InvalidInput
 
 
 def views(inputs: Tensor, how: TestTimeAugmentation) -> Iterator[tuple[Tensor, float]]:

@@ -10,8 +10,8 @@ from torch.nn.parameter import UninitializedParameter
 
 import net as own
 from classify.models.registry import MOE, NetSpec, build, logits, on_meta_device, prefers_channels_last
-from harness.errors import InvalidInput, one_line
-from harness.out_of_memory import is_out_of_memory
+from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.out_of_memory import is_out_of_memory
 
 
 def check(

@@ -14,7 +14,7 @@ from torchvision.ops import sigmoid_focal_loss
 import net as own
 from classify.config.hyperparameters import Hyperparameters
 from classify.config.rules import is_number
-from harness.errors import ErrorList, InvalidInput, nearest, one_line
+from deepspeed_trial.errors import ErrorList, InvalidInput, nearest, one_line
 
 CROSS_ENTROPY, BALANCED = "cross_entropy", "balanced"
 KEY, WEIGHTS = "hyperparameters.loss", "hyperparameters.class_weights"

@@ -34,10 +34,10 @@ from classify.config.rules import (
 )
 from classify.models import dry_run, registry, state_dicts
 from classify.models.registry import NetSpec
-from harness import redaction
-from harness.checkpoints.files import sha256
-from harness.errors import InvalidInput, one_line
-from harness.input_files import regular_file
+from deepspeed_trial import redaction
+from deepspeed_trial.checkpoints.files import sha256
+from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.input_files import regular_file
 
 NAMES = ("net.pt", "net.json")  # in a run's folder
 IN_A_FOLDER = ("model.safetensors", "config.json")  # as Hugging Face's libraries have them
@@ -242,7 +242,7 @@ def _make(
         except InvalidInput as error:
             raise InvalidInput(f"{path}: its {each}" for each in error.errors) from error
     from classify.models.net_moe import NetMoE
-    from harness.processes import start_process_group
+    from deepspeed_trial.processes import start_process_group
 
     start_process_group()  # without which DeepSpeed makes no layer of experts
     try:

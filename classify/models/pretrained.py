@@ -26,9 +26,9 @@ import net as own
 from classify.models import net_file, state_dicts, timm_nets
 from classify.models.heads import head_layers
 from classify.models.registry import MOE, NetSpec, on_meta_device
-from harness.errors import InvalidInput, one_line
-from harness.host_lock import host_lock
-from harness.input_files import regular_file
+from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.host_lock import host_lock
+from deepspeed_trial.input_files import regular_file
 
 PATIENCE = 20.0  # seconds without a byte, after which a download has failed
 _OLD_DENSE_LAYER = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.(\d)")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.errors import InvalidInput
+from deepspeed_trial.errors import InvalidInput
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 

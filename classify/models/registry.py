@@ -17,8 +17,8 @@ from classify.models import (
     net_airbench,  # noqa: F401 - which registers itself
     timm_nets,
 )
-from harness.errors import InvalidInput, nearest, one_line
-from harness.out_of_memory import is_out_of_memory
+from deepspeed_trial.errors import InvalidInput, nearest, one_line
+from deepspeed_trial.out_of_memory import is_out_of_memory
 
 MOE = "net-moe"  # the name of Net with experts, which classify/models/net_moe.py makes
 # Vision transformers, whose sizes torchvision's own functions fix and so do not take as arguments.

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from classify.models.heads import head_layers
-from harness.checkpoints.weights import mismatch
-from harness.errors import InvalidInput, why_unloadable
-from harness.full_weights import kept_buffers
-from harness.input_files import regular_file
+from deepspeed_trial.checkpoints.weights import mismatch
+from deepspeed_trial.errors import InvalidInput, why_unloadable
+from deepspeed_trial.full_weights import kept_buffers
+from deepspeed_trial.input_files import regular_file
 
 # Under which keys training scripts save a state_dict, and what wrappers put before its names.
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")

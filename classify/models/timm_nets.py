@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from classify.config.rules import is_count, is_finite
 from classify.models import state_dicts
 from classify.models.heads import head_layers
-from harness.checkpoints.weights import mismatch
-from harness.errors import InvalidInput, nearest, one_line
+from deepspeed_trial.checkpoints.weights import mismatch
+from deepspeed_trial.errors import InvalidInput, nearest, one_line
 
 PREFIX = "timm/"
 OWN_KEYS = {  # of a network's arguments, what is said elsewhere

@@ -22,7 +22,7 @@ from classify.models import net_file, pretrained, registry, timm_nets
 from classify.models.registry import NetSpec
 from classify.publish import model_card, weights
 from classify.publish.network import Trained
-from harness.errors import InvalidInput
+from deepspeed_trial.errors import InvalidInput
 
 CARD, PREPROCESSING = "README.md", "preprocessor_config.json"
 

@@ -16,7 +16,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from classify.config.metric_names import METRICS
 from classify.images.settings import DataSettings
 from classify.reports.finished_run import FinishedRun
-from harness.errors import InvalidInput, printable
+from deepspeed_trial.errors import InvalidInput, printable
 
 TEMPLATE = pathlib.Path(__file__).with_name("model_card.md.jinja")
 TASK = "image-classification"

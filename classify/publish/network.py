@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from classify.models import net_file, registry
-from harness.checkpoints.files import sha256
-from harness.errors import InvalidInput, one_line
-from harness.input_files import refused, regular_file
+from deepspeed_trial.checkpoints.files import sha256
+from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.input_files import refused, regular_file
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from classify.publish.network import Classifier, Trained, read_described, without_warnings
 from classify.publish.weights import as_text
-from harness.errors import InvalidInput, one_line
+from deepspeed_trial.errors import InvalidInput, one_line
 
 INPUT, OUTPUT = "images", "logits"
 

@@ -21,7 +21,7 @@ from classify.images.settings import DataSettings
 from classify.publish.network import Classifier
 from classify.reports.metrics import ClassificationMetrics
 from classify.reports.summary import metrics_summary
-from harness.errors import ErrorList, InvalidInput
+from deepspeed_trial.errors import ErrorList, InvalidInput
 
 BATCH, PIXELS = 500, 2**25  # images classified at a time, and the pixels that they may have together
 FOR_INT8 = 512  # training images by which int8 is scaled

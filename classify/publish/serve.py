@@ -21,7 +21,7 @@ from classify.images.decode import decode, open_image
 from classify.publish import scoring
 from classify.publish.network import Classifier
 from classify.reports import page
-from harness.errors import InvalidInput, one_line, printable
+from deepspeed_trial.errors import InvalidInput, one_line, printable
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")  # this machine's, to a browser on it

@@ -14,8 +14,8 @@ from classify.images.image_set import ImageSet
 from classify.reports.classification import ClassificationLog
 from classify.reports.metrics import ClassificationMetrics
 from classify.reports.tensorboard import TensorBoardLog
-from harness.callbacks import EarlyStopping
-from harness.experiment import Experiment
+from deepspeed_trial.callbacks import EarlyStopping
+from deepspeed_trial.experiment import Experiment
 
 
 def make_callbacks(

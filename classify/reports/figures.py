@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from harness.errors import printable
+from deepspeed_trial.errors import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -25,9 +25,9 @@ from classify.config.rules import (
 )
 from classify.images.decode import open_image
 from classify.reports import summary as summaries
-from harness.errors import InvalidInput, one_line
-from harness.experiment import Experiment
-from harness.local import metrics_log
+from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.experiment import Experiment
+from deepspeed_trial.local import metrics_log
 
 
 def _is_mistake(value: Any) -> bool:

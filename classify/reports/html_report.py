@@ -23,7 +23,7 @@ from classify.config.metric_names import (
 from classify.images.decode import open_image
 from classify.reports import figures, page
 from classify.reports.finished_run import FinishedRun
-from harness import redaction
+from deepspeed_trial import redaction
 
 TEMPLATE = pathlib.Path(__file__).with_name("report.html.jinja")
 

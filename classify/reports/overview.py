@@ -14,9 +14,9 @@ from classify.engine.trial_config import TrialConfig
 from classify.images.cache import in_bytes
 from classify.images.splits import Splits
 from classify.images.streaming import Streaming
-from harness.context import TrialContext
-from harness.errors import printable
-from harness.local.folder import shown
+from deepspeed_trial.context import TrialContext
+from deepspeed_trial.errors import printable
+from deepspeed_trial.local.folder import shown
 
 
 def describe_images(config: TrialConfig) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 from ruamel.yaml import YAML
 
-from harness.errors import InvalidInput, printable
+from deepspeed_trial.errors import InvalidInput, printable
 
 BASE = pathlib.Path(__file__).with_name("page.html.jinja")
 

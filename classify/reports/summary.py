@@ -11,7 +11,7 @@ from typing import Any
 from classify.config.metric_names import METRICS, TTA_METRIC
 from classify.models import net_file
 from classify.reports import classification
-from harness.errors import printable
+from deepspeed_trial.errors import printable
 
 FILE = "summary.json"
 RUN_FILES = (*net_file.NAMES, classification.FILE)  # beside those of every run of the harness

@@ -25,9 +25,9 @@ from classify.images.image_set import ImageSet
 from classify.models import registry
 from classify.reports import figures
 from classify.reports.metrics import ClassificationMetrics
-from harness.deepspeed_patches import loss_scale
-from harness.errors import one_line
-from harness.hooks import StepCounter
+from deepspeed_trial.deepspeed_patches import loss_scale
+from deepspeed_trial.errors import one_line
+from deepspeed_trial.hooks import StepCounter
 
 FIGURES_SHARE = 20  # figures are drawn when at least so many times what they took has passed since
 LARGEST_GRAPH = 30_000_000  # parameters of a network that is made once more to be drawn

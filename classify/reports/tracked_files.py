@@ -10,8 +10,8 @@ from typing import Any
 
 from classify.models import net_file
 from classify.reports import summary
-from harness.errors import one_line, printable
-from harness.local import metrics_log
+from deepspeed_trial.errors import one_line, printable
+from deepspeed_trial.local import metrics_log
 
 FROM_RUN = (*net_file.NAMES, summary.FILE, metrics_log.FILE, "run.json")
 

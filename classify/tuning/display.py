@@ -18,8 +18,8 @@ from rich.table import Table
 
 from classify.tuning import plots
 from classify.tuning.results import Results
-from harness.errors import printable
-from harness.local.folder import shown
+from deepspeed_trial.errors import printable
+from deepspeed_trial.local.folder import shown
 
 SHOWN = 24  # trials in the table on a terminal
 STYLES = {"complete": "green", "pruned": "yellow", "failed": "bold red", "invalid": "red", "running": "cyan"}

@@ -1,6 +1,6 @@
 """The fastest configuration, by trying: the micro-batch for ``auto``, and for ``--tune`` more than that.
 
-A try is a few steps in the real engine and processes (``harness/attempts.py``), with at most two
+A try is a few steps in the real engine and processes (``deepspeed_trial/attempts.py``), with at most two
 micro-batches in an optimizer step; the time of a whole step is made of theirs. What is tried changes how a
 step is computed and not, but for rounding, what: the global batch stays.
 """
@@ -17,9 +17,9 @@ from classify.engine.combinations import offloads
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
 from classify.engine.memory_forecast import Forecaster
 from classify.engine.trial_config import TrialConfig
-from harness.attempts import NO_MEMORY, Attempt
-from harness.errors import InvalidInput, TrainingStopped
-from harness.experiment import Experiment
+from deepspeed_trial.attempts import NO_MEMORY, Attempt
+from deepspeed_trial.errors import InvalidInput, TrainingStopped
+from deepspeed_trial.experiment import Experiment
 
 SURE = 0.85  # of a forecast: what measures at least that much
 STEADY = 0.97  # of a rate: what is between this and its inverse is as fast

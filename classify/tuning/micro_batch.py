@@ -15,10 +15,10 @@ from classify.engine.deepspeed_keys import MICRO_BATCH, TOTAL_BATCH
 from classify.engine.memory import advise
 from classify.engine.trial_config import TrialConfig
 from classify.tuning.fastest import Tries, Try, changed
-from harness import attempts, processes
-from harness.context import TrialContext
-from harness.errors import InvalidInput, TrainingStopped, printable
-from harness.experiment import Experiment
+from deepspeed_trial import attempts, processes
+from deepspeed_trial.context import TrialContext
+from deepspeed_trial.errors import InvalidInput, TrainingStopped, printable
+from deepspeed_trial.experiment import Experiment
 
 FILE = "tried.json"  # in a run's folder: what was tried, and chosen; a resumed run takes the same
 

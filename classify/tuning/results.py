@@ -10,7 +10,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from classify.tuning.specification import Search
-from harness import redaction
+from deepspeed_trial import redaction
 
 
 def quiet_optuna() -> None:

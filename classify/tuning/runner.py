@@ -26,9 +26,9 @@ from classify.tuning.display import SearchDisplay
 from classify.tuning.results import Results
 from classify.tuning.specification import Search
 from classify.tuning.trial_run import LAST_WORDS, TrialRun, wait_for
-from harness import redaction
-from harness.errors import ErrorList, InvalidInput
-from harness.processes import device_type
+from deepspeed_trial import redaction
+from deepspeed_trial.errors import ErrorList, InvalidInput
+from deepspeed_trial.processes import device_type
 
 POLL = 0.1  # seconds between two looks at the trials
 

@@ -17,8 +17,8 @@ from classify.reports import page
 from classify.tuning import plots, specification
 from classify.tuning.results import Results, quiet_optuna
 from classify.tuning.space import Range
-from harness.errors import InvalidInput, one_line
-from harness.local import metrics_log
+from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.local import metrics_log
 
 TEMPLATE = pathlib.Path(__file__).with_name("search.html.jinja")
 HOW = {

@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from classify.config.experiment_fields import SEARCHERS, cluster_notes
 from classify.config.rules import BOOL, Rule, is_count, is_finite, one_of, whole
-from harness.errors import nearest
-from harness.experiment import Experiment
+from deepspeed_trial.errors import nearest
+from deepspeed_trial.experiment import Experiment
 
 MODES = ("aggressive", "standard", "conservative")
 NEEDED = {

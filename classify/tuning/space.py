@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from classify.config.experiment_fields import SAMPLED_TYPES
 from classify.config.rules import is_count, is_finite
-from harness.errors import nearest
+from deepspeed_trial.errors import nearest
 
 # https://docs.determined.ai/latest/reference/training/experiment-config-reference.html#hyperparameters
 RANGE_KEYS = {

@@ -19,8 +19,8 @@ from classify.config import experiment_fields, experiment_file
 from classify.images.settings import DataSettings
 from classify.tuning import searchers, space
 from classify.tuning.space import Range
-from harness.errors import ErrorList, InvalidInput, printable
-from harness.experiment import Experiment
+from deepspeed_trial.errors import ErrorList, InvalidInput, printable
+from deepspeed_trial.experiment import Experiment
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH
 from classify.engine.memory import advise
 from classify.engine.trial_config import TrialConfig
 from classify.tuning.fastest import OFFLOAD, RECOMPUTE, STAGE, Tries, Try, changed, find
-from harness import attempts, processes, redaction
-from harness.errors import InvalidInput, printable
-from harness.experiment import Experiment
-from harness.local.folder import locked_folder, shown
+from deepspeed_trial import attempts, processes, redaction
+from deepspeed_trial.errors import InvalidInput, printable
+from deepspeed_trial.experiment import Experiment
+from deepspeed_trial.local.folder import locked_folder, shown
 
 TUNED, TRIED = "tuned.yaml", "tried.json"
 

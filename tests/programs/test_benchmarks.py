@@ -9,7 +9,7 @@ from benchmarks import costs, programs, report, steps, worker
 from benchmarks.__main__ import main
 from classify.config import experiment_file
 from classify.engine.trial_config import TrialConfig
-from harness import machine
+from deepspeed_trial import machine
 
 DIGITS = ["data.dataset=digits"]
 

@@ -9,7 +9,7 @@ from matrix import DEEPSPEED
 from support import INSTRUCTIONS, Run, execute, losses, overrides, run, train_many
 
 from benchmarks import recipes, report
-from harness import machine
+from deepspeed_trial import machine
 
 STEPS = 30
 SMALL = ["--config", "experiments/cifar10-90.yaml"]

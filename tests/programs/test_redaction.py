@@ -15,9 +15,9 @@ import train
 from classify.config import experiment_file
 from classify.images.settings import DataSettings
 from classify.tuning import runner, trial_run
-from harness import redaction
-from harness.errors import InvalidInput
-from harness.experiment import Experiment
+from deepspeed_trial import redaction
+from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.experiment import Experiment
 
 PLANTED = re.compile(rb"planted_\w*")
 FILE = """

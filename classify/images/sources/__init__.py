@@ -2,7 +2,7 @@
 
 A new kind is one more class with the members of ``Source``, in a file of its own, and one more row in
 ``SOURCES``; of encoded images it has only to give those of ``EncodedSource``. Every rank calls ``load``: what
-takes long is done once a host by ``harness.host_lock`` and kept by ``cache``.
+takes long is done once a host by ``deepspeed_trial.host_lock`` and kept by ``cache``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from classify.images.sources.encoded import EncodedImages, Location
 from classify.images.sources.image_folder import ImageFolder
 from classify.images.sources.listed import own, table
 from classify.images.sources.tar_shards import TarShards
-from harness.errors import InvalidInput, one_line
+from deepspeed_trial.errors import InvalidInput, one_line
 
 
 class Source(Protocol):

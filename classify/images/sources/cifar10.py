@@ -17,9 +17,9 @@ from torch import Tensor
 
 from classify.images import cache
 from classify.images.sources.encoded import Location
-from harness.errors import InvalidInput, one_line
-from harness.host_lock import host_lock
-from harness.input_files import refused
+from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.host_lock import host_lock
+from deepspeed_trial.input_files import refused
 
 _CIFAR = torchvision.datasets.CIFAR10
 

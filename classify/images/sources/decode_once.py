@@ -22,7 +22,7 @@ from tqdm import tqdm
 from classify.images.decode import decode
 from classify.images.sources.encoded import EncodedImages, ShardFile
 from classify.images.sources.files import NOT_READABLE, raise_some
-from harness.errors import InvalidInput, TrainingStopped
+from deepspeed_trial.errors import InvalidInput, TrainingStopped
 
 CHUNK = 64  # images a worker decodes at a time
 AHEAD = 4  # shards that are fetched at the same time, before they are decoded

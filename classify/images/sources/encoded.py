@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from classify.images import decode
-from harness.host_lock import stand_ins
+from deepspeed_trial.host_lock import stand_ins
 
 MOST_OF_AN_IMAGE = decode.MOST_BYTES
 

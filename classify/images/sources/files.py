@@ -15,7 +15,7 @@ from torch import Tensor
 from classify.images.decode import content_of
 from classify.images.sources.encoded import MOST_OF_AN_IMAGE, Shard, ShardFile
 from classify.images.sources.remote import Storage, is_remote
-from harness.errors import InvalidInput, one_line
+from deepspeed_trial.errors import InvalidInput, one_line
 
 NOT_READABLE = "replace or remove these first, or set data.unreadable to skip"  # the remedy
 SHOWN = 20  # files that are named where more cannot be read

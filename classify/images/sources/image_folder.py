@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from classify.images.sources.encoded import Location
 from classify.images.sources.encoded_source import EncodedSource
 from classify.images.sources.files import EXTENSIONS, FileImages
-from harness.errors import ErrorList, InvalidInput
-from harness.input_files import refused
+from deepspeed_trial.errors import ErrorList, InvalidInput
+from deepspeed_trial.input_files import refused
 
 PARTS = ("train", "val", "test")
 WHOLE = "all"  # the part of a folder that has only classes

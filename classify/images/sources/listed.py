@@ -20,8 +20,8 @@ from classify.images.sources.encoded_source import EncodedSource
 from classify.images.sources.files import FileImages
 from classify.images.sources.remote import Storage, is_remote
 from classify.images.sources.shard_index import classes_of, label_of
-from harness.errors import InvalidInput, one_line, printable
-from harness.input_files import parsed, refused
+from deepspeed_trial.errors import InvalidInput, one_line, printable
+from deepspeed_trial.input_files import parsed, refused
 
 _PATHS, _LABELS = ("path", "file_name", "image", "url"), ("label", "class")  # columns
 _TABLES = ("{}.csv", "{}.jsonl", "{}/metadata.csv", "{}/metadata.jsonl")

@@ -19,8 +19,8 @@ import pyarrow.parquet
 from classify.images.sources.encoded import Shard
 from classify.images.sources.shard_index import ENTRY, MOST_CLASSES, Scanned, check_length
 from classify.images.sources.shard_source import ShardImages, ShardSource
-from harness.errors import InvalidInput
-from harness.input_files import parsed
+from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.input_files import parsed
 
 KEPT = 2**28  # bytes of the row groups that a process keeps, at least one
 MOST_OF_A_GROUP = 2**30  # bytes of the images in a row group

@@ -19,9 +19,9 @@ from classify.images.sources.decode_once import try_all
 from classify.images.sources.encoded import EncodedImages, Shard, ShardFile
 from classify.images.sources.encoded_source import EncodedSource
 from classify.images.sources.files import raise_some
-from harness.errors import InvalidInput
-from harness.host_lock import stand_in
-from harness.input_files import refused
+from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.host_lock import stand_in
+from deepspeed_trial.input_files import refused
 
 
 class Readable(EncodedSource):

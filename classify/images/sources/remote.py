@@ -18,7 +18,7 @@ from fsspec.callbacks import Callback
 from fsspec.registry import known_implementations
 
 from classify.images.sources.encoded import Shard
-from harness.errors import DISK_FULL, InvalidInput, one_line
+from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line
 
 ATTEMPTS = 5
 FIRST_WAIT = 0.5  # seconds, which double with each further attempt

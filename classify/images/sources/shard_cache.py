@@ -18,9 +18,9 @@ import filelock
 
 from classify.images.cache import in_bytes
 from classify.images.sources.encoded import Fetch, Shard
-from harness.errors import InvalidInput
-from harness.host_lock import lock_of, writable_folder
-from harness.input_files import refused
+from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.host_lock import lock_of, writable_folder
+from deepspeed_trial.input_files import refused
 
 SHARE = 0.9  # of the disk's room that shards may fill where no limit is given
 PAUSE = 0.1  # seconds

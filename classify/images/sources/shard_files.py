@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from classify.images.sources.encoded import Location, Shard
 from classify.images.sources.remote import Storage, is_remote
-from harness.errors import InvalidInput
-from harness.input_files import refused, regular_file
+from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.input_files import refused, regular_file
 
 PARTS = ("train", "val", "test")
 WHOLE = "all"

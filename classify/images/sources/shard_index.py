@@ -19,8 +19,8 @@ import numpy as np
 from numpy.lib import format as npy
 
 from classify.images.sources.encoded import MOST_OF_AN_IMAGE, Shard
-from harness.errors import InvalidInput
-from harness.input_files import parsed
+from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.input_files import parsed
 
 FILE = "index.npz"
 FORMAT = 1

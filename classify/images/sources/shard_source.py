@@ -22,10 +22,10 @@ from classify.images.sources.encoded import Location, Shard, ShardFile
 from classify.images.sources.encoded_source import EncodedSource
 from classify.images.sources.remote import MOST_OF_A_FILE, Storage, is_remote
 from classify.images.sources.shard_index import Index, Part, Scanned
-from harness.errors import InvalidInput
-from harness.host_lock import host_lock
-from harness.input_files import refused, small_file
-from harness.redaction import text
+from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.host_lock import host_lock
+from deepspeed_trial.input_files import refused, small_file
+from deepspeed_trial.redaction import text
 
 
 class ShardImages(abc.ABC):

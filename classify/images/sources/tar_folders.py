@@ -28,7 +28,7 @@ from classify.images.sources.image_folder import ImageFolder
 from classify.images.sources.remote import digest
 from classify.images.sources.tar_members import members
 from classify.images.sources.tar_shards import TarShards, scan
-from harness.errors import InvalidInput, one_line, printable
+from deepspeed_trial.errors import InvalidInput, one_line, printable
 
 _SAFE = "".join(chr(each) for each in range(33, 127) if chr(each) not in "%./\\")
 _BLOCK = 512  # bytes; a member is a block and as many as its content fills

@@ -7,7 +7,7 @@ import tarfile
 from collections.abc import Iterator
 from typing import NoReturn
 
-from harness.input_files import parsed
+from deepspeed_trial.input_files import parsed
 
 BLOCK = 512  # bytes of a member's header
 _MOST_OF_A_HEADER = 2**14  # bytes of a pax header or a long name

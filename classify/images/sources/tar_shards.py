@@ -28,8 +28,8 @@ from classify.images.sources.shard_index import (
 )
 from classify.images.sources.shard_source import ShardImages, ShardSource
 from classify.images.sources.tar_members import BLOCK, members
-from harness.errors import InvalidInput, one_line
-from harness.input_files import refused, regular_file
+from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.input_files import refused, regular_file
 
 _MOST_OF_TEXT = 2**16  # bytes of a member KEY.cls or KEY.json
 _MOST_OF_NAMES = 2**26  # bytes of all class names

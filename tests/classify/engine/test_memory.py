@@ -16,12 +16,12 @@ import checkpoint
 import net as own
 import train
 from classify.engine import memory
-from harness.out_of_memory import is_out_of_memory
+from deepspeed_trial.out_of_memory import is_out_of_memory
 
 # The limit is set late, inside a function of the program; the real allocator fails
 LIMITED = """
 import resource, sys, train, model_def, torch
-from harness.trainer import Trainer
+from deepspeed_trial.trainer import Trainer
 
 def limit(room):
     used = int(open("/proc/self/statm").read().split()[5]) * 4096

@@ -15,7 +15,7 @@ from classify.engine.memory_forecast import MIB, Forecaster, forecast, model_sta
 from classify.engine.memory_step import record
 from classify.engine.memory_tape import Library, peak
 from classify.engine.trial_config import TrialConfig
-from harness import machine
+from deepspeed_trial import machine
 
 NET = 62_006  # parameters of Net, an even number
 VIT = {

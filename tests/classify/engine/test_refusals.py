@@ -5,7 +5,7 @@ from support import DIGITS
 
 import train
 from classify.engine.trial_config import TrialConfig
-from harness import machine
+from deepspeed_trial import machine
 
 INLINE = "max_length: {epochs: 1}, train_batch_size: 32, optimizer: {type: Adam, params: {lr: 0.001}}}"
 D = "hyperparameters.overwrite_deepspeed_args"

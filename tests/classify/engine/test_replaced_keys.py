@@ -12,7 +12,7 @@ from classify.engine.deepspeed_keys import key_errors, known_keys
 from classify.engine.migration import migrate_file, migrated, resolve_auto
 from classify.engine.replaced_keys import COMPRESSED, FOR_GPUS, REPLACED
 from classify.engine.trial_config import TrialConfig
-from harness.errors import InvalidInput
+from deepspeed_trial.errors import InvalidInput
 
 BASE = {"train_batch_size": 32, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}
 WARMUP = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")

@@ -18,8 +18,8 @@ from classify.engine.optimizer_rules import TORCH_SCHEDULES, schedule_maker
 from classify.engine.trial_config import TrialConfig
 from classify.models import registry
 from classify.tuning import specification
-from harness.plan import Plan
-from harness.schedules import GroupSchedule, PlannedSchedule
+from deepspeed_trial.plan import Plan
+from deepspeed_trial.schedules import GroupSchedule, PlannedSchedule
 
 RATE = 0.0123
 OPTIMIZER = {"type": "Adam", "params": {"lr": 0.1}}

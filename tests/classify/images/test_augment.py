@@ -15,8 +15,8 @@ from classify.images.image_set import ImageSet
 from classify.images.loader import MicroBatchLoader
 from classify.images.sampler import MicroBatchSampler
 from classify.images.settings import DataSettings
-from harness.errors import TrainingStopped
-from harness.out_of_memory import explain_out_of_memory
+from deepspeed_trial.errors import TrainingStopped
+from deepspeed_trial.out_of_memory import explain_out_of_memory
 
 SIZE, COUNT = 32, 64
 LIST = "data.augment.transforms"

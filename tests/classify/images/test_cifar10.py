@@ -21,7 +21,7 @@ import data
 from classify.images.image_set import ImageSet
 from classify.images.settings import DataSettings
 from classify.images.sources.cifar10 import Cifar10
-from harness import host_lock
+from deepspeed_trial import host_lock
 
 ARCHIVE = "cifar-10-python.tar.gz"
 A_DOWNLOAD = 2  # requests: torchvision first asks for redirects

@@ -14,7 +14,7 @@ from support import error_line
 from classify.images import decode as decoder
 from classify.images.decode import FORMATS, UnreadableImage, decode
 from classify.images.sources.files import EXTENSIONS
-from harness.errors import InvalidInput
+from deepspeed_trial.errors import InvalidInput
 
 
 @pytest.mark.parametrize(

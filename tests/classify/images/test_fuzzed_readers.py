@@ -27,7 +27,7 @@ import shards
 from classify.images.sources import kind_of
 from classify.images.sources.encoded import Location
 from classify.images.sources.shard_index import ENTRY
-from harness.errors import InvalidInput
+from deepspeed_trial.errors import InvalidInput
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "60"))
 MEMORY = 2**30  # bytes that a reader may take

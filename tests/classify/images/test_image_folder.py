@@ -20,8 +20,8 @@ import data
 from classify.images import cache
 from classify.images.settings import DataSettings
 from classify.images.sources import decode_once, files
-from harness import host_lock
-from harness.errors import InvalidInput, TrainingStopped
+from deepspeed_trial import host_lock
+from deepspeed_trial.errors import InvalidInput, TrainingStopped
 
 
 @pytest.fixture

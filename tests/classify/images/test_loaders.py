@@ -14,7 +14,7 @@ from classify.images.augment import Augmentation, Augmenter
 from classify.images.image_set import ImageSet
 from classify.images.loader import MicroBatchDataset, MicroBatchLoader, Prefetcher
 from classify.images.sampler import MicroBatchSampler
-from harness.errors import InvalidInput
+from deepspeed_trial.errors import InvalidInput
 
 
 @pytest.fixture(scope="module")

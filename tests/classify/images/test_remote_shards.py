@@ -33,7 +33,7 @@ from classify.images.sources.encoded import Location, Shard
 from classify.images.sources.parquet_shards import ParquetShards
 from classify.images.sources.shard_cache import ShardCache, ShardsAhead
 from classify.images.windows import Windows
-from harness.host_lock import lock_of
+from deepspeed_trial.host_lock import lock_of
 
 
 def in_windows(count: int = 60, shards: int = 10, size: int = 3) -> Windows:

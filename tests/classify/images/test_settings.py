@@ -8,7 +8,7 @@ from support import error_line
 
 import data
 from classify.images.settings import DataSettings
-from harness.errors import InvalidInput
+from deepspeed_trial.errors import InvalidInput
 
 
 def test_defaults_and_sizes():

@@ -17,7 +17,7 @@ from support import fork
 import checkpoint
 from classify.images import growing_cache, streamed, streaming
 from classify.images.image_set import ImageSet
-from harness.errors import UnreadableData
+from deepspeed_trial.errors import UnreadableData
 
 
 def stream(dataset: str, root: object, split: str = "train", **section: Any) -> ImageSet:

@@ -25,7 +25,7 @@ from classify.tuning.display import SearchDisplay
 from classify.tuning.results import Results, quiet_optuna
 from classify.tuning.runner import SearchRunner
 from classify.tuning.trial_run import TrialRun
-from harness.errors import InvalidInput
+from deepspeed_trial.errors import InvalidInput
 
 GRID, ASHA = (str(PROJECT / f"experiments/search-{name}.yaml") for name in ("grid", "asha"))
 RATE = "overwrite_deepspeed_args.optimizer.params.lr"

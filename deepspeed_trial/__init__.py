@@ -1,0 +1,75 @@
+"""Runs any ``DeepSpeedTrial``: on a Determined cluster, on GPUs, or on the CPU cores of a laptop.
+
+What Determined 0.38 and DeepSpeed 0.19 leave undone is done here; nothing here knows of images.
+
+    from deepspeed_trial.trainer import Trainer, init
+    from deepspeed_trial.local.local_mode import LocalTestMode
+
+    with init(hparams=hparams, exp_conf=config) as context:
+        Trainer(MyTrial(context), context).fit(max_length=pytorch.Epoch(2))
+
+Importing this package tells DeepSpeed, which looks for an accelerator while it is imported, that there is
+none, keeps MLflow out of it, lets threads sleep while they wait for each other, and gives each task of
+SLURM's ``srun`` its rank. Import it before ``torch`` and ``deepspeed``, as ``model_def.py`` does.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from deepspeed_trial import slurm
+
+WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables of OpenMP's libraries
+
+
+class NoMLflowInAutotuner(importlib.abc.MetaPathFinder):
+    """Lets DeepSpeed's autotuner, which nothing here uses, find no MLflow.
+
+    It imports it wherever it is installed: a quarter of the start's time, and threads, beside which a process
+    is not safely forked. All other code finds it.
+    """
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        """Finds nothing.
+
+        Raises:
+            ImportError: to the autotuner, which then goes without.
+        """
+        autotuner = sys.modules.get("deepspeed.autotuning.autotuner")
+        if name == "mlflow" and autotuner and not hasattr(autotuner, "has_mlflow"):  # it is being imported
+            raise ImportError("DeepSpeed's autotuner is not used")
+
+
+def sleep_while_waiting() -> None:
+    """Let the threads of a step sleep while they wait for each other, unless the environment says otherwise.
+
+    By default they spin, and take the cores from the threads that they wait for. Torch's OpenMP reads the
+    policy when torch is imported.
+    """
+    if os.environ.keys().isdisjoint(WAIT_POLICIES):
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
+def choose_accelerator() -> None:
+    """Tells DeepSpeed and torch that there is no GPU, where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found no accelerator
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or torch's optimizers look for a driver in every step
+
+
+# Errors alone: the store's warnings about a lost rank are a page of C++ frames each
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+sys.meta_path.insert(0, NoMLflowInAutotuner())
+sleep_while_waiting()
+if sys.orig_argv[1:3] != [
+    "-m",
+    "deepspeed_trial.launch",
+]:  # which chooses once it knows that it starts processes
+    choose_accelerator()
+    slurm.take_ranks(os.environ)

@@ -1,0 +1,187 @@
+"""A checkpoint's folder on disk: its metadata, the digests of its files, and whether it is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.experiment import Experiment
+from deepspeed_trial.local import metrics_log
+
+METADATA = "metadata.json"
+NUMBER, OWN_DIGEST = "number", "sha256"  # keys in it
+
+
+def write_metadata(folder: pathlib.Path, metadata: dict[str, Any]) -> None:
+    """Write the description of a new checkpoint, and have all of it reach the disk.
+
+    The description holds ``metadata``, the checkpoint's number in its run, the size and SHA-256 of every
+    file, and last its own SHA-256. Numbers give the order of checkpoints; a clock may be set back.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    digests = {
+        str(path.relative_to(folder)): (path.stat().st_size, sha256(path, flush=True)) for path in files
+    }
+    number = 1 + max((each[NUMBER] for each in known(folder.parent).values()), default=0)
+    described = {**metadata, NUMBER: number, "files": digests}
+    with open(folder / METADATA, "w") as file:
+        json.dump({**described, OWN_DIGEST: _digest_of(described)}, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    for each in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+        sync(each)
+
+
+def sync(folder: pathlib.Path) -> None:
+    """Have the names in a folder reach the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def read_metadata(checkpoint: pathlib.Path) -> dict[str, Any]:
+    """What was written about a checkpoint.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it describes no checkpoint.
+    """
+    metadata = json.loads((checkpoint / METADATA).read_text())
+    files = metadata.get("files", {}) if isinstance(metadata, dict) else None
+    if not isinstance(files, dict) or not all(map(_is_described, files.values())):
+        raise ValueError("not what describes a checkpoint")
+    if type(metadata.get("steps_completed")) is not int:
+        raise ValueError("steps_completed is missing")
+    # Without a digest: what Determined has written on a cluster, and runs of earlier versions.
+    if metadata.pop(OWN_DIGEST, None) not in (None, _digest_of(metadata)):
+        raise ValueError("it is not what was written")
+    if type(metadata.setdefault(NUMBER, 0)) is not int:
+        raise ValueError(f"{NUMBER} is no whole number")
+    return metadata
+
+
+def _digest_of(metadata: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(metadata, sort_keys=True).encode()).hexdigest()
+
+
+def _is_described(file: Any) -> bool:
+    return isinstance(file, list) and len(file) == 2 and isinstance(file[0], int)
+
+
+def known(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Return the metadata of every readable checkpoint in a folder by its name, the latest first."""
+    found = {}
+    for path in _folders(folder):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            found[path.name] = read_metadata(path)
+    order = sorted(
+        found, key=lambda name: (found[name][NUMBER], found[name]["steps_completed"]), reverse=True
+    )
+    return {name: found[name] for name in order}
+
+
+def unreadable(folder: pathlib.Path) -> list[str]:
+    """Return the names of checkpoints without readable metadata, the latest by their folders' times first."""
+    readable = known(folder)
+    paths = [path for path in _folders(folder) if path.name not in readable]
+    return [path.name for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)]
+
+
+def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
+    return [path for path in folder.glob("[!.]*") if path.is_dir()]
+
+
+def damage(folder: pathlib.Path) -> str | None:
+    """What is wrong with a checkpoint, beginning with the file's name; None if nothing is."""
+    try:
+        wanted = read_metadata(folder).get("files")
+    except FileNotFoundError:
+        return f"{METADATA}: is missing"
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{METADATA}: cannot be read ({one_line(error)})"
+    if wanted is None:  # downloaded from a cluster, which keeps no digests
+        return None
+    held = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {METADATA}
+    for file in sorted(held | wanted.keys()):
+        if file not in held:
+            return f"{file}: is missing"
+        if file not in wanted:
+            return f"{file}: does not belong to this checkpoint"
+        size, digest = wanted[file]
+        if (folder / file).stat().st_size < size:
+            return f"{file}: is truncated"
+        if sha256(folder / file) != digest:
+            return f"{file}: is not what was written"
+    return None
+
+
+def sha256(path: pathlib.Path, flush: bool = False) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal; ``flush`` has them reach the disk first."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+        if flush:  # to the disk, before an older checkpoint is removed
+            os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def locate(source: pathlib.Path, which: str = "latest") -> pathlib.Path:
+    """Gives the folder of a whole checkpoint.
+
+    Args:
+        source: a run's folder, or a checkpoint's own, which may have been downloaded from a cluster.
+        which: of a run: ``latest``, ``best`` (by the metric of its experiment) or a UUID.
+
+    Raises:
+        InvalidInput: if there is none, or a file of it is missing, damaged or does not belong to it.
+    """
+    checkpoints = source / "checkpoints"
+    if (source / METADATA).exists():
+        folder = source
+    elif checkpoints.is_dir():
+        found = known(checkpoints)
+        choose: dict[str, Callable[[], str | None]] = {
+            "best": lambda: _best(source, found),
+            "latest": lambda: next(iter(found), None),
+        }
+        name = choose.get(which, lambda: which)()
+        if name not in found and name not in unreadable(checkpoints):
+            raise InvalidInput(f"--checkpoint: {which}: not found in {source}; {in_words(found)}")
+        folder = checkpoints / str(name)
+    else:
+        mend = "give the folder of a run of train.py or of a checkpoint"
+        raise InvalidInput(
+            f"{source}: {'holds no checkpoint' if source.is_dir() else 'no such folder'}; {mend}"
+        )
+    if wrong := damage(folder):
+        raise InvalidInput(f"{folder / wrong}; export another checkpoint")
+    return folder
+
+
+def in_words(found: dict[str, dict[str, Any]]) -> str:
+    """Which checkpoints there are, for an error line."""
+    return f"it holds {', '.join(found)}" if found else "it holds no checkpoint"
+
+
+def _best(run: pathlib.Path, found: dict[str, dict[str, Any]]) -> str | None:
+    """The checkpoint of the best validation; of equals, the earlier."""
+    try:
+        experiment = Experiment(json.loads((run / "run.json").read_text())["config"], {})
+        metric, sign = experiment.metric, -1 if experiment.smaller_is_better else 1
+        entries = metrics_log.read(run)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"its validations cannot be read ({one_line(error)})"
+        raise InvalidInput(f"--checkpoint: best: {run}: {reason}") from error
+    judged_by = [each for each in entries if each["group"] == "validation" and metric in each]
+    scores = {each["steps_completed"]: sign * each[metric] for each in judged_by}
+    judged = [name for name in reversed(found) if found[name]["steps_completed"] in scores]
+    return max(judged, key=lambda name: scores[found[name]["steps_completed"]], default=None)

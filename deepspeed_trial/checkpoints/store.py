@@ -1,0 +1,148 @@
+"""The checkpoints of a run off a cluster: seen only when whole, the best and the latest kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from determined import core
+
+from deepspeed_trial.checkpoints import files
+from deepspeed_trial.errors import InvalidInput, TrainingStopped, one_line
+from deepspeed_trial.local.lost_disk import how_to_go_on, is_full_disk, is_gone
+
+_PARTIAL = (
+    ".partial-"  # what a checkpoint's folder is called until it is whole, and again while it is removed
+)
+
+AUTO = "auto"  # the latest that is whole
+
+
+class LocalCheckpoints:
+    """Stands for Determined's checkpoint storage where there is no cluster.
+
+    A checkpoint is written in a hidden folder, with the size and SHA-256 of every file in its
+    ``metadata.json``, and renamed when it is whole. Only then are older ones removed.
+
+    Args:
+        folder: holds one folder a checkpoint, named by its UUID; all ranks see it.
+        distributed: the ranks.
+        keep_best: how many of the best to keep (``checkpoint_storage.save_trial_best``).
+        keep_latest: how many of the latest to keep, at least one (``checkpoint_storage.save_trial_latest``).
+        score: gives a validation's score by its step, the higher the better; None where there was none.
+    """
+
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        distributed: core.DistributedContext,
+        keep_best: int,
+        keep_latest: int,
+        score: Callable[[int], float | None],
+    ) -> None:
+        self.folder = folder
+        self.keep_best, self.keep_latest = keep_best, max(1, keep_latest)
+        self._dist, self._score = distributed, score
+        if self._dist.rank == 0:
+            for partial in folder.glob(f"{_PARTIAL}*"):  # of a run that was killed
+                shutil.rmtree(partial, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def store_path(
+        self, metadata: dict[str, Any], *, shard: bool = False
+    ) -> Iterator[tuple[pathlib.Path, str]]:
+        """Gives the folder into which all ranks write a new checkpoint, and its UUID.
+
+        Raises:
+            TrainingStopped: if it cannot be written; the checkpoints before it stay as they are.
+        """
+        name = self._dist.broadcast(str(uuid.uuid4()))
+        partial = self.folder / f"{_PARTIAL}{name}"
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+            yield partial, name
+            self._dist.allgather(None)
+            if self._dist.rank == 0:
+                files.write_metadata(partial, metadata)
+                os.rename(partial, self.folder / name)
+                files.sync(self.folder)  # before an older checkpoint goes
+                self._prune()
+        except Exception as error:
+            is_full = is_full_disk(error)  # torch's own error for it is a RuntimeError
+            if is_gone(error, self.folder.parent) or not (isinstance(error, OSError) or is_full):
+                raise
+            shutil.rmtree(partial, ignore_errors=True)
+            free = shutil.disk_usage(self.folder).free / 2**20
+            room = f"; {free:,.0f} MiB are free there" if is_full else ""
+            remedy = how_to_go_on(self.folder.parent) if is_full else "--resume latest goes on from there"
+            raise TrainingStopped(
+                f"{self.folder}: the checkpoint of step {metadata['steps_completed']} cannot be written"
+                f" ({one_line(error)}{room}); {self._last_whole()}; {remedy}"
+            ) from error
+        self._dist.broadcast(None)  # nobody goes on before it is whole
+
+    @contextlib.contextmanager
+    def restore_path(self, storage_id: str, *args: Any, **kwargs: Any) -> Iterator[pathlib.Path]:
+        """Gives the folder of a checkpoint."""
+        yield self.folder / storage_id
+
+    def get_metadata(self, storage_id: str) -> dict[str, Any]:
+        """What was written about a checkpoint, ``steps_completed`` among it."""
+        return files.read_metadata(self.folder / storage_id)
+
+    def find(self, which: str) -> str:
+        """Gives the UUID of a checkpoint whose files are all as they were written.
+
+        Args:
+            which: ``latest``, a UUID, or ``auto``: the latest that is whole; names a later, damaged one.
+
+        Raises:
+            InvalidInput: if there is none such; the line offers the last one that is whole.
+        """
+        known, unreadable = files.known(self.folder), files.unreadable(self.folder)
+        candidates = [*unreadable[:1], *list(known)[:1]]
+        latest = max(candidates, key=lambda each: (self.folder / each).stat().st_mtime_ns, default=None)
+        name = latest if which in ("latest", AUTO) else which
+        if name is None or name not in [*known, *unreadable]:
+            raise InvalidInput(f"--resume: {which}: not found in {self.folder}; {files.in_words(known)}")
+        damage = files.damage(self.folder / name)
+        if damage is None:
+            return name
+        whole = next((other for other in known if files.damage(self.folder / other) is None), None)
+        if which == AUTO and whole:
+            print(
+                f"--resume: auto: {self.folder / str(name) / damage}; goes on from {whole}", file=sys.stderr
+            )
+            return whole
+        mend = "there is no other whole one"
+        if whole:
+            mend = f"the last whole one is --resume {whole} (step {known[whole]['steps_completed']})"
+        raise InvalidInput(f"--resume: {which}: {self.folder / name / damage}; {mend}")
+
+    def best(self) -> list[str]:
+        """Return the names of checkpoints with a validation, the best first, and of equals the earlier."""
+        known = files.known(self.folder)
+        scores = {name: self._score(metadata["steps_completed"]) for name, metadata in known.items()}
+        judged = [name for name in reversed(known) if scores[name] is not None]
+        return sorted(judged, key=lambda name: scores[name] or 0, reverse=True)
+
+    def _prune(self) -> None:
+        known = files.known(self.folder)
+        kept = {*list(known)[: self.keep_latest], *self.best()[: self.keep_best]}
+        for name in known.keys() - kept:
+            partial = self.folder / f"{_PARTIAL}{name}"
+            os.rename(self.folder / name, partial)
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _last_whole(self) -> str:
+        known = files.known(self.folder)
+        if not known:
+            return "no checkpoint was saved before"
+        name, metadata = next(iter(known.items()))
+        return f"the last whole one is {name} (step {metadata['steps_completed']})"

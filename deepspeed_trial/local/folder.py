@@ -1,0 +1,137 @@
+"""A run's own folder: its name, and who may write there."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import filelock
+from determined import core
+
+from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.input_files import refused
+from deepspeed_trial.local import metrics_log
+
+FILES = ("run.json", metrics_log.FILE, "profile.txt", "summary.json", "tracked.json")
+FOLDERS = ("checkpoints",)
+T = TypeVar("T")
+
+
+def default_output(name: str) -> pathlib.Path:
+    """A new folder for a run: ``runs/<name>-<time>``; of a file's path, the name without its ending."""
+    first = pathlib.Path(f"runs/{pathlib.Path(name).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
+    others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    # Not Path.exists, which fails for a name that is too long
+    return next(folder for folder in itertools.chain([first], others) if not os.path.exists(folder))
+
+
+def shown(path: pathlib.Path) -> str:
+    """A path as a user would write it: relative to the working directory where it is within."""
+    path = path.resolve()
+    return str(path.relative_to(pathlib.Path.cwd()) if path.is_relative_to(pathlib.Path.cwd()) else path)
+
+
+def why_unusable(output: pathlib.Path, resumes: bool, writes: Sequence[str] = ()) -> str | None:
+    """Why a run cannot use a folder; None if it can.
+
+    Args:
+        output: the folder.
+        resumes: whether the run goes on with the one that is there, which it would replace otherwise.
+        writes: further files that the run writes.
+    """
+    for name in (*FILES, *writes, *FOLDERS):
+        path, is_file = output / name, name not in FOLDERS
+        if os.path.lexists(path) and not (path.is_file() if is_file else path.is_dir()):
+            what = "no file" if is_file else "no folder"
+            return f"--output: {path}: is {what}; move it, or give another folder"
+        if path.exists() and not os.access(path, os.W_OK if is_file else os.R_OK | os.W_OK | os.X_OK):
+            return f"--output: {path}: may not be written to; change that, or give another folder"
+    if not resumes and ((output / "summary.json").exists() or _has_checkpoints(output)):
+        mend = "give another folder, or go on with it: train.py --resume latest"
+        return f"--output: {output}: holds a run; {mend}"
+    return None
+
+
+def _has_checkpoints(output: pathlib.Path) -> bool:
+    return any(output.glob("checkpoints/[!.]*/"))
+
+
+@contextlib.contextmanager
+def locked_folder(output: pathlib.Path, writer: str) -> Iterator[None]:
+    """Makes a folder and keeps others out of it until the block ends, however it ends.
+
+    Args:
+        output: the folder.
+        writer: what writes there, for an error line.
+
+    Raises:
+        InvalidInput: if it cannot be made, or another writes there.
+    """
+    lock = filelock.FileLock(output / ".lock")
+    if str(output).encode(errors="replace") != os.fsencode(output):
+        raise InvalidInput(f"--output: {str(output)!r}: is no text in UTF-8; give another folder")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        mend = "wait for its end or give another folder"
+        raise InvalidInput(f"--output: {output}: another {writer} is writing there; {mend}") from None
+    except OSError as error:
+        raise InvalidInput(
+            f"--output: {output}: cannot be made ({one_line(error)}); give another folder"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextlib.contextmanager
+def own_folder(
+    output: pathlib.Path,
+    distributed: core.DistributedContext,
+    resumes: bool | None,
+    writes: Sequence[str] = (),
+) -> Iterator[bool]:
+    """Makes a run's folder on the chief, keeps other runs out of it, and says whether the one there goes on.
+
+    Args:
+        output: the folder.
+        distributed: the ranks.
+        resumes: as ``why_unusable`` has it; if None, whether the folder has a checkpoint.
+        writes: the same.
+
+    Raises:
+        InvalidInput: on every rank, if the folder cannot be used.
+    """
+    with contextlib.ExitStack() as lock:
+
+        def take() -> bool:
+            lock.enter_context(locked_folder(output, "run"))
+            with refused(f"--output: {output}"):
+                goes_on = _has_checkpoints(output) if resumes is None else resumes
+                reason = why_unusable(output, goes_on, writes)
+            if reason:
+                raise InvalidInput(reason)
+            return goes_on
+
+        yield on_chief(take, distributed)
+
+
+def on_chief(work: Callable[[], T], distributed: core.DistributedContext) -> T:
+    """Does something on rank 0 and gives its result, or raises its ``InvalidInput``, on every rank."""
+    done: tuple[T | None, list[str]] = None, []
+    if distributed.rank == 0:
+        try:
+            done = work(), []
+        except InvalidInput as error:
+            done = None, error.errors
+    result, errors = distributed.broadcast(done)
+    if errors:
+        raise InvalidInput(errors)
+    return result

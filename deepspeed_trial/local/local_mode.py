@@ -1,0 +1,70 @@
+"""What Determined's local test mode expects of a trial class, and since 0.38 no longer finds in one.
+
+    det experiment create const.yaml . --local --test --config entrypoint=model_def:CIFARTrial
+
+The same with today's means is ``python3 train.py --test``.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import determined as det
+import torch
+from determined import core, pytorch
+
+from deepspeed_trial import processes
+from deepspeed_trial.checkpoints.store import LocalCheckpoints
+from deepspeed_trial.context import TrialContext, make_context
+from deepspeed_trial.experiment import Experiment
+from deepspeed_trial.random_state import seed_everything
+from deepspeed_trial.trainer import Trainer
+
+
+def make_test_context(core_context: core.Context, env: det.EnvContext) -> TrialContext:
+    """The trial's context; its checkpoint goes where ``det`` will remove it."""
+    storage = pathlib.Path(env.experiment_config["checkpoint_storage"]["host_path"])
+    core_context.preempt.start()
+    core_context.train = core.DummyTrainContext(storage / "tensorboard")  # det's own names no folder for it
+    core_context.checkpoint = LocalCheckpoints(storage, core_context.distributed, 1, 1, lambda step: None)
+    experiment = Experiment(env.experiment_config, env.hparams)
+    return make_context(core_context, experiment, env.trial_seed, num_gpus=min(1, torch.cuda.device_count()))
+
+
+class _TestController:
+    """Trains, validates and saves one batch, called by ``det`` as its controllers once were."""
+
+    def __init__(self, trial: Any, context: TrialContext) -> None:
+        self.trial, self.context = trial, context
+
+    @staticmethod
+    def pre_execute_hook(env: det.EnvContext, distributed_backend: Any) -> None:
+        """Starts the one process's group and seeds it."""
+        processes.start_process_group()
+        seed_everything(env.trial_seed)
+
+    @classmethod
+    def from_trial(
+        cls, trial_inst: Any, context: Any, env: det.EnvContext, workloads: Any
+    ) -> _TestController:
+        """Makes the controller; the workloads are those of a loop that Determined no longer has."""
+        return cls(trial_inst, context)
+
+    def run(self) -> None:
+        """Runs the test in the trainer that trains for real."""
+        experiment = self.context.experiment
+        self.trial.check_experiment({**experiment.config, "hyperparameters": experiment.hyperparameters})
+        Trainer(self.trial, self.context).fit(max_length=pytorch.Batch(1), test_mode=True)
+
+
+class LocalTestMode:
+    """A base of a ``DeepSpeedTrial`` that ``det experiment create ... --local --test`` can run."""
+
+    trial_context_class: Any = staticmethod(make_test_context)
+    trial_controller_class: Any = _TestController
+
+    @staticmethod
+    def check_experiment(config: Mapping[str, Any]) -> Any:
+        """Raises ``InvalidInput`` where the experiment configuration is wrong; takes any by default."""

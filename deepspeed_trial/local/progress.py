@@ -1,0 +1,258 @@
+"""What a cluster's master does with a trial's metrics, done on this machine: kept, and shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+import torch
+from determined import core
+from tqdm import tqdm
+from typing_extensions import override
+
+from deepspeed_trial import machine, redaction
+from deepspeed_trial.experiment import Experiment
+from deepspeed_trial.local import metrics_log
+from deepspeed_trial.time_budget import TimeBudget, clock_text
+
+# What is shown first of metrics: what it is called there, and its format.
+FORMS = {
+    "loss": ("loss", ".4f"),
+    "learning_rate": ("lr", ".2g"),
+    "accuracy": ("accuracy", ".4f"),
+    "images_per_second": ("images/s", ",.0f"),
+}
+SHOWN = 6  # metrics
+NOT_SHOWN = ("batches", "epochs")  # which Determined adds to a validation's
+# Seconds without a report after which a step is shown, on a terminal and elsewhere: a GPU has to wait for it.
+SHOWN_EVERY = {True: 1.0, False: 60.0}
+WATCHED = 5  # seconds at least over which threads are watched
+LONGEST_WAIT = 0.2  # part of the time that threads may be without a core before it is said
+# Without steps a second, which would count validations in, as images a second do not.
+BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
+
+
+class LocalMetrics(core.DummyTrainContext):
+    """Takes the metrics that a trial reports, on the chief.
+
+    They are shown as a progress bar on a terminal and as plain lines elsewhere, and kept in
+    ``OUTPUT/metrics.jsonl``.
+
+    Args:
+        output: the run's folder.
+        experiment: which says by which validation metric the best checkpoint is told.
+
+    Attributes:
+        validation: the metrics of the last validation.
+    """
+
+    def __init__(self, output: pathlib.Path, experiment: Experiment) -> None:
+        super().__init__(output)  # TensorBoard's files, which it names after their folder
+        self.output, self.experiment = output, experiment
+        self.validation: dict[str, Any] = {}
+        self._scores: dict[int, float] = {}  # the metric by step
+        self.steps: int | None = 0
+        self.steps_per_epoch = 1
+        self._budget: TimeBudget | None = None
+        self._bar = tqdm(disable=True)  # until the length is known
+        self._reported: dict[str, Any] = {}
+        self._shown_at = 0.0  # seconds
+        self._watched_since: tuple[float, float] | None = None  # now, and what machine.waited_for_cores() was
+
+    def begin(
+        self, steps: int | None, steps_per_epoch: int, done: int, budget: TimeBudget | None = None
+    ) -> None:
+        """Starts to show the training, whose length is known once the data is there.
+
+        Args:
+            steps: optimizer steps in all; None if they are not known yet.
+            steps_per_epoch: optimizer steps in an epoch.
+            done: steps done already, in the run that this one resumes.
+            budget: of a training whose length is a time.
+        """
+        self._budget = budget
+        self.steps, self.steps_per_epoch = steps, steps_per_epoch
+        self._forget_after(done)
+        run = {
+            "config": self.experiment.shown,
+            "command": redaction.command(sys.argv),
+            "machine": machine.describe(),
+            "started": time.time(),
+        }
+        (self.output / "run.json").write_text(json.dumps(run, indent=2, default=str) + "\n")
+        hidden = not sys.stderr.isatty()
+        self._bar = tqdm(
+            desc=self._epoch(done + 1),
+            total=steps,
+            initial=done,
+            disable=hidden,
+            dynamic_ncols=True,
+            bar_format=BAR,
+            smoothing=0.1,
+        )
+        self._shown_at = time.monotonic() if hidden else 0.0
+        self._watched_since = time.monotonic(), machine.waited_for_cores()
+
+    def plan(self, steps: int, text: str) -> None:
+        """Takes another number of steps in all, and says why."""
+        self.steps = self._bar.total = steps
+        self._bar.write(text, file=sys.stdout)
+        sys.stdout.flush()
+
+    def step(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        """Counts one optimizer step; shows its metrics, which may be tensors, if none were shown for long."""
+        self._bar.update()
+        if time.monotonic() - self._shown_at >= SHOWN_EVERY[not self._bar.disable]:
+            self._show(steps_completed, metrics)
+
+    def close(self) -> None:
+        """Leaves the terminal to others."""
+        self._bar.close()
+
+    @override
+    def report_training_metrics(
+        self,
+        steps_completed: int,
+        metrics: dict[str, Any],
+        batch_metrics: list[dict[str, Any]] | None = None,
+    ) -> None:
+        metrics = metrics_log.scalars(metrics)
+        self._keep("training", steps_completed, metrics)
+        self._reported = metrics
+        self._show(steps_completed, metrics)
+
+    @override
+    def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        metrics = metrics_log.scalars(metrics)
+        self._remember(steps_completed, metrics)
+        self._keep("validation", steps_completed, metrics)
+        shown = _in_words(metrics, self.experiment.metric)
+        self._line(steps_completed, _line_of({"validation": "", **shown}), always=True)
+
+    @override
+    def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
+        metrics = metrics_log.scalars(metrics)
+        self._keep(group, steps_completed, metrics)
+        shown = _in_words(metrics, self.experiment.metric)
+        self._line(steps_completed, _line_of({group: "", **shown}), always=True)
+
+    @override
+    def get_experiment_best_validation(self) -> float | None:
+        best = min if self.experiment.smaller_is_better else max
+        return best(self._scores.values(), default=None)
+
+    def score(self, step: int) -> float | None:
+        """How good the validation after a step was, the higher the better; None if there was none."""
+        value = self._scores.get(step)
+        return -value if value is not None and self.experiment.smaller_is_better else value
+
+    def judge_by(self, step: int) -> None:
+        """Take the validation after a step for that of the final weights."""
+        entries = metrics_log.read(self.output)
+        self.validation = next(
+            each
+            for each in reversed(entries)
+            if each["group"] == "validation" and each["steps_completed"] == step
+        )
+
+    @override
+    def set_status(self, status: str) -> None:
+        pass
+
+    @override
+    def report_progress(self, progress: float) -> None:
+        pass
+
+    @override
+    def upload_tensorboard_files(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def _forget_after(self, done: int) -> None:
+        """Leaves of an earlier run in the same folder only what this one goes on from."""
+        (self.output / "summary.json").unlink(missing_ok=True)
+        rest = self.output / f".{metrics_log.FILE}"
+        with open(rest, "w") as file:
+            for entry in metrics_log.read(self.output) if done else ():
+                is_known = entry["group"] in ("training", "validation")  # a test comes anew
+                if entry["steps_completed"] <= done and is_known:
+                    file.write(json.dumps(entry) + "\n")
+                    if entry["group"] == "validation":
+                        self._remember(entry["steps_completed"], entry)
+        os.replace(rest, self.output / metrics_log.FILE)
+
+    def _remember(self, step: int, validation: dict[str, Any]) -> None:
+        self.validation = validation
+        if self.experiment.metric in validation:
+            self._scores[step] = validation[self.experiment.metric]
+
+    def _keep(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:
+        entry = {"group": group, "steps_completed": steps_completed, "time": time.time(), **metrics}
+        with open(self.output / metrics_log.FILE, "a") as file:
+            file.write(json.dumps(entry) + "\n")
+
+    def _show(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        shown = _in_words({**self._reported, **metrics_log.scalars(metrics)})
+        judged = {name: value for name, value in self.validation.items() if name == self.experiment.metric}
+        validated = {f"validation {name}": text for name, text in _in_words(judged, *judged).items()}
+        self._bar.set_description(self._epoch(steps_completed), refresh=False)
+        self._bar.set_postfix({**shown, **validated})
+        self._line(steps_completed, _line_of(shown))
+        self._shown_at = time.monotonic()
+        self._say_if_threads_wait()
+
+    def _say_if_threads_wait(self) -> None:
+        """Says once that other programs keep the threads of a step, which wait for each other, from cores."""
+        threads, now = torch.get_num_threads(), time.monotonic()
+        if threads == 1 or self._watched_since is None or now - self._watched_since[0] < WATCHED:
+            return
+        since, waited = self._watched_since
+        share = (machine.waited_for_cores() - waited) / (threads * (now - since))
+        self._watched_since = now, machine.waited_for_cores()
+        if share > LONGEST_WAIT:
+            self._watched_since = None
+            what = (
+                f"this host is busy: {threads} threads, of which each waits for the others, had no core for"
+            )
+            mend = "OMP_NUM_THREADS=1 may be faster"
+            if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
+                mend += ", and so may OMP_WAIT_POLICY=passive"
+            self._bar.write(f"note: {what} {min(share, 1):.0%} of the time; {mend}", file=sys.stderr)
+
+    def _epoch(self, steps_completed: int) -> str:
+        epoch = -(-steps_completed // self.steps_per_epoch)
+        left = f"  {clock_text(self._budget.left)} left" if self._budget else ""
+        if self.steps is None:
+            return f"epoch {epoch}{left}"
+        epochs = -(-self.steps // self.steps_per_epoch)
+        return f"epoch {min(epochs, epoch)}/{epochs}{left}"
+
+    def _line(self, steps_completed: int, text: str, always: bool = False) -> None:
+        out: TextIO = sys.stdout
+        if always or self._bar.disable:
+            of_all = "" if self.steps is None else f"/{self.steps}"
+            where = f"{self._epoch(steps_completed)}  step {steps_completed}{of_all}"
+            self._bar.write(f"{where}  {text}", file=out)
+            out.flush()
+
+
+def _in_words(metrics: Mapping[str, Any], chosen: str = "") -> dict[str, str]:
+    """Return the metrics that are shown, as text, by their labels.
+
+    Metrics of single classes are not shown, except a chosen one, which comes first.
+    """
+    first = [name for name in (chosen, *FORMS) if name in metrics]
+    others = [name for name in metrics if name not in (*FORMS, *NOT_SHOWN) and "/" not in name]
+    shown = {}
+    for name in list(dict.fromkeys([*first, *others]))[:SHOWN]:
+        label, form = FORMS.get(name, (name, "," if isinstance(metrics[name], int) else ".4g"))
+        shown[label] = format(metrics[name], form)
+    return shown
+
+
+def _line_of(shown: Mapping[str, str]) -> str:
+    return "  ".join(f"{name} {value}".strip() for name, value in shown.items())

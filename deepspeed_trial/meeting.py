@@ -1,0 +1,143 @@
+"""Where the ranks of a run meet: one store, which of one host's ranks only that host can reach."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import re
+import socket
+
+import psutil
+from torch.distributed import TCPStore
+
+from deepspeed_trial.errors import InvalidInput
+
+LOOPBACK = "127.0.0.1"
+
+
+LEAST = {
+    "RANK": 0,
+    "LOCAL_RANK": 0,
+    "WORLD_SIZE": 1,
+    "LOCAL_WORLD_SIZE": 1,
+    "LOCAL_SIZE": 1,
+    "MASTER_PORT": 1,
+}
+
+
+def check_ranks() -> None:
+    """Check the environment variables that a launcher sets for its ranks.
+
+    Raises:
+        InvalidInput: with a line for each that is no such number.
+    """
+    given = {name: os.environ[name] for name in LEAST if name in os.environ}
+    errors = [
+        f"{name}: {value!r}: must be a whole number of at least {LEAST[name]}; unset it, or use torchrun"
+        for name, value in given.items()
+        if not re.fullmatch("[0-9]{1,9}", value) or int(value) < LEAST[name]
+    ]
+    rank, size = given.get("RANK", "0"), given.get("WORLD_SIZE", "1")
+    if not errors and int(rank) >= int(size):
+        errors = [f"RANK: {rank!r}: must be below WORLD_SIZE, which is {size}; unset both, or use torchrun"]
+    if errors:
+        raise InvalidInput(errors)
+
+
+def local_size() -> int:
+    """How many ranks this host has."""
+    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def meet(mine: str = "") -> None:
+    """Let ranks of one host meet on its loopback alone, which no other host reaches; else at an address.
+
+    Rank 0 opens the store, unless torchrun has. By default torch's store listens for every host, and gloo at
+    the hostname's address.
+
+    Args:
+        mine: the address of this host for ranks of other hosts; looked up if empty.
+
+    Raises:
+        InvalidInput: if the launcher's port is in use.
+    """
+    mine = mine or _own_address()
+    for name, addresses in psutil.net_if_addrs().items():
+        if mine in [each.address for each in addresses]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            if mine == LOOPBACK:
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    if "MASTER_PORT" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if _is_one_host():
+            os.environ["MASTER_ADDR"] = LOOPBACK
+        if os.environ.get("RANK") == "0":
+            _serve_at(int(os.environ["MASTER_PORT"]), os.getpid())
+
+
+@functools.cache  # it stays open as long as the process
+def _serve_at(port: int, process: int) -> TCPStore:
+    try:
+        return _serve(port)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        what = "in use by another run, or one that is still stopping; wait for its end, or give another port"
+        raise InvalidInput(f"--master_port: {port}: {what}") from error
+
+
+def _serve(port: int) -> TCPStore:
+    """Open a store at a port, or at any port that is free if it is 0."""
+    if _is_one_host():
+        listener = socket.create_server((LOOPBACK, port))
+    elif socket.has_dualstack_ipv6():
+        listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    else:
+        listener = socket.create_server(("", port))
+    port = listener.getsockname()[1]
+    # torch's own rendezvous, in this process and at this port, takes a store for several tenants
+    return TCPStore(
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def meet_in_chief(name: str, is_chief: bool) -> TCPStore:
+    """Return this rank's connection to a store in rank 0's process, which outlives its launcher.
+
+    Args:
+        name: the same on all ranks, and of no other store.
+        is_chief: whether this is rank 0.
+    """
+    meeting = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    if is_chief:
+        store = _serve(0)
+        meeting.set(name, f"{_own_address() or os.environ['MASTER_ADDR']} {store.port}")
+        return store
+    address, port = meeting.get(name).decode().split()
+    return TCPStore(address, int(port), is_master=False)
+
+
+def _is_one_host() -> bool:
+    return int(os.environ.get("WORLD_SIZE", 1)) == local_size()
+
+
+def _own_address() -> str:
+    return LOOPBACK if _is_one_host() else _address_towards(os.environ.get("MASTER_ADDR", ""))
+
+
+def _address_towards(host: str) -> str:
+    """Return this host's address on the way to another host; empty if it cannot be looked up.
+
+    It is also empty on the first host if that host's name stands for the loopback, as on Debian.
+    """
+    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # which sends nothing
+        address = probe.getsockname()[0]
+        return "" if address.startswith("127.") else address
+    return ""

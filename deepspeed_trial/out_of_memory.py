@@ -1,0 +1,45 @@
+"""What is said where a training runs out of memory."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Callable, Iterator
+
+from deepspeed_trial.errors import TrainingStopped, one_line
+from deepspeed_trial.machine import peak_memory
+
+ONEDNN = "could not create a primitive"  # without memory; other faults of a primitive have longer messages
+
+
+@contextlib.contextmanager
+def explain_out_of_memory(when: Callable[[], str], advice: Callable[[], str]) -> Iterator[None]:
+    """Ends what runs inside, where there is no memory left, or none for a worker, with what to change.
+
+    Args:
+        when: says in which step, or before which.
+        advice: says what would need less.
+
+    Raises:
+        TrainingStopped: if memory runs out.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if str(error).startswith("DataLoader worker"):  # as torch says of one that was killed
+            what = f"a worker process of the data loader ended {when()} ({one_line(error)})"
+            raise TrainingStopped(f"{what}; give it more memory or /dev/shm, or use fewer workers") from error
+        if isinstance(error, TrainingStopped) or not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # what they hold may be all that the explanation needs
+        reason = re.sub(r"^\[enforce fail[^]]*\] [^.]*\. ", "", one_line(error)).split(". ")[0]
+        what = f"no memory left {when()} ({reason}), after {peak_memory():,.0f} MiB"
+        raise TrainingStopped(f"{what}; {advice()}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is no memory left, on a GPU or the host."""
+    messages = ("not enough memory", "can't allocate memory", "out of memory")
+    says_so = any(text in str(error) for text in messages) or str(error) == ONEDNN
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_so)

@@ -1,0 +1,146 @@
+"""The processes of a run: their cores and process group."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import os
+
+import deepspeed
+import determined as det
+import joblib
+import psutil
+import torch
+from deepspeed.accelerator import get_accelerator
+from determined import core
+
+from deepspeed_trial import deepspeed_patches
+from deepspeed_trial.cluster import cluster_info
+from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.experiment import HANG_AFTER
+from deepspeed_trial.hangs.joining import joining
+from deepspeed_trial.meeting import check_ranks, local_size, meet
+from deepspeed_trial.messages import Ranks
+
+PATIENCE = 3  # times as long as no rank may move, a collective waits for one that is slow, but works
+MANUAL = "DET_MANUAL_INIT_DISTRIBUTED"  # Determined's variable: the trial starts the process group itself
+
+
+def device_type() -> str:
+    """``cuda`` where there is a GPU, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def share_cores() -> None:
+    """Give each local process its part of the cores; with all of them each is several times slower."""
+    check_ranks()
+    if local_size() > 1 and not _user_chose_threads():
+        torch.set_num_threads(threads_per_process(local_size()))
+
+
+def threads_per_process(processes: int) -> int:
+    """How many threads one of a host's processes should use.
+
+    A process that is bound to fewer cores than its launcher may have those all to itself.
+    """
+    cores = joblib.cpu_count()
+    shared = cores
+    if hasattr(os, "sched_getaffinity"):  # on Linux
+        launchers = len(os.sched_getaffinity(os.getppid()))
+        if len(os.sched_getaffinity(0)) < launchers:
+            shared = launchers
+    return max(1, min(cores, shared // processes))
+
+
+def threads_of_each(here: int) -> int:
+    """How many threads a rank has, as ``share_cores`` gives them, of those that this process is to start."""
+    if here == 1 or _user_chose_threads():
+        share_cores()
+        return torch.get_num_threads()
+    return threads_per_process(here)
+
+
+def _user_chose_threads() -> bool:
+    """Whether ``OMP_NUM_THREADS`` is the user's; torchrun sets it to 1 where it is missing."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        with contextlib.suppress(psutil.Error):
+            return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
+    return "OMP_NUM_THREADS" in os.environ
+
+
+def start_process_group(hang_after: float = HANG_AFTER) -> None:
+    """Starts torch's process group and DeepSpeed's; one process alone needs no launcher and no port.
+
+    Args:
+        hang_after: seconds that another rank may need to join, and a third of those that a collective waits.
+
+    Raises:
+        InvalidInput: if there are more processes than GPUs, or the launcher's port is in use.
+    """
+    deepspeed_patches.prepare_accelerator()
+    meet()
+    if torch.distributed.is_initialized() or os.environ.get(MANUAL):
+        return  # by an earlier run in this process; or by the trial itself
+    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if torch.cuda.is_available():
+            _take_gpu()
+    else:
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")  # which DeepSpeed asks for
+        backend = get_accelerator().communication_backend_name()
+        torch.distributed.init_process_group(
+            backend, store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+    with joining(hang_after):
+        _init_distributed(hang_after)
+    atexit.register(torch.distributed.destroy_process_group)
+
+
+def _init_distributed(hang_after: float) -> None:
+    """Without a time limit of its own DeepSpeed takes one of its release: 30 minutes once, 10 now."""
+    minutes = float(os.environ.get("DEEPSPEED_TIMEOUT") or PATIENCE * hang_after / 60)  # DeepSpeed's variable
+    limit = datetime.timedelta(minutes=minutes)
+    deepspeed_patches.limit_waiting(limit)
+    deepspeed.init_distributed(auto_mpi_discovery=False, timeout=limit)
+
+
+def _take_gpu() -> None:
+    gpus, processes = torch.cuda.device_count(), local_size()
+    if processes > gpus:
+        raise InvalidInput(
+            f"--nproc-per-node or --num_gpus: {processes}: more than this host's GPUs; use at most {gpus}"
+        )
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
+def join_local_processes(hang_after: float) -> core.DistributedContext:
+    """Joins the processes that ``deepspeed``, ``torchrun`` or ``srun`` started, or is the only one."""
+    start_process_group(hang_after)
+    return _ranks()
+
+
+def _ranks() -> Ranks:
+    env = os.environ
+    return Ranks(
+        rank=int(env.get("RANK", 0)),
+        size=int(env.get("WORLD_SIZE", 1)),
+        local_rank=int(env.get("LOCAL_RANK", 0)),
+        local_size=local_size(),
+        cross_rank=int(env.get("CROSS_RANK") or env.get("GROUP_RANK") or 0),
+        cross_size=int(env.get("CROSS_SIZE") or env.get("GROUP_WORLD_SIZE") or 1),
+        chief_ip=env.get("DET_CHIEF_IP") or env.get("MASTER_ADDR"),
+    )
+
+
+def join_cluster_processes(hang_after: float) -> core.DistributedContext | None:
+    """Joins the processes that Determined's launch layer started; None for one that it did not start."""
+    if not det._DistributedBackend().use_deepspeed():
+        start_process_group(hang_after)
+        return None
+    deepspeed_patches.prepare_accelerator()
+    info = cluster_info()
+    meet(info.container_addrs[info.container_rank])
+    if not os.environ.get(MANUAL):
+        with joining(hang_after):
+            _init_distributed(hang_after)
+    return _ranks()

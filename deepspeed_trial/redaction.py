@@ -1,0 +1,143 @@
+"""Redaction: the parts of a configuration, a command and a text that files, pages and logs may show.
+
+A list names the fields that pass. ``MARK`` takes the place of every other value, so names alone remain of
+storage options, environment variables and registry credentials. Text that passes loses what may be a
+credential in a URL: the user, the password, the query and the fragment.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MARK = "***"
+SET = "--set"  # the option of every program of this project that reads an experiment file
+
+# Fields of an experiment configuration, or of a section of it, that pass with everything in them.
+_FIELDS = frozenset(
+    """checkpoint_policy debug description hyperparameters labels max_restarts min_checkpoint_period
+    min_validation_period name optimizations perform_initial_validation preemption_timeout profiling project
+    records_per_epoch reproducibility scheduling_unit searcher workspace""".split()
+)
+_SECTIONS = {
+    "checkpoint_storage": frozenset("save_experiment_best save_trial_best save_trial_latest".split()),
+    "data": frozenset(
+        """augment cache dataset decode device download image_size normalize resize root sampling split_seed
+        test unreadable validation window workers""".split()
+    ),
+    "resources": frozenset(
+        "is_single_node max_slots priority resource_pool shm_size slots slots_per_trial weight".split()
+    ),
+}
+_ENTRYPOINT = re.compile(
+    r"python[\d.]*|-[mu]|[\w./-]+\.py|model_def:\w+|(deepspeed_trial|determined)\.[\w.]+|--"
+)
+# In fields that pass, the settings of a library may be credentials, such as DeepSpeed's comet.api_key.
+_CREDENTIAL = re.compile(
+    r"(^|[^a-z])(key|secret|passwd|password|token|auth|authorization|credentials?)$", re.IGNORECASE
+)
+# A user ends at the last @ before the path; a password with a slash in it ends at the last @ of all.
+_URL = re.compile(
+    r"""(?P<scheme>[A-Za-z][\w+.-]{0,30}://)
+    (?P<user>[^\s/?\#]*@|[^\s/:@]*:(?!\d*(?:[/?\#'"\s]|$))\S*@)?
+    (?P<path>[^\s?\#]*)
+    (?P<query>[?\#]\S*?(?=['")\]>}.,;:]*(?:\s|$)))?""",
+    re.VERBOSE,
+)
+
+
+def text(value: str) -> str:
+    """Return a text whose URLs have neither user nor password, and no query and no fragment."""
+    return _URL.sub(_shown_url, value) if "://" in value else value
+
+
+def _shown_url(found: re.Match[str]) -> str:
+    user, query = f"{MARK}@" if found["user"] else "", f"?{MARK}" if found["query"] else ""
+    return f"{found['scheme']}{user}{found['path']}{query}"
+
+
+def values(value: Any) -> Any:
+    """Return JSON values of a field that passes: text as ``text`` has it, and no credential by its key."""
+    if isinstance(value, Mapping):
+        return {key: MARK if _is_credential(key, inner) else values(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [values(inner) for inner in value]
+    return value if value is None or isinstance(value, (bool, int, float)) else text(str(value))
+
+
+def _is_credential(key: object, value: Any) -> bool:
+    is_number = value is None or isinstance(value, (bool, int, float))  # as class_token: false
+    return not is_number and bool(_CREDENTIAL.search(str(key)))
+
+
+def experiment(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an experiment configuration that others may read."""
+    return {name: field(name, value) for name, value in config.items()}
+
+
+def field(name: str, value: Any) -> Any:
+    """Return a field of an experiment configuration, such as ``data``, that others may read."""
+    if value is None or name in _FIELDS:
+        return values(value)
+    if name in _SECTIONS and isinstance(value, Mapping):
+        known = _SECTIONS[name]
+        return {
+            key: values({key: each})[key] if key in known else _names(each) for key, each in value.items()
+        }
+    words = value if isinstance(value, list) else str(value).split()
+    is_plain = name == "entrypoint" and all(_ENTRYPOINT.fullmatch(str(word)) for word in words)
+    return value if is_plain else _names(value)
+
+
+def _names(value: Any) -> Any:
+    return dict.fromkeys(value, MARK) if isinstance(value, Mapping) else MARK
+
+
+def shown(path: str, value: Any) -> str:
+    """Return the value at a dotted path of an experiment configuration as an error line shows it."""
+    return repr(_at(path, value))
+
+
+def _at(path: str, value: Any) -> Any:
+    name, *keys = path.split(".")
+    if not keys:
+        return field(name, value)
+    if name in _FIELDS or keys[0] in _SECTIONS.get(name, ()):
+        return MARK if any(_is_credential(key, value) for key in keys) else values(value)
+    return _names(value) if name in _SECTIONS and len(keys) == 1 else MARK
+
+
+def override(argument: str) -> str:
+    """Return ``PATH=VALUE``, as ``--set`` takes it, with the part of the value that may be shown."""
+    from ruamel.yaml import YAML  # here, for error lines need this module before any library is imported
+
+    path, equals, given = argument.partition("=")
+    try:
+        value = YAML(typ="safe", pure=True).load(given)
+    except Exception:  # the parser raises Python's own errors, too
+        return f"{path}{equals}{MARK}"
+    found = _at(path, value)
+    if found == value:
+        return argument
+    return f"{path}={found if isinstance(found, str) else json.dumps(found, default=str)}"
+
+
+def command(words: Sequence[str]) -> list[str]:
+    """Return the words of a command as others may read them."""
+    found: list[str] = []
+    for before, word in zip(["", *words], words, strict=False):
+        option, equals, rest = word.partition("=")
+        if _is_set(before):
+            found.append(override(word))
+        elif equals and _is_set(option):
+            found.append(f"{option}={override(rest)}")
+        else:
+            found.append(text(word))
+    return found
+
+
+def _is_set(option: str) -> bool:
+    """Return whether argparse takes an option as ``--set``; it accepts the beginning of a name."""
+    return len(option) > 2 and SET.startswith(option)

@@ -1,0 +1,219 @@
+"""A training's length as a time: its steps are planned by the speed, so that all is done when it is over.
+
+Rank 0 alone measures and decides. The plan is looked at after 1, 2, 4, 8, ... steps, and towards the end
+whenever a quarter of the rest is done. It is corrected where it would end more than ``TOLERANCE`` of the
+budget too early or too late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepspeed_trial.plan import Plan, least_rest
+
+TOLERANCE = 0.01  # of the budget, by which a plan may end too early or too late
+SLOW_STEPS = 2  # the first ones, which compile kernels and fill caches: a plan of theirs is of few steps
+LEAST = 100  # steps of a plan by those, for the schedule cannot go back
+NOT_WORTH = 0.0025  # of the budget, in which no plan is looked at any more
+STEP, VALIDATION, CHECKPOINT = "step", "validation", "checkpoint"
+WITHIN = "within"  # what a validation takes to save what is best
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a training has to do beside its steps.
+
+    Attributes:
+        validation_period: optimizer steps from one validation to the next; None for one at the end alone.
+        checkpoint_period: the same of checkpoints.
+        validation_steps: how many steps of training a validation is guessed to take until one is measured.
+        test_share: how many validations the test at the end is long; 0 without one.
+    """
+
+    validation_period: int | None = None
+    checkpoint_period: int | None = None
+    validation_steps: float = 0.0
+    test_share: float = 0.0
+
+
+class TimeBudget:
+    """Keeps a training to its minutes, by correcting the plan of its steps.
+
+    Args:
+        minutes: of wall time.
+        plan: which it makes and corrects.
+        clock: gives seconds.
+
+    Attributes:
+        next_look: the steps after which the plan is looked at next; the same on all ranks.
+    """
+
+    def __init__(self, minutes: float, plan: Plan, clock: Callable[[], float] = time.monotonic) -> None:
+        self.minutes, self.plan, self.clock = minutes, plan, clock
+        self.next_look = 1
+        self.work = Work()
+        self._used_before = 0.0  # seconds, in the runs that this one goes on from
+        self._began: float | None = None
+        self._costs: dict[str, float] = {}  # seconds of each
+        self._first = 0  # steps that were done when this run began
+        self._looks: list[tuple[int, float]] = []  # the steps done, and the seconds used for steps alone
+        self._other = 0.0  # seconds of validations and checkpoints in this run
+
+    @property
+    def seconds(self) -> float:
+        """The length in seconds."""
+        return 60.0 * self.minutes
+
+    @property
+    def used(self) -> float:
+        """Seconds of it that are used."""
+        return self._used_before + (0.0 if self._began is None else self.clock() - self._began)
+
+    @property
+    def left(self) -> float:
+        """Seconds of it that are left; not below 0."""
+        return max(0.0, self.seconds - self.used)
+
+    def begin(self, done: int, work: Work) -> None:
+        """Starts the clock.
+
+        Args:
+            done: steps that are done, in the runs that this one goes on from.
+            work: what there is to do.
+        """
+        self.work, self._began, self._first = work, self.clock(), done
+        self.next_look = done + 1
+        self._looks = [(done, self._used_before)]
+
+    @contextlib.contextmanager
+    def measuring(self, what: str) -> Iterator[None]:
+        """Measures a validation, or a checkpoint, which may be within one."""
+        began, other = self.clock(), self._other
+        try:
+            yield
+        finally:
+            took = self.clock() - began
+            own = took - (self._other - other)
+            self._other = other + took
+            # The last counts most, for a busy host's speed changes
+            self._costs[what] = (self._costs.get(what, own) + own) / 2
+            if what == VALIDATION:
+                self._costs[WITHIN] = (self._costs.get(WITHIN, took - own) + took - own) / 2
+
+    def is_due(self, done: int) -> bool:
+        """Whether to look at the plan after so many steps; the same on all ranks."""
+        return done == self.next_look and done != self.plan.total
+
+    def look(self, done: int) -> bool:
+        """Looks at the plan after a step; call it on the rank whose clock counts.
+
+        Args:
+            done: steps that are done.
+
+        Returns:
+            Whether the plan was corrected.
+        """
+        now = self.used
+        self._looks.append((done, now - self._other))
+        if done > self._first + 1 or STEP not in self._costs:  # the first of a resumed run is slow
+            since = self._looks[-3] if len(self._looks) > 3 else self._looks[-2]
+            self._costs[STEP] = (self._looks[-1][1] - since[1]) / (done - since[0])
+        left, total = self.seconds - now, self.plan.total
+        corrects = total is None or abs(self._rest(done, total) - left) > TOLERANCE * self.seconds
+        if corrects:
+            # A training whose time is over comes to its end in a few steps, which it does not put off
+            least = done + least_rest(done)
+            wanted = max(self._affordable(done, left), least if total is None else min(least, total))
+            if done <= SLOW_STEPS:
+                wanted = max(wanted, LEAST)
+            corrects = wanted != total
+            if corrects:
+                self.plan.make(done, wanted)
+        assert self.plan.total is not None
+        rest = self.plan.total - done
+        self.next_look = done + max(1, min(done - self._first, rest // 4))
+        if rest * self._costs[STEP] < NOT_WORTH * self.seconds:
+            self.next_look = max(self.next_look, self.plan.total)
+        return corrects
+
+    def _rest(self, done: int, total: int) -> float:
+        """Seconds until all is done, if the training has so many steps."""
+        step, work = self._costs[STEP], self.work
+        guessed = step * work.validation_steps
+        validation = self._costs.get(VALIDATION, guessed)
+        checkpoint = self._costs.get(CHECKPOINT, 0.0)
+        validations = _periods(work.validation_period, done, total)
+        checkpoints = _periods(work.checkpoint_period, done, total)
+        rest = (total - done) * step + work.test_share * validation
+        rest += (validations - 1) * self._costs.get(WITHIN, 0.0)
+        return rest + validations * validation + checkpoints * checkpoint
+
+    def _affordable(self, done: int, left: float) -> int:
+        """The most steps of a whole training that end in the seconds left."""
+        low, high = done, done + 1
+        while self._rest(done, high) <= left and high < 2**50:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._rest(done, middle) <= left else (low, middle)
+        return low
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps, in JSON values."""
+        return {
+            "minutes": self.minutes,
+            "seconds": self.used,
+            "costs": self._costs,
+            "plan": self.plan.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], done: int) -> None:
+        """Goes on from a checkpoint's.
+
+        Args:
+            state: of ``state_dict``; of another length, the plan is made longer or shorter.
+            done: steps that are done.
+
+        Raises:
+            ValueError, TypeError, KeyError: if it is no such state.
+        """
+        minutes, seconds, costs = state["minutes"], state["seconds"], dict(state["costs"])
+        numbers = [minutes, seconds, *costs.values()]
+        if any(type(each) not in (int, float) or not math.isfinite(each) or each < 0 for each in numbers):
+            raise ValueError("must hold minutes and seconds")
+        if not minutes or STEP not in costs:
+            raise ValueError("must hold minutes, and the seconds of a step")
+        self.plan.load_state_dict(state["plan"], done, self.minutes / minutes)
+        self._used_before, self._costs = float(seconds), costs
+
+    def summary(self) -> dict[str, Any]:
+        """What became of it, in JSON values: the minutes, the seconds used, and each plan."""
+        plans = [{"after": done, "steps": total} for done, total in self.plan.plans]
+        return {"minutes": self.minutes, "seconds": self.used, "plans": plans}
+
+    def decisions(self) -> tuple[int, list[tuple[int, int]]]:
+        """What the other ranks need to know: when to look next, and the plans."""
+        return self.next_look, self.plan.plans
+
+    def follow(self, decisions: tuple[int, list[tuple[int, int]]]) -> None:
+        """Takes over the decisions of another rank."""
+        self.next_look, plans = decisions
+        for done, total in plans[len(self.plan.plans) :]:
+            self.plan.make(done, total)
+
+
+def _periods(period: int | None, done: int, total: int) -> int:
+    """How often a period ends from a step on, that one included; the end of the training counts as one."""
+    return 1 if period is None else -(-total // period) - (done - 1) // period
+
+
+def clock_text(seconds: float) -> str:
+    """``4:05``, or ``1:04:05``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

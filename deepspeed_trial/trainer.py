@@ -1,0 +1,161 @@
+"""The public face, named as in Determined: ``init`` gives the context, ``Trainer.fit`` trains."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from determined import pytorch
+
+from deepspeed_trial.checkpoints.store import AUTO, LocalCheckpoints
+from deepspeed_trial.cluster import cluster_info, on_cluster
+from deepspeed_trial.context import TrialContext, init
+from deepspeed_trial.controller import Controller
+from deepspeed_trial.errors import UnusableCheckpoint, one_line
+from deepspeed_trial.local.folder import on_chief
+from deepspeed_trial.local.signals import LocalPreempt
+from deepspeed_trial.plan import Minutes
+
+__all__ = ["FitResult", "Minutes", "Trainer", "find_checkpoint", "init"]
+
+logger = logging.getLogger("deepspeed_trial")
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a training has done.
+
+    Attributes:
+        steps: optimizer steps since the start of training, those before a resume included.
+        epochs: whole epochs in them.
+        checkpoint: the UUID of the checkpoint with the final weights.
+        validation: the metrics of the last validation, or with ``best_weights`` the best, on rank 0 off a
+            cluster; else empty.
+        test: those of the test at the end, on rank 0; empty without test data, or if it was interrupted.
+        interrupted: whether a signal stopped it, off a cluster.
+        budget: of a length in minutes: the seconds used, and the plans; else empty.
+    """
+
+    steps: int
+    epochs: int
+    checkpoint: str | None
+    validation: dict[str, Any]
+    test: dict[str, Any]
+    interrupted: bool
+    budget: dict[str, Any]
+
+
+class Trainer:
+    """Trains a ``DeepSpeedTrial``, as ``determined.pytorch.deepspeed.Trainer`` does on a cluster.
+
+    Args:
+        trial: made with ``context``.
+        context: from ``init``.
+    """
+
+    def __init__(self, trial: Any, context: TrialContext) -> None:
+        self.trial, self.context = trial, context
+
+    def fit(
+        self,
+        max_length: pytorch.TrainUnit,
+        validation_period: pytorch.TrainUnit | None = None,
+        checkpoint_period: pytorch.TrainUnit | None = None,
+        reporting_period: pytorch.TrainUnit | None = None,
+        checkpoint_policy: str = "best",
+        latest_checkpoint: str | None = None,
+        step_zero_validation: bool = False,
+        test_mode: bool = False,
+        profiling_enabled: bool = False,
+        best_weights: bool = False,
+    ) -> FitResult:
+        """Trains, validates and checkpoints.
+
+        Args:
+            max_length: ``pytorch.Batch(N)`` optimizer steps, ``pytorch.Epoch(N)``, or ``Minutes(M)``.
+            validation_period: how often to validate; at the end alone if None.
+            checkpoint_period: how often to save; at the end and by ``checkpoint_policy`` alone if None.
+            reporting_period: how often to report training metrics; every 100 steps if None.
+            checkpoint_policy: whether to save after a validation: ``best``, ``all`` or ``none``. Which is
+                the best is told by ``searcher.metric``; without one, ``best`` saves after all.
+            latest_checkpoint: the UUID of the checkpoint to go on from.
+            step_zero_validation: whether to validate before the first step.
+            test_mode: one batch of everything.
+            profiling_enabled: records a few steps with torch's profiler; on a cluster also the system's
+                metrics.
+            best_weights: off a cluster, whether the weights of the best validation by ``searcher.metric``
+                replace the last ones once the training is done, before the test.
+
+        Raises:
+            InvalidInput: if the checkpoint cannot be used.
+            TrainingStopped: if the training cannot go on.
+        """
+        context, never = self.context, pytorch.Batch(sys.maxsize)
+        metric, policy = context.experiment.metric, checkpoint_policy
+        steps = context.get_initial_batch()
+        if latest_checkpoint and not on_cluster():
+            try:
+                steps = context._core.checkpoint.get_metadata(latest_checkpoint)["steps_completed"]
+            except (OSError, ValueError) as error:
+                mend = "give the UUID of a checkpoint of this run, or its folder"
+                reason = f"not found, or damaged ({one_line(error)})"
+                raise UnusableCheckpoint(
+                    f"latest_checkpoint: {latest_checkpoint!r}: {reason}; {mend}"
+                ) from error
+        context.resumed_from = steps
+        if best_weights and on_cluster() and context.distributed.rank == 0:
+            logger.warning("best_weights: on a cluster the last weights are tested")
+        controller = Controller(
+            records_steps=profiling_enabled,
+            best_weights=best_weights and not on_cluster(),
+            trial_inst=self.trial,
+            context=context,
+            max_length=max_length,
+            validation_period=validation_period or never,
+            checkpoint_period=checkpoint_period or never,
+            reporting_period=reporting_period or pytorch.Batch(100),
+            checkpoint_policy="all" if policy == "best" and not metric else policy,
+            step_zero_validation=step_zero_validation,
+            searcher_metric_name=metric or None,
+            smaller_is_better=context.experiment.smaller_is_better,
+            steps_completed=steps,
+            latest_checkpoint=latest_checkpoint,
+            local_training=not on_cluster(),
+            test_mode=test_mode,
+            global_batch_size=context.models[0].train_batch_size(),
+            profiling_enabled=on_cluster() and profiling_enabled,
+        )
+        controller.run()
+        state, preempt = controller.state, context._core.preempt
+        assert state
+        return FitResult(
+            steps=state.batches_trained,
+            epochs=state.epochs_trained,
+            checkpoint=controller.kept_checkpoint or controller.monitor.checkpoint,
+            validation=controller.local.validation if controller.local else {},
+            test=controller.test_metrics,
+            interrupted=isinstance(preempt, LocalPreempt) and preempt.requested,
+            budget=controller.budget.summary() if controller.budget else {},
+        )
+
+
+def find_checkpoint(context: TrialContext, which: str | None) -> str | None:
+    """Gives the UUID of the checkpoint to go on from, or None.
+
+    Args:
+        context: from ``init``.
+        which: ``latest``, a UUID, or ``auto``, the last whole one, or None where the run begins; not used
+            on a cluster, where the master chooses.
+
+    Raises:
+        InvalidInput: if there is no such checkpoint, or it is damaged.
+    """
+    if on_cluster():
+        return cluster_info().latest_checkpoint
+    if which is None or (which == AUTO and not context.resumes):
+        return None
+    checkpoints = context._core.checkpoint
+    assert isinstance(checkpoints, LocalCheckpoints)
+    return on_chief(lambda: checkpoints.find(which), context.distributed)

@@ -1,0 +1,298 @@
+"""Checkpoints that are damaged, smuggle code or belong to another run: refused, nothing changed."""
+
+import functools
+import json
+import operator
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from matrix import DEEPSPEED, ROWS
+from matrix import train as train_row
+from support import LATEST, MODEL, TWO, Run, checkpoints, error_line, overrides, truncate_model
+from support import contents as every_byte
+
+import train
+from deepspeed_trial.checkpoints import contents, files, identity, safe_load
+
+METADATA, RANK0, STATE = files.METADATA, "det_state_dict_rank0.pth", "trial_state.pkl"
+
+
+class Smuggled:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.marker}",)
+
+
+def alter(folder):
+    file = folder / MODEL
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def signed(damage, digests=True):
+    """Write the digests of the damaged files, so that only the content tells; or none, as on a cluster."""
+
+    def damage_and_sign(folder):
+        damage(folder)
+        metadata = json.loads((folder / METADATA).read_text())
+        for key in ("files", "sha256"):
+            del metadata[key]
+        (folder / METADATA).unlink()
+        if digests:
+            files.write_metadata(folder, metadata)
+        else:
+            (folder / METADATA).write_text(json.dumps(metadata))
+
+    return damage_and_sign
+
+
+def downloaded(damage):
+    return signed(damage, digests=False)
+
+
+def smuggle(file):
+    def damage(folder):
+        held = Smuggled(folder.parent / "called")
+        if file.endswith(".pkl"):
+            (folder / file).write_bytes(pickle.dumps({"trial_id": held}))
+        else:
+            torch.save({"module": held}, folder / file)
+
+    return downloaded(damage)
+
+
+def edit(pattern, change):
+    """Change the content of each file that matches a pattern; ``change`` may return another content."""
+
+    def damage(folder):
+        paths = sorted(folder.glob(pattern))
+        assert paths
+        for path in paths:
+            if path.suffix == ".json":
+                held = json.loads(path.read_text())
+                path.write_text(json.dumps(change(held) or held))
+            elif path.suffix == ".pkl":
+                held = pickle.loads(path.read_bytes())
+                path.write_bytes(pickle.dumps(change(held) or held))
+            else:
+                with safe_load.allowed_globals():
+                    held = torch.load(path, weights_only=True)
+                torch.save(change(held) or held, path)
+
+    return damage
+
+
+def inside(held, place):
+    return functools.reduce(operator.getitem, place[:-1], held)
+
+
+def put(*place, value):
+    return lambda held: inside(held, place).__setitem__(place[-1], value)
+
+
+def drop(*place):
+    return lambda held: inside(held, place).__delitem__(place[-1])
+
+
+def remove(file):
+    return lambda folder: (folder / file).unlink()
+
+
+OTHER, MEND = "the last whole one is --resume", "go on from another checkpoint"
+STEPS = put("steps_completed", value=2)
+# Files with wrong contents and right digests: the file, the change, the words of the line
+WRONG = {
+    "steps in the metadata": (METADATA, STEPS, [f"{METADATA}: steps_completed: 2: but trial_state.pkl has 4"]),
+    "no state": (STATE, dict.clear, [f"{STATE}: cannot be read (batches_trained"]),
+    "steps as text": (STATE, put("batches_trained", value="4"), ["(batches_trained: '4')"]),
+    "other epochs": (STATE, put("epochs_trained", value=3), ["epochs_trained: 3: but identity"]),
+    "other trial": (STATE, put("trial_id", value=7), ["trial_id: 7: but identity.json has 0"]),
+    "processes as text": (identity.FILE, put("mode", "processes", value="1"), ["(processes: '1')"]),
+    "no processes": (identity.FILE, drop("mode", "processes"), ["identity.json", "(processes: None)"]),
+    "no mode": (identity.FILE, put("mode", value={}), ["identity.json: cannot be read"]),
+    "an odd mode": (identity.FILE, put("mode", value=[]), ["identity.json: cannot be read (mode: [])"]),
+    "odd steps": (identity.FILE, put("progress", "engines", value=[5]), ["cannot be loaded"]),
+    "no random state": (RANK0, put("rng_state", value={}), [RANK0, "rng_state: is no state"]),
+    "random state of a list": (RANK0, put("rng_state", value=[1]), [RANK0, "rng_state is missing"]),
+    "random state of zeros": (RANK0, put("rng_state", "cpu_rng_state", value=torch.zeros(4)), ["is no state"]),
+    "no callbacks": (RANK0, drop("callbacks"), [RANK0, "callbacks is missing"]),
+    "no mapping": (MODEL, lambda held: [held], [f"{MODEL}: is a list, no mapping"]),
+    "no weights": (MODEL, drop("module"), [f"{MODEL}: holds no weights"]),
+    "a weight less": (MODEL, drop("module", "fc3.bias"), [MODEL, "fc3.bias is none, but (10,)"]),
+    "a weight more": (MODEL, put("module", "fc4", value=torch.zeros(3)), ["fc4 is (3,), but none"]),
+    "a small weight": (MODEL, put("module", "fc3.bias", value=torch.zeros(3)), ["is (3,), but (10,)"]),
+    "whole numbers": (MODEL, put("module", "fc3.bias", value=torch.zeros(10, dtype=torch.int32)),
+                      ["fc3.bias is (10,) of int32, but (10,) of float32"]),
+    "no optimizer": (MODEL, put("optimizer", value=None), ["model0", "is missing"]),
+    "an empty optimizer": (MODEL, put("optimizer", value={}), ["cannot be loaded (KeyError 'param_groups')"]),
+    "no moments": (MODEL, put("optimizer", "state", value={}), ["the optimizer's moments are missing"]),
+    "small moments": (MODEL, put("optimizer", "state", 0, "exp_avg", value=torch.zeros(3)), ["exp_avg"]),
+    "moments of a kind": (MODEL, drop("optimizer", "state", 0, "exp_avg"), ["are not alike"]),
+    "engine's steps as text": (MODEL, put("global_steps", value="4"), ["global_steps: '4': must be a whole"]),
+    "engine's other steps": (MODEL, put("global_steps", value=3), ["global_steps: 3: but identity.json has 4"]),
+    "images as text": (MODEL, put("global_samples", value="4"), ["global_samples: '4'"]),
+    "schedule's other steps": (MODEL, put("lr_scheduler", "last_batch_iteration", value=99),
+                               ["last_batch_iteration: 99: but identity.json has 3"]),
+    "an odd schedule": (MODEL, put("lr_scheduler", value="x"), ["cannot be loaded"]),
+}  # fmt: skip
+BY_NAME = "by_name/model0/{}.pt"
+# Damage to the files for a resume in another ZeRO stage
+WRONG_BY_NAME = {
+    "a command": (smuggle(BY_NAME.format("exp_avg")), "exp_avg.pt: cannot be loaded safely"),
+    "no moments": (signed(remove(BY_NAME.format("exp_avg_sq"))), "exp_avg_sq.pt: cannot be loaded safely"),
+    "a moment's shape": (signed(edit(BY_NAME.format("exp_avg"), put("fc1.bias", value=torch.zeros(9)))),
+                         "exp_avg.pt: fc1.bias is (9,), but (120,) in this network"),
+    "a weight less": (signed(edit(BY_NAME.format("weights"), drop("fc3.bias"))),
+                      "weights.pt: fc3.bias is none, but (10,) in this network"),
+    "no counts": (signed(edit(BY_NAME.format("state"), drop("counts"))), "state.pt: counts is missing"),
+    "other steps": (signed(edit(BY_NAME.format("state"), put("counts", "global_steps", value=3))),
+                    "state.pt: global_steps: 3: but identity.json has 4"),
+}  # fmt: skip
+# Settings of another run
+ANOTHER = {
+    "net": ("hyperparameters__moe", "true", ["hyperparameters.moe: True", "made with False"]),
+    "optimizer": (f"{DEEPSPEED}optimizer__type", "SGD", ["optimizer.type", "adam"]),
+    "state": (f"{DEEPSPEED}optimizer__params__amsgrad", "true", ["amsgrad: True", "holds no state for it"]),
+    "precision": (f"{DEEPSPEED}bf16__enabled", "true", ["precision: 'bfloat16'", "'float32'"]),
+    "batch": (f"{DEEPSPEED}train_batch_size", 48, ["train_batch_size: 48", "made with 32"]),
+    "inputs": ("data__normalize", "imagenet", ["data.normalize: [[0.485, 0.456, 0.406]", "made with [[0.5, 0.5, 0.5]"]),
+    "seed": ("reproducibility__experiment_seed", 9, ["experiment_seed: 9", "made with 0"]),
+}  # fmt: skip
+STAGE_2 = overrides(**{f"{DEEPSPEED}zero_optimization__stage": 2})
+# The damage to the last checkpoint, further arguments, the words of the line
+DAMAGE = {
+    "no engine": (signed(lambda folder: shutil.rmtree(folder / "model0")), [],
+                  ["It holds 0 engines, and the trial has 1", MEND]),
+    "a file that would be loaded first": (signed(lambda folder: torch.save({}, folder / "checkpoint.pt")), [],
+                                          ["checkpoint.pt: does not belong to it"]),
+    "other steps": (edit(METADATA, STEPS), [], [f"{METADATA}: cannot be read (it is not", OTHER]),
+    "truncated": (truncate_model, [], [MODEL, "is truncated", OTHER, "(step 2)"]),
+    "altered": (alter, [], [MODEL, "is not what was written", OTHER]),
+    "missing": (remove(MODEL), [], [MODEL, "is missing", OTHER]),
+    "no metadata": (remove(METADATA), [], [f"{METADATA}: is missing", OTHER]),
+    "metadata of nothing": (lambda folder: (folder / METADATA).write_text("[" * 100_000), [],
+                            [f"{METADATA}: cannot be read", OTHER]),
+    "foreign": (lambda folder: (folder / "model0/other.pt").touch(), [], ["other.pt", "does not belong", OTHER]),
+    "other steps, downloaded": (downloaded(edit(METADATA, STEPS)), [],
+                                ["steps_completed: 2: but trial_state.pkl has 4", MEND]),
+    "no state, downloaded": (downloaded(edit(STATE, dict.clear)), [],
+                             [f"{STATE}: cannot be read (batches_trained", MEND]),
+    "truncated, downloaded": (downloaded(truncate_model), [], [MODEL, "cannot be loaded safely"]),
+    "missing, downloaded": (downloaded(remove(RANK0)), [], [RANK0, "is missing"]),
+    "no identity": (downloaded(remove(identity.FILE)), [], ["identity.json", "cannot be read"]),
+    "stage 0 to 2, no states": (signed(lambda folder: shutil.rmtree(folder / "by_name")), STAGE_2,
+                                ["zero_optimization.stage: 2", "it holds no states by the weights' names"]),
+    **{f"a command in {file}": (smuggle(file), [], [file, "posix.system"]) for file in (STATE, RANK0, MODEL)},
+    **{name: (signed(edit(file, change)), [], [*words, *([] if file == identity.FILE else [MEND])])
+       for name, (file, change, words) in WRONG.items()},
+    **{f"stage 0 to 2, {name}": (damage, STAGE_2, [words, MEND])
+       for name, (damage, words) in WRONG_BY_NAME.items()},
+    **{f"another {name}": (None, overrides(**{key: value}), words)
+       for name, (key, value, words) in ANOTHER.items()},
+}  # fmt: skip
+
+
+class ByName:
+    """Pickles an attribute of a class as Python 3.11.2 pickles a member of an enumeration."""
+
+    def __init__(self, *where):
+        self.where = where
+
+    def __reduce__(self):
+        return getattr, self.where
+
+
+def test_only_members_of_enumerations_load_by_their_names(tmp_path):
+    torch.save({"zero_stage": ByName(ZeroStageEnum, "gradients")}, tmp_path / "good.pt")
+    torch.save({"zero_stage": ByName(LossScaler, "backward")}, tmp_path / "bad.pt")
+    with safe_load.allowed_globals():
+        assert torch.load(tmp_path / "good.pt", weights_only=True) == {"zero_stage": ZeroStageEnum.gradients}
+        with pytest.raises(pickle.UnpicklingError, match=r"getattr of .*LossScaler"):
+            torch.load(tmp_path / "bad.pt", weights_only=True)
+
+
+def copy(source, target):
+    """Link the hundreds of files of a checkpoint's code, and copy the rest."""
+    (os.link if "/code/" in source else shutil.copy2)(source, target)
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_an_unusable_checkpoint_is_refused(two_checkpoints, tmp_path, capsys, case):
+    """Exit code 2, a line with the file or key, no command run, no byte of the run's folder changed."""
+    damage, more, words = DAMAGE[case]
+    output = shutil.copytree(two_checkpoints.output, tmp_path / "run", copy_function=copy)
+    if damage:
+        damage(checkpoints(Run(0, "", "", output))[4])
+    before = every_byte(output)
+    code, said = train.main([*TWO, *more, *LATEST, "--output", str(output)]), capsys.readouterr().err
+    assert code == 2, said
+    assert all(word in said for word in words), said
+    assert len(said.splitlines()) == (2 if case == "stage 0 to 2, no states" else 1)
+    assert not (output / "checkpoints/called").exists()
+    assert every_byte(output) == before
+
+
+def test_digests_cover_every_byte_and_file(tmp_path):
+    large, whole = tmp_path / "large", bytes(3 << 20)
+    large.write_bytes(whole)
+    files.write_metadata(tmp_path, {"steps_completed": 1})
+    assert files.damage(tmp_path) is None
+    for place in (0, (1 << 20) + 5, (3 << 20) - 1):
+        large.write_bytes(whole[:place] + b"x" + whole[place + 1 :])
+        assert files.damage(tmp_path) == "large: is not what was written", place
+    large.unlink()
+    assert files.damage(tmp_path) == "large: is missing"
+
+
+def test_the_steps_of_a_cluster_are_compared(two_checkpoints):
+    """A cluster takes the weights of another trial's checkpoint, and starts at step 0."""
+    path = checkpoints(two_checkpoints)[4]
+    check = functools.partial(contents.check, path, identity.read(path, "uuid"), [])
+    for steps, trial_id in (4, 0), (0, 7):
+        check(steps, trial_id)
+    assert "batches_trained: 4: but the run has 3" in error_line(check, 3, 0)
+    assert "trial_id: 0: is of a trial of a cluster" in error_line(check, 4, 7)
+
+
+OPTIMIZER = "model0/*zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+FLAT = "single_partition_of_fp32_groups"
+SMALL = put("optimizer_state_dict", FLAT, 0, value=torch.zeros(9))
+# Files of one rank, mode and layer, not described in any other: the ranks, the row, the file, the change
+OF_A_RANK = {
+    "no states": (1, "zero1", OPTIMIZER.format(0), dict.clear, "holds no optimizer"),
+    "a small partition": (1, "bf16", OPTIMIZER.format(0), SMALL,
+                          "its partitions hold less than the network's 62,006 weights"),
+    "no experts": (1, "moe", "model0/layer_0_expert_1*", lambda held: [1], "is a list, no mapping"),
+    "an expert's shape": (1, "moe", "model0/layer_0_expert_1*", dict.clear, "Missing key(s)"),
+    "no master weights": (1, "fp16", MODEL, drop("optimizer", "fp32_groups"), "KeyError 'fp32_groups'"),
+    "a rank's random state": (2, "zero0", "det_state_dict_rank1.pth", drop("rng_state"), "rng_state is missing"),
+    "a rank's partition": (2, "zero1", OPTIMIZER.format(1), SMALL, "is not partitioned as rank 0's"),
+    "a rank's states": (2, "zero3", OPTIMIZER.format(1), drop("optimizer_state_dict", "fp32_flat_groups"),
+                        "is not partitioned as rank 0's"),
+    "a rank's weights": (2, "zero3", "model0/zero_pp_rank_1_mp_rank_00_model_states.pt",
+                         drop("module", "fc3.bias"), "is missing, or not like rank 0's"),
+    "a stage's weights": (2, "pipeline", "model0/layer_09-model_states.pt", drop("weight"), "Missing key(s)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OF_A_RANK)
+def test_each_rank_s_files_are_checked(runs, tmp_path, case):
+    """The ranks print one line together, and none waits for another."""
+    ranks, name, file, change, words = OF_A_RANK[case]
+    output = shutil.copytree(runs.stopped(name, ranks).output, tmp_path / "run")
+    (folder,) = checkpoints(Run(0, "", "", output)).values()
+    signed(edit(file, change))(folder)
+    run = train_row(ROWS[name], ranks, output, runs.files, (*LATEST,))
+    assert run.code == 2, run.stderr
+    (line,) = run.stderr.splitlines()
+    assert words in line and MEND in line

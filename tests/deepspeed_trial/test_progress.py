@@ -1,0 +1,96 @@
+"""The display of a training without a cluster."""
+
+import io
+import os
+import pathlib
+import sys
+import time
+
+import pytest
+import torch
+from support import all_at_once
+
+from deepspeed_trial import machine
+from deepspeed_trial.experiment import Experiment
+from deepspeed_trial.local import progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def begun(folder, done, **config):
+    metrics = progress.LocalMetrics(folder, Experiment(config, {}))
+    metrics.begin(steps=90, steps_per_epoch=45, done=done)
+    return metrics
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_first_steps_have_epoch_and_loss_without_a_report(tmp_path, monkeypatch, terminal):
+    out, err = io.StringIO(), Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    monkeypatch.setitem(progress.SHOWN_EVERY, terminal, 0.0)
+    metrics = begun(tmp_path, 44)
+    for step in (45, 46):
+        metrics.step(step, {"loss": torch.tensor(step / 4), "learning_rate": 0.001})
+    metrics.close()
+    if terminal:
+        assert out.getvalue() == ""
+        shown = err.getvalue().split("\r")
+        assert all(text.startswith("epoch ") for text in shown if text.strip())
+        assert "epoch 1/2: " in shown[-3] and "45/90 steps" in shown[-3] and "loss=11.2500" in shown[-3]
+        assert "epoch 2/2: " in shown[-1] and "46/90 steps" in shown[-1] and "loss=11.5000" in shown[-1]
+    else:
+        assert err.getvalue() == ""
+        first, second = out.getvalue().splitlines()
+        assert first == "epoch 1/2  step 45/90  loss 11.2500  lr 0.001"
+        assert second == "epoch 2/2  step 46/90  loss 11.5000  lr 0.001"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_chosen_metric_is_of_the_validation_alone(tmp_path, monkeypatch, terminal):
+    """The bar says so; lines of the training do not have it."""
+    out, err = io.StringIO(), Terminal() if terminal else io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    chosen = {"metric": "accuracy/cat", "smaller_is_better": False}
+    metrics = begun(tmp_path, 0, searcher=chosen)
+    metrics.report_validation_metrics(
+        1, {"loss": 1.0, "accuracy": 0.5, "accuracy/cat": 0.25, "accuracy/dog": 0.75}
+    )
+    metrics.report_training_metrics(2, {"loss": 0.5})
+    metrics.close()
+    validation, *rest = out.getvalue().splitlines()
+    assert validation == "epoch 1/2  step 1/90  validation  accuracy/cat 0.25  loss 1.0000  accuracy 0.5000"
+    assert rest == ([] if terminal else ["epoch 1/2  step 2/90  loss 0.5000"])
+    assert ("loss=0.5000, validation accuracy/cat=0.25]" in err.getvalue()) == terminal
+
+
+@pytest.mark.parametrize(("threads", "waited", "says"), [(2, 8.0, True), (2, 0.5, False), (1, 8.0, False)])
+def test_a_note_says_once_that_threads_wait_for_cores(tmp_path, monkeypatch, capsys, threads, waited, says):
+    """The progress watches the threads for 10 seconds, twice."""
+    metrics = begun(tmp_path, 0)
+    monkeypatch.setattr(progress.torch, "get_num_threads", lambda: threads)
+    for step in (1, 2):
+        now, so_far = metrics._watched_since or (0.0, 0.0)
+        monkeypatch.setattr(progress.time, "monotonic", lambda now=now: now + 10)
+        monkeypatch.setattr(progress.machine, "waited_for_cores", lambda so_far=so_far: so_far + waited)
+        metrics.report_training_metrics(step, {"loss": 1.0})
+    err = capsys.readouterr().err
+    assert err.count("\n") == says and ("had no core for 40% of the time; OMP_NUM_THREADS=1" in err) == says
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/schedstat").exists(), reason="not on Linux")
+def test_a_thread_without_a_core_counts():
+    """Two processes share one core for a second."""
+
+    def compute():
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        before, end = machine.waited_for_cores(), time.monotonic() + 1
+        while time.monotonic() < end:
+            pass
+        assert machine.waited_for_cores() - before > 0.1
+
+    all_at_once(compute, compute)
