@@ -1,4 +1,4 @@
-"""What a trial may tell the harness beyond Determined's callbacks."""
+"""What a trial may tell this package beyond Determined's callbacks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Code:
 
 
 class Callback(pytorch.PyTorchCallback):
-    """Determined's callback, with what the harness calls around the test at the end of a training."""
+    """Determined's callback, with what this package calls around the test at the end of a training."""
 
     def on_test_start(self) -> None:
         """Called on every rank before the trained network is tested."""

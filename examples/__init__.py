@@ -1,1 +1,1 @@
-"""Trials that have nothing to do with images, run by the harness."""
+"""Trials that have nothing to do with images, run by `deepspeed_trial`."""

@@ -1,4 +1,4 @@
-"""What an image classifier tells the harness, and leaves of its network in checkpoints and runs."""
+"""What an image classifier tells `deepspeed_trial`, and leaves of its network in checkpoints and runs."""
 
 from __future__ import annotations
 

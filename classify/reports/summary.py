@@ -14,7 +14,7 @@ from classify.reports import classification
 from deepspeed_trial.errors import printable
 
 FILE = "summary.json"
-RUN_FILES = (*net_file.NAMES, classification.FILE)  # beside those of every run of the harness
+RUN_FILES = (*net_file.NAMES, classification.FILE)  # beside those of every run of `deepspeed_trial`
 
 
 def metrics_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Any ``DeepSpeedTrial``: the harness keeps Determined's promises to it, on a CPU and with equal bits."""
+"""Any ``DeepSpeedTrial``: this package keeps Determined's promises to it, on a CPU and with equal bits."""
 
 import errno
 import json
