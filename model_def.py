@@ -31,7 +31,7 @@ from classify.models.losses import Loss
 from classify.models.registry import logits
 from classify.reports.callbacks import make_callbacks
 from classify.reports.metrics import ClassificationMetrics, LearningRate, Throughput
-from deepspeed_trial.deepspeed_patches import data_parallel_rank
+from deepspeed_trial.engines import data_parallel_rank
 from deepspeed_trial.local.local_mode import LocalTestMode
 from deepspeed_trial.schedules import learning_rate
 

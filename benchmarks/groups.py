@@ -32,9 +32,10 @@ def measure(net: str, batch: int, steps: int) -> dict[str, Any]:
 
     from classify.models import registry
     from classify.models.registry import NetSpec
-    from deepspeed_trial.deepspeed_patches import patch_engine, prepare_accelerator
+    from deepspeed_trial.patches.engine import patch_engine
+    from deepspeed_trial.patches.process import prepare_process
 
-    prepare_accelerator()
+    prepare_process()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["WORLD_SIZE"])))
     deepspeed.init_distributed("gloo", verbose=False)
 

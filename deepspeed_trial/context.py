@@ -14,7 +14,7 @@ from determined import core
 from determined.pytorch import deepspeed as det_ds
 from typing_extensions import override
 
-from deepspeed_trial import cluster, deepspeed_patches, processes
+from deepspeed_trial import cluster, processes
 from deepspeed_trial.checkpoints.store import LocalCheckpoints
 from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.hangs import place
@@ -23,6 +23,7 @@ from deepspeed_trial.local.folder import default_output, own_folder
 from deepspeed_trial.local.lost_disk import explain_lost_disk
 from deepspeed_trial.local.progress import LocalMetrics
 from deepspeed_trial.local.signals import LocalPreempt
+from deepspeed_trial.patches.engine import patch_engine
 from deepspeed_trial.plan import Plan
 from deepspeed_trial.random_state import seed_everything
 from deepspeed_trial.trackers.tracking import Tracking, tracked, tracking_here, tracking_on_cluster
@@ -63,8 +64,8 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
 
     @override
     def wrap_model_engine(self, model: deepspeed.DeepSpeedEngine) -> deepspeed.DeepSpeedEngine:
-        """Registers an engine of the trial, and applies what every engine needs of ``deepspeed_patches``."""
-        deepspeed_patches.patch_engine(model)
+        """Registers an engine of the trial, and applies what every engine needs of ``patches``."""
+        patch_engine(model)
         place.follow(model, self.place)
         return super().wrap_model_engine(model)
 

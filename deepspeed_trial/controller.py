@@ -13,7 +13,7 @@ from determined import pytorch
 from determined.pytorch.deepspeed import DeepSpeedTrial
 from typing_extensions import override
 
-from deepspeed_trial import deepspeed_patches, final_test, time_budget
+from deepspeed_trial import engines, final_test, time_budget
 from deepspeed_trial.callbacks import NonFiniteLossMonitor
 from deepspeed_trial.checkpoints import by_name, contents, identity, safe_load
 from deepspeed_trial.checkpoints.conversion import as_loadable
@@ -230,7 +230,7 @@ class Controller(Loop):
     @override
     def _validate(self) -> dict[str, Any]:
         for engine in self.engines:
-            deepspeed_patches.broadcast_buffers(engine)
+            engines.broadcast_buffers(engine)
         with self._measuring(time_budget.VALIDATION):
             return super()._validate()
 
@@ -285,7 +285,7 @@ class Controller(Loop):
             self._load_budget(load_path, name)
         with contents.loading(name, self.context.distributed), contextlib.ExitStack() as around:
             for engine in self.engines:
-                around.enter_context(deepspeed_patches.keep_configured_hyperparameters(engine))
+                around.enter_context(engines.keep_configured_hyperparameters(engine))
             loadable = around.enter_context(
                 as_loadable(
                     load_path, name, mine, self.engines, self._layer_names(), self.context.distributed

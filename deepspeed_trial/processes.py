@@ -15,13 +15,13 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from determined import core
 
-from deepspeed_trial import deepspeed_patches
 from deepspeed_trial.cluster import cluster_info
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.experiment import HANG_AFTER
 from deepspeed_trial.hangs.joining import joining
 from deepspeed_trial.meeting import check_ranks, local_size, meet
 from deepspeed_trial.messages import Ranks
+from deepspeed_trial.patches.process import limit_waiting, prepare_process
 
 PATIENCE = 3  # times as long as no rank may move, a collective waits for one that is slow, but works
 MANUAL = "DET_MANUAL_INIT_DISTRIBUTED"  # Determined's variable: the trial starts the process group itself
@@ -78,7 +78,7 @@ def start_process_group(hang_after: float = HANG_AFTER) -> None:
     Raises:
         InvalidInput: if there are more processes than GPUs, or the launcher's port is in use.
     """
-    deepspeed_patches.prepare_accelerator()
+    prepare_process()
     meet()
     if torch.distributed.is_initialized() or os.environ.get(MANUAL):
         return  # by an earlier run in this process; or by the trial itself
@@ -100,7 +100,7 @@ def _init_distributed(hang_after: float) -> None:
     """Without a time limit of its own DeepSpeed takes one of its release: 30 minutes once, 10 now."""
     minutes = float(os.environ.get("DEEPSPEED_TIMEOUT") or PATIENCE * hang_after / 60)  # DeepSpeed's variable
     limit = datetime.timedelta(minutes=minutes)
-    deepspeed_patches.limit_waiting(limit)
+    limit_waiting(limit)
     deepspeed.init_distributed(auto_mpi_discovery=False, timeout=limit)
 
 
@@ -137,7 +137,7 @@ def join_cluster_processes(hang_after: float) -> core.DistributedContext | None:
     if not det._DistributedBackend().use_deepspeed():
         start_process_group(hang_after)
         return None
-    deepspeed_patches.prepare_accelerator()
+    prepare_process()
     info = cluster_info()
     meet(info.container_addrs[info.container_rank])
     if not os.environ.get(MANUAL):

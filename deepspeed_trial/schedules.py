@@ -180,18 +180,6 @@ def _between(before: Any, after: Any, share: float) -> Any:
     return before + (after - before) * share if share else before
 
 
-def follow_remade_optimizer(engine: Any) -> None:
-    """Has the schedule act on the optimizer that steps, where that is not the one which ZeRO was given.
-
-    DeepSpeed 0.19 makes Adagrad anew for ZeRO's partitions, in one group.
-    """
-    made = getattr(engine.optimizer, "optimizer", None)
-    if isinstance(made, torch.optim.Optimizer) and made is not engine.basic_optimizer:
-        engine.basic_optimizer = made
-        if isinstance(engine.lr_scheduler, GroupSchedule):
-            engine.lr_scheduler.act_on(made)
-
-
 def learning_rate(engine: Any) -> float:
     """The rate of an engine's next step, of a parameter group whose factor is 1."""
     schedule = engine.lr_scheduler

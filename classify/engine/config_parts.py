@@ -13,8 +13,8 @@ from classify.images.settings import DataSettings
 from classify.images.splits import Splits
 from classify.images.streaming import Streaming
 from classify.models import pretrained, registry
-from deepspeed_trial import deepspeed_patches
 from deepspeed_trial.errors import ErrorList
+from deepspeed_trial.patches.process import prepare_process
 
 
 class Parts:
@@ -58,5 +58,5 @@ class Parts:
 
 def errors_of(hparams: Mapping[str, Any], experiment: Mapping[str, Any]) -> list[str]:
     """What is wrong by itself with the parts of a configuration, of which other fields are wrong already."""
-    deepspeed_patches.prepare_accelerator()
+    prepare_process()
     return list(dict.fromkeys(Parts(hparams, experiment, None).errors.lines))

@@ -27,7 +27,7 @@ from classify.config.rules import (
     optional,
 )
 from deepspeed_trial.errors import nearest, one_line
-from deepspeed_trial.muon_patches import MUON
+from deepspeed_trial.patches.muon import MUON
 from deepspeed_trial.schedules import GroupSchedule
 
 TORCH_SCHEDULES = ("OneCycleLR", "LinearLR", "PolynomialLR", "CosineAnnealingLR")

@@ -19,7 +19,7 @@ from classify.config.parameter_groups import KEY
 from classify.models.depths import depths
 from classify.models.heads import head_layers
 from deepspeed_trial.errors import InvalidInput
-from deepspeed_trial.muon_patches import USES_MUON
+from deepspeed_trial.patches.muon import USES_MUON
 from deepspeed_trial.schedules import FACTOR, STARTS_AFTER
 
 OTHERS = "others"  # the parameters that no pattern matches

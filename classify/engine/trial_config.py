@@ -30,9 +30,10 @@ from classify.images.splits import Splits
 from classify.models import flops, losses, pretrained, registry
 from classify.models.registry import NetSpec
 from classify.models.stages import layers_of
-from deepspeed_trial import deepspeed_patches, machine
+from deepspeed_trial import machine
 from deepspeed_trial.errors import ErrorList, InvalidInput
 from deepspeed_trial.experiment import Experiment
+from deepspeed_trial.patches.process import prepare_process
 from deepspeed_trial.plan import Plan
 
 VALIDATION_PIXELS = 512 * 32**2  # of a micro-batch: a forward pass needs little memory
@@ -87,7 +88,7 @@ class TrialConfig:
             InvalidInput: with a line for each thing that is wrong by itself, the data not being there among
                 them; if there is none, with a line for each that does not go with another.
         """
-        deepspeed_patches.prepare_accelerator()
+        prepare_process()
         parts = Parts(hparams, experiment, source)
         parts.errors.raise_any()
         data, source, hyper, merged = parts.data, parts.source, parts.hyper, parts.merged

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import swa_utils
 
 from classify.config import options
-from deepspeed_trial.deepspeed_patches import broadcast_buffers
+from deepspeed_trial.engines import broadcast_buffers
 from deepspeed_trial.full_weights import (
     exchange_masters,
     gather_full_state_dict,

@@ -25,7 +25,7 @@ from classify.images.image_set import ImageSet
 from classify.models import registry
 from classify.reports import figures
 from classify.reports.metrics import ClassificationMetrics
-from deepspeed_trial.deepspeed_patches import loss_scale
+from deepspeed_trial.engines import loss_scale
 from deepspeed_trial.errors import one_line
 from deepspeed_trial.hooks import StepCounter
 

@@ -31,7 +31,7 @@ from deepspeed_trial.full_weights import (
     scatter_full_state_dict,
     update_network,
 )
-from deepspeed_trial.muon_patches import USES_MUON
+from deepspeed_trial.patches.muon import USES_MUON
 
 FOLDER = "by_name"  # of a checkpoint, with a folder for each engine
 WEIGHTS, STATE = "weights.pt", "state.pt"

@@ -22,8 +22,8 @@ from deepspeed_trial.checkpoints.by_name import COUNTS, MEND, MOMENTUM
 from deepspeed_trial.checkpoints.identity import FILE, PROCESSES, Identity, Progress
 from deepspeed_trial.checkpoints.weights import mismatch
 from deepspeed_trial.errors import ErrorList, InvalidInput, UnusableCheckpoint, one_line
-from deepspeed_trial.muon_patches import MUON, USES_MUON
 from deepspeed_trial.out_of_memory import is_out_of_memory
+from deepspeed_trial.patches.muon import MUON, USES_MUON
 
 _MAIN = re.compile(r"(?:zero_pp_rank_\d+_)?(mp_rank_\d+)_model_states\.pt")
 SCHEDULED = "last_batch_iteration"  # of its schedule

@@ -13,9 +13,9 @@ from deepspeed import DeepSpeedEngine
 from deepspeed_trial import redaction
 from deepspeed_trial.checkpoints import by_name
 from deepspeed_trial.checkpoints.safe_load import read_trial_state
-from deepspeed_trial.deepspeed_patches import engine_dtype
+from deepspeed_trial.engines import engine_dtype
 from deepspeed_trial.errors import InvalidInput, one_line
-from deepspeed_trial.muon_patches import MUON
+from deepspeed_trial.patches.muon import MUON
 
 FILE = "identity.json"
 GROUPS = ("net", "mode", "position")

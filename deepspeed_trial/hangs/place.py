@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed_trial.patches.engine import follow_engine
+from deepspeed_trial.patches.pipeline import follow_instructions
+
 START, TRAINING, REPORT, VALIDATION, CHECKPOINT, TEST, END = (
     "setup",
     "training",
@@ -75,24 +78,13 @@ def follow(engine: Any, place: Place) -> None:
 
     A pipeline's engine writes each instruction of its schedule.
     """
-    if instructions := getattr(engine, "_INSTRUCTION_MAP", None):
+    if hasattr(engine, "_INSTRUCTION_MAP"):
         place.in_step = False
-        engine._INSTRUCTION_MAP = {
-            kind: _entering(place, _part(kind.__name__), call) for kind, call in instructions.items()
-        }
+        follow_instructions(engine, lambda instruction: place.enter(_part(instruction)))
         return
     engine.register_forward_pre_hook(lambda *_: place.enter(FORWARD))
     engine.register_forward_hook(lambda *_: None if engine.training else place.enter(""))
-    engine.backward = _entering(place, BACKWARD, engine.backward)
-    engine.step = _entering(place, STEP, engine.step)
-
-
-def _entering(place: Place, part: str, call: Any) -> Any:
-    def called(*args: Any, **kwargs: Any) -> Any:
-        place.enter(part)
-        return call(*args, **kwargs)
-
-    return called
+    follow_engine(engine, lambda: place.enter(BACKWARD), lambda: place.enter(STEP))
 
 
 def _part(instruction: str) -> str:

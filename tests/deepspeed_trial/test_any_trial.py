@@ -15,15 +15,13 @@ import determined as det
 import numpy as np
 import pytest
 import torch
-from deepspeed.runtime.zero import stage_1_and_2
 from determined import pytorch
 from line_trial import ACCUMULATION, CONFIG, MICRO_BATCH, POINTS, LineTrial, Points, fit
 from support import PROJECT, Run, checkpoints, error_line, run, truncate_model
 from torch import nn
 
-from deepspeed_trial.deepspeed_patches import engine_dtype, loss_scale
+from deepspeed_trial.engines import engine_dtype, loss_scale
 from deepspeed_trial.local.signals import LocalPreempt
-from deepspeed_trial.zero_patches import join_collectives_of_groups
 
 
 def saved_in(output):
@@ -342,15 +340,6 @@ def test_an_fp16_loss_times_its_scale_may_exceed_fp16(tmp_path):
     fp16 = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 1000}
     trial, _ = fit(tmp_path, Trial, deepspeed_config={"fp16": fp16}, max_length=pytorch.Batch(4))
     assert trial.engines[0].skipped_steps == 0 and trial.scale == 2**12
-
-
-def test_an_older_deepspeed_keeps_its_own_norm(monkeypatch):
-    """Its ZeRO 1 and 2 know nothing of Muon, as 0.13."""
-    monkeypatch.delattr(stage_1_and_2.DeepSpeedZeroOptimizer, "_muon_update_lacks_loss_scale")
-    zero = object.__new__(stage_1_and_2.DeepSpeedZeroOptimizer)
-    zero.cpu_offload, zero.optimizer = False, mock.Mock(param_groups=[{}, {}])
-    join_collectives_of_groups(mock.Mock(optimizer=zero, has_moe_layers=False))
-    assert "scaled_global_norm" not in vars(zero)
 
 
 def test_ranks_agree_on_the_last_step_on_a_disk_without_links(tmp_path, monkeypatch):

@@ -1,0 +1,162 @@
+"""The registry of this project's patches of DeepSpeed.
+
+A patch is a function under ``@patch``. The function applies the patch when it is called, unless the installed
+release does not need the patch. Before that, the guard compares the source of the patched functions with the
+source that the author of the patch read. A difference ends the program with one line: after an upstream fix,
+a patch could do harm without a sign (a loss scaled twice).
+
+The modules: ``engine`` (every engine), ``zero``, ``pipeline``, ``muon`` and ``process`` (a process, before
+its first engine). ``docs/patches.md`` lists all patches.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import logging
+import os
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec
+
+from packaging.specifiers import SpecifierSet
+
+from deepspeed_trial.errors import InvalidInput
+
+NOT_REPORTED = "not reported"
+KNOWN = {"deepspeed": ("0.19.8", "0.13.*")}  # the pinned release comes first
+
+P = ParamSpec("P")
+logger = logging.getLogger("deepspeed_trial")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One patch of the registry.
+
+    Attributes:
+        name: of the function that applies the patch.
+        why: the fault that the patch cures, in one sentence.
+        target: the patched attribute, as ``module:attribute``.
+        versions: the releases of the target's package that need the patch, as a ``packaging`` specifier.
+        report: the upstream issue, or the pull request that cures or brought the fault, as
+            ``owner/repository#number``, or ``NOT_REPORTED``.
+        guards: the functions whose source the guard compares, as ``module:attribute``; none where the patch
+            passes calls of a public name through.
+        digests: the digests of the source that the author of the patch read, one for each known form.
+    """
+
+    name: str
+    why: str
+    target: str
+    versions: str
+    report: str
+    guards: tuple[str, ...]
+    digests: tuple[str, ...]
+
+    @property
+    def package(self) -> str:
+        """The package that the patch changes."""
+        return self.target.partition(":")[0].partition(".")[0]
+
+    def is_needed(self) -> bool:
+        """Whether the installed release is one of ``versions``."""
+        return SpecifierSet(self.versions).contains(installed(self.package), prereleases=True)
+
+    def check(self) -> None:
+        """Compare the source of the guarded functions with the source that the author of the patch read.
+
+        Raises:
+            InvalidInput: if the sources differ.
+        """
+        if self.guards and digest(self.guards) not in self.digests:
+            raise InvalidInput(
+                f"{self.package} {installed(self.package)}: {self.target} differs from the code that patch "
+                f"{self.name} is written for; install {self.package}=={KNOWN[self.package][0]}"
+            )
+
+
+REGISTRY: dict[str, Patch] = {}
+
+
+def patch(
+    target: str,
+    *,
+    versions: str,
+    report: str = NOT_REPORTED,
+    guards: tuple[str, ...] | None = None,
+    digests: tuple[str, ...] = (),
+    when: Callable[..., bool] = lambda *_: True,
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Register the function below as a patch; the first sentence of its docstring is the reason.
+
+    Args:
+        target: as of ``Patch``.
+        versions: as of ``Patch``.
+        report: as of ``Patch``.
+        guards: as of ``Patch``; by default the target itself.
+        digests: as of ``Patch``.
+        when: takes the function's arguments; the patch is checked and applied only if the result is true.
+    """
+
+    def register(apply: Callable[P, None]) -> Callable[P, None]:
+        why = " ".join((apply.__doc__ or "").partition("\n\n")[0].split())
+        guarded = (target,) if guards is None else guards
+        entry = REGISTRY[apply.__name__] = Patch(
+            apply.__name__, why, target, versions, report, guarded, digests
+        )
+
+        @functools.wraps(apply)
+        def apply_where_needed(*args: P.args, **kwargs: P.kwargs) -> None:
+            if entry.is_needed() and when(*args, **kwargs):
+                entry.check()
+                apply(*args, **kwargs)
+
+        return apply_where_needed
+
+    return register
+
+
+@functools.cache
+def installed(package: str) -> str:
+    """The installed release of a package."""
+    return importlib.metadata.version(package)
+
+
+@functools.cache
+def digest(functions: tuple[str, ...]) -> str:
+    """The digest of the functions' source without white space; empty if a function or its source is missing.
+
+    A replaced function counts as the original if the replacement has ``functools.wraps`` around it.
+    """
+    try:
+        sources = [inspect.getsource(pkgutil.resolve_name(each)) for each in functions]
+    except (AttributeError, ImportError, OSError, TypeError):
+        return ""
+    return hashlib.sha256("".join("".join(sources).split()).encode()).hexdigest()[:12]
+
+
+@functools.cache  # once a process
+def warn_of_unknown_release() -> None:
+    """Warn of a release of DeepSpeed that the patches do not know; rank 0 alone warns."""
+    for package, known in KNOWN.items():
+        is_known = any(installed(package) in SpecifierSet(f"=={release}") for release in known)
+        if not is_known and os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                f"{package} {installed(package)} is untested, and each patch of it is checked before use; "
+                f"tested: {', '.join(known)}"
+            )
+
+
+def follow_calls(call: Any, before: Callable[[], None]) -> Any:
+    """Return a function that calls ``before`` and then passes its own call through."""
+
+    @functools.wraps(call)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return call(*args, **kwargs)
+
+    return followed
