@@ -1,4 +1,4 @@
-"""Patches of every new engine: ``patch_engine`` applies them, and the patches in ``zero`` and ``pipeline``."""
+"""Patches of every new engine; ``patch_engine`` also applies the ones in ``zero`` and ``pipeline``."""
 
 from __future__ import annotations
 

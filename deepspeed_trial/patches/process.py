@@ -12,7 +12,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import TorchBackend
 
-from deepspeed_trial.patches import warn_of_unknown_release, patch
+from deepspeed_trial.patches import patch, warn_of_unknown_release
 from deepspeed_trial.patches.muon import patch_muon_on_demand
 
 CPU = "deepspeed.accelerator.cpu_accelerator:CPU_Accelerator"
