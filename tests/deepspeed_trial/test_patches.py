@@ -189,15 +189,15 @@ def clip_stages_together():
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
     assert float(utils.clip_grad_norm_([weight], 1.0, mpu=second)) == 0
-    weight.model_parallel = True
+    weight.model_parallel = True  # type: ignore[attr-defined]
     assert float(utils.clip_grad_norm_([weight], 1.0, mpu=second)) == pytest.approx(2**0.5)
 
 
 def patch_muon_on_demand():
     net = nn.Linear(2, 2)
-    net.weight.use_muon = False
+    net.weight.use_muon = False  # type: ignore[attr-defined]
     deepspeed.set_optimizer_flags(types.SimpleNamespace(optimizer_name="muon", optimizer_params={}), net)
-    assert net.weight.use_muon
+    assert net.weight.use_muon  # type: ignore[attr-defined]
 
 
 def flatten_filters():
@@ -221,7 +221,7 @@ def compute_uncompiled():
 
 def keep_given_groups():
     weight = nn.Parameter(torch.ones(2, 2))
-    weight.use_muon = True
+    weight.use_muon = True  # type: ignore[attr-defined]
     given = [{"params": [weight], "use_muon": True, "lr_factor": 0.5}]
     groups = deepspeed.DeepSpeedEngine._muon_param_groups(given, {"lr": 0.1})
     assert not any("lr_factor" in group for group in groups)
@@ -234,7 +234,8 @@ def allow_fp16_on_cpu():
 
 
 def reduce_over_gloo():
-    builder, asked = get_accelerator().create_op_builder, []
+    asked: list[str] = []
+    builder = get_accelerator().create_op_builder
     assert builder("ShareMemCommBuilder") is not None
     get_accelerator().create_op_builder = asked.append
     build_shm_op()
