@@ -41,8 +41,8 @@ from classify.models.registry import NetSpec
 from classify.reports import summary
 from classify.reports.metrics import ClassificationMetrics
 from deepspeed_trial import messages
-from deepspeed_trial.callbacks import Patience
 from deepspeed_trial.errors import ErrorList, InvalidInput, one_line, print_errors, printable
+from deepspeed_trial.events import Patience
 from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.local.folder import default_output, why_unusable
 from deepspeed_trial.meeting import check_ranks, meet

@@ -6,13 +6,9 @@ import contextlib
 import logging
 import os
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import determined as det
-from determined import core
 
 from deepspeed_trial.errors import InvalidInput, LostRank, TrainingStopped, UnreadableData, is_said_here
 from deepspeed_trial.experiment import Experiment
@@ -55,48 +51,6 @@ def trial_seed(experiment: Experiment) -> int:
     trial another seed than a run of the same file off a cluster.
     """
     return experiment.seed if experiment.searcher == SINGLE else cluster_info().trial.trial_seed
-
-
-def search_has_stopped(context: core.Context, experiment: Experiment, steps: int) -> bool:
-    """Whether the search has stopped this trial, judging by its validation after ``steps`` steps.
-
-    Determined 0.38 marks such a trial and tells its container nothing, which so trains to its end. The chief
-    asks for the mark once the master has recorded the validation, which a thread reports. All ranks call it.
-    """
-    if experiment.searcher in TO_THE_END:
-        return False
-    stopped = context.distributed.rank == 0 and _is_marked(context, steps)
-    return bool(context.distributed.broadcast(stopped))
-
-
-def was_asked(preempt: core.PreemptContext) -> Callable[[], bool]:
-    """Gives what tells later whether the cluster has asked the trial to stop, without asking it again."""
-    ask, was_asked = preempt.should_preempt, threading.Event()
-
-    def should_preempt(*args: Any, **kwargs: Any) -> bool:
-        if answer := ask(*args, **kwargs):
-            was_asked.set()
-        return answer
-
-    preempt.should_preempt = should_preempt
-    return was_asked.is_set
-
-
-def _is_marked(context: core.Context, steps: int) -> bool:
-    deadline = time.monotonic() + RECORDED_WITHIN
-    try:
-        while time.monotonic() < deadline:
-            answer = context._session.get(f"/api/v1/trials/{cluster_info().trial.trial_id}")
-            trial = answer.json()["trial"]
-            if "STOPPING" in trial["state"]:
-                logger.info(f"the search has stopped this trial after step {steps}: {trial['state']}")
-                return True
-            if ((trial.get("latestValidation") or {}).get("totalBatches") or 0) >= steps:
-                return False  # the mark comes before the record
-            time.sleep(0.1)
-    except Exception:  # a master that does not answer ends no training, as in Determined's own watcher
-        logger.warning("cannot ask the master whether the search has stopped this trial", exc_info=True)
-    return False
 
 
 @contextlib.contextmanager

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed
+import determined as det
 import torch
 from determined import core
 from determined.pytorch import deepspeed as det_ds
@@ -22,10 +24,10 @@ from deepspeed_trial.hangs.watch import watching
 from deepspeed_trial.local.folder import default_output, own_folder
 from deepspeed_trial.local.lost_disk import explain_lost_disk
 from deepspeed_trial.local.progress import LocalMetrics
-from deepspeed_trial.local.signals import LocalPreempt
 from deepspeed_trial.patches.engine import patch_engine
 from deepspeed_trial.plan import Plan
 from deepspeed_trial.random_state import seed_everything
+from deepspeed_trial.services import ClusterServices, LocalServices, Services
 from deepspeed_trial.trackers.tracking import Tracking, tracked, tracking_here, tracking_on_cluster
 
 
@@ -33,15 +35,22 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
     """Determined's context, on the CPU where there is no GPU.
 
     Attributes:
+        core: Determined's Core API, or its counterpart off a cluster.
+        services: of the place where the training runs.
         output: off a cluster, the run's folder.
-        experiment: what the experiment configuration says.
+        experiment: the experiment's configuration.
         resumes: whether a checkpoint's weights will replace the first ones.
-        resumed_from: optimizer steps of the run that this one goes on with.
-        place: where this rank is, for those who watch whether it moves.
-        tracking: where else the run is written down.
-        plan: how many steps the training has, and how far each is; a trial may ask it in its own schedules.
+        resumed_from: optimizer steps of the run that this one continues.
+        place: where this rank is in its work, for the watch of hangs.
+        tracking: the trackers of this run.
+        plan: number of steps, and how far each is; a trial's schedules may ask it.
+        place_in_data: step that is being done, counted from 0, and steps in an epoch.
+        accumulates: whether the loop calls ``train_batch`` for each micro-batch of a step.
+        checks_reproducibility: whether loaders must be Determined's.
     """
 
+    core: core.Context
+    services: Services
     output: pathlib.Path | None = None
     experiment: Experiment
     resumes = False
@@ -49,45 +58,121 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
     place: place.Place
     tracking = Tracking()
     plan: Plan
-    _tbd_writer: Any
+    place_in_data: tuple[int, int] | None = None
+    accumulates = True
+    checks_reproducibility = True
+    _mpu_of_trial: det_ds.ModelParallelUnit | None = None
+    _hparams_of_trial: dict[str, Any] | None = None
+    _writer: Any = None
+    _writer_began = 0.0
 
     @override
     def _init_device(self) -> None:
-        if self._num_gpus:
+        if torch.cuda.is_available():
             super()._init_device()
         else:
             self.device = torch.device("cpu")
 
-    def take_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
-        """Has the trial get others than were known before the ranks had joined."""
-        self._hparams = dict(hparams)
+    # ------------------------------------------------------------------------------------ for the trial
 
     @override
     def wrap_model_engine(self, model: deepspeed.DeepSpeedEngine) -> deepspeed.DeepSpeedEngine:
-        """Registers an engine of the trial, and applies what every engine needs of ``patches``."""
+        """Register an engine of the trial, and apply the patches that every engine needs."""
         patch_engine(model)
         place.follow(model, self.place)
+        if isinstance(model, deepspeed.PipelineEngine) and not self.models:
+            self._mpu_of_trial = det_ds.make_deepspeed_mpu(model.mpu)
         return super().wrap_model_engine(model)
 
     @override
-    def get_tensorboard_writer(self) -> Any:
-        """The writer of TensorBoard's files.
+    def set_mpu(self, mpu: det_ds.ModelParallelUnit) -> None:
+        super().set_mpu(mpu)
+        self._mpu_of_trial = mpu
 
-        What a killed run had written beyond the checkpoint that this one goes on from is not shown again.
+    @property
+    def mpu(self) -> det_ds.ModelParallelUnit:
+        """How the ranks share the data, and which of them report."""
+        return self._mpu_of_trial or det_ds.make_data_parallel_mpu(self.distributed)
+
+    @override
+    def disable_auto_grad_accumulation(self) -> None:
+        self.accumulates = False
+
+    @override
+    def disable_dataset_reproducibility_checks(self) -> None:
+        self.checks_reproducibility = False
+
+    def take_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
+        """Give the trial other hyperparameters than were known before the ranks had joined."""
+        self._hparams_of_trial = dict(hparams)
+
+    @override
+    def get_hparams(self) -> dict[str, Any]:
+        return super().get_hparams() if self._hparams_of_trial is None else self._hparams_of_trial
+
+    @override
+    def current_train_batch(self) -> int:
+        return self._step_and_epoch()[0]
+
+    @override
+    def current_train_epoch(self) -> int:
+        step, epoch = self._step_and_epoch()
+        return step // epoch
+
+    @override
+    def is_epoch_start(self) -> bool:
+        step, epoch = self._step_and_epoch()
+        return step % epoch == 0
+
+    @override
+    def is_epoch_end(self) -> bool:
+        step, epoch = self._step_and_epoch()
+        return step % epoch == epoch - 1
+
+    def _step_and_epoch(self) -> tuple[int, int]:
+        if self.place_in_data is None:
+            raise det.errors.InternalException("Training hasn't started.")
+        return self.place_in_data
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps done at the last report, or before the first step of this run."""
+        return self.resumed_from if self.place_in_data is None else self.place_in_data[0] + 1
+
+    @override
+    def get_tensorboard_writer(self) -> Any:
+        """Return the writer of TensorBoard's files.
+
+        It hides the events that a killed run had written after the checkpoint that this run continues.
         """
-        if self._tbd_writer is None:
+        if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            folder, done = str(self.get_tensorboard_path()), self.resumed_from
-            self._tbd_writer = SummaryWriter(folder, purge_step=done or None)
-        return self._tbd_writer
+            self._writer = SummaryWriter(
+                str(self.get_tensorboard_path()), purge_step=self.resumed_from or None
+            )
+            self._writer_began = time.time()
+        return self._writer
+
+    def flush_tensorboard(self) -> None:
+        """Write TensorBoard's events to files, to a new one each second on a cluster.
+
+        An object store takes whole files, and the writer names a file by the second.
+        """
+        if self._writer is None:
+            return
+        if self.output or int(time.time()) == int(self._writer_began):
+            self._writer.flush()
+        else:
+            self._writer.close()
+            self._writer_began = time.time()
 
 
 def make_context(
     core_context: core.Context,
     experiment: Experiment,
     seed: int,
-    num_gpus: int,
+    services: Services,
     *,
     steps_completed: int = 0,
     enable_tensorboard_logging: bool = True,
@@ -98,12 +183,13 @@ def make_context(
         trial_seed=seed,
         hparams=dict(experiment.hyperparameters),
         slots_per_trial=core_context.distributed.get_size(),
-        num_gpus=num_gpus,
+        num_gpus=torch.cuda.device_count(),
         exp_conf=dict(experiment.config),
         steps_completed=steps_completed,
         enable_tensorboard_logging=enable_tensorboard_logging,
     )
-    context.experiment, context.place, context.plan = experiment, place.Place(), Plan()
+    context.core, context.services, context.experiment = core_context, services, experiment
+    context.place, context.plan = place.Place(), Plan()
     return context
 
 
@@ -154,9 +240,10 @@ def init(
     ):
         keeps_record = goes_on or resumes is None
         tracking = tracking_here(experiment, ranks.rank == 0, output, keeps_record)
-        preempt = context._core.preempt
+        assert isinstance(context.services, LocalServices)
+        signals = context.services.signals
         with (
-            tracked(tracking, context._core.train, lambda: preempt.requested) as context.tracking,
+            tracked(tracking, context.core.train, lambda: signals.requested) as context.tracking,
             watching(ranks, context.place, experiment.hang_after),  # within, for trackers may take long
         ):
             yield context
@@ -171,13 +258,17 @@ def _on_cluster(
     seed_everything(seed)
     with (
         cluster.leaves_once_reported(),
-        core.init(distributed=distributed, tensorboard_mode=core.TensorboardMode.MANUAL) as core_context,
+        core.init(
+            distributed=distributed,
+            preempt_mode=core.PreemptMode.ChiefOnly,
+            tensorboard_mode=core.TensorboardMode.MANUAL,
+        ) as core_context,
     ):
         context = make_context(
             core_context,
             experiment,
             seed,
-            len(info.gpu_uuids),
+            services := ClusterServices(core_context, experiment),
             steps_completed=info.trial._steps_completed,
             enable_tensorboard_logging=logs_tensorboard,
         )
@@ -185,11 +276,12 @@ def _on_cluster(
         with cluster.errors_end_the_trial():
             cluster.log_from_chief(core_context.distributed.rank == 0)
             cluster.check_slots(core_context.distributed.size)
-            ranks, preempt = core_context.distributed, core_context.preempt
+            ranks = core_context.distributed
             tracking = tracking_on_cluster(experiment, ranks.rank == 0, info)
             with (
-                tracked(tracking, core_context.train, cluster.was_asked(preempt)) as context.tracking,
+                tracked(tracking, core_context.train, lambda: services.is_preempted) as context.tracking,
                 watching(ranks, context.place, experiment.hang_after),
+                contextlib.closing(services.vote),
             ):
                 yield context
 
@@ -212,7 +304,6 @@ def locally(
         ) as core_context,
     ):
         core_context.train = train = LocalMetrics(output, experiment)
-        core_context.preempt = LocalPreempt(core_context.distributed, output).start()
         core_context.checkpoint = LocalCheckpoints(
             storage,
             core_context.distributed,
@@ -220,12 +311,14 @@ def locally(
             experiment.checkpoints_to_keep("save_trial_latest"),
             train.score,
         )
+        services = LocalServices(core_context, experiment, output)
         context = make_context(
             core_context,
             experiment,
             experiment.seed,
-            torch.cuda.device_count(),
+            services,
             enable_tensorboard_logging=logs_tensorboard,
         )
         context.output, context.resumes = output, resumes
-        yield context
+        with services.signals.handled(), contextlib.closing(services.vote):
+            yield context

@@ -1,28 +1,22 @@
-"""Determined's training loop, patched: periods of any length, and no waiting for the device in a step.
+"""The training loop: step, report, validate, save, stop, and at the end the test.
 
-What Determined 0.38 does, and the methods of ``Loop`` that cure it:
+Read ``run``, ``train`` and ``steps``: these show everything that happens in a training, in order. The loop
+calls a ``DeepSpeedTrial`` and its callbacks as Determined's own trainer does, and uses its public Core API.
+It differs from Determined 0.38 on purpose:
 
-- Periods longer than an epoch never come, and a trial always sees epoch 0: ``_train_with_boundaries``.
-- Every metric is copied to the host in every micro-batch, and gathered over the ranks in every step:
-  ``_train_batch``, ``_aggregate_training_metrics``.
-- A resumed trial skips too few micro-batches under gradient accumulation, and ``shuffle=True`` draws from
-  torch's global generator, so that ranks may shard different orders, and a resumed trial has another:
-  ``_set_data_loaders``.
-- A rank that reports no metrics, as of a parallel model, fails in validation, and a validation draws from
-  the generators of training: ``_validate``.
-- A local checkpoint copies all of the working directory as its code, and every checkpoint has the whole
-  configuration, with its keys and passwords: ``_save``.
-- A trial that a search has stopped is trained to its end: ``_stop_requested``.
-- TensorBoard's files of a trial are uploaded only if Determined writes its own: ``_stop_requested``.
-- CUDA is synchronised on a machine without a GPU: ``_sync_device``.
-
-``controller.py`` adds to some of these methods. A Determined that lacks one is refused.
+- Periods may be longer than an epoch, and a trial sees the true epoch.
+- Metrics stay on the device until a report, which fetches and averages them once.
+- A resumed trial continues at the same batch of the same order, also under gradient accumulation.
+- A validation leaves the generators of random numbers as they were, so weights do not depend on how often a
+  run validates.
+- A trial that a search has stopped, or that is asked to stop, ends after the next step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import pathlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,251 +24,377 @@ import determined as det
 import torch
 from deepspeed.accelerator import get_accelerator
 from determined import core, pytorch
-from determined.pytorch import deepspeed as det_ds
-from typing_extensions import override
 
-from deepspeed_trial import redaction
-from deepspeed_trial.checkpoints.code import copying
-from deepspeed_trial.cluster import on_cluster, search_has_stopped
-from deepspeed_trial.errors import InvalidInput
-from deepspeed_trial.hangs.place import CHECKPOINT, DATA, REPORT, TRAINING, VALIDATION
-from deepspeed_trial.hooks import Code
-from deepspeed_trial.random_state import State, random_state, set_random_state, shuffled_by_seed
+from deepspeed_trial import evaluation, loaders, metrics, time_budget
+from deepspeed_trial.events import Events, NonFiniteLossMonitor
+from deepspeed_trial.hangs.place import CHECKPOINT, DATA, END, REPORT, TEST, TRAINING, VALIDATION
+from deepspeed_trial.loaders import Batches
+from deepspeed_trial.out_of_memory import explain_out_of_memory
+from deepspeed_trial.plan import Minutes
+from deepspeed_trial.profile import profiled
+from deepspeed_trial.saving import Saving, State
+from deepspeed_trial.settings import Due, Outcome, Settings
+from deepspeed_trial.time_budget import TimeBudget
 
-REQUIRED = """_train_with_boundaries _train_batch _aggregate_training_metrics _set_data_loaders _save
-    _stop_requested _sync_device _step_batch _on_epoch_start _validate _checkpoint _load _run
-    _upload_tb_files""".split()
+MONITOR = "deepspeed_trial.monitor"  # no trial calls a callback so
+FP16_TOLERANCE = 64  # steps in a row that fp16 may skip while its loss scale falls
+TEST_GROUP = "test"  # of metrics, as Determined's master knows them
 
 
-class Loop(det_ds.DeepSpeedTrialController):
-    """Determined's controller with its loop mended; arguments as Determined's."""
+class Loop:
+    """Trains, validates, saves and tests any ``DeepSpeedTrial``; ``Trainer.fit`` makes and runs it.
 
-    def __init__(self, **kwargs: Any) -> None:
-        missing = [name for name in REQUIRED if not hasattr(det_ds.DeepSpeedTrialController, name)]
-        if missing:
-            raise RuntimeError(f"determined {det.__version__} lacks {', '.join(missing)}; install 0.38.1")
-        super().__init__(**kwargs)
-        self.start_from_batch: int = kwargs["steps_completed"]
-        self.validates_as = VALIDATION
-        self.training_randomness: State | None = None  # while a validation runs
-        whole_steps = self.context.use_pipeline_parallel or self.context._manual_grad_accumulation
-        self.calls_per_step = 1 if whole_steps else self.context.get_num_micro_batches_per_slot()
+    Args:
+        trial: made with ``context``.
+        context: a ``TrialContext``.
+        settings: of this training.
+        first_step: optimizer steps done in the run of ``settings.checkpoint``.
+
+    Attributes:
+        state: progress of the trial.
+        test: metrics of the test, on rank 0.
+        outcome: why the training ended.
+        budget: of a length in minutes, else None.
+    """
+
+    data: loaders.Data
+    batches: Iterator[Any] | None
+
+    def __init__(self, trial: Any, context: Any, settings: Settings, first_step: int) -> None:
+        self.trial, self.context, self.settings, self.first_step = trial, context, settings, first_step
+        self.services, self.core, self.place = context.services, context.core, context.place
+        self.is_chief = context.distributed.rank == 0
+        self.engines: list[Any] = context.models
+        if not self.engines:
+            what = "Must have at least one model engine; wrap one with context.wrap_model_engine()"
+            raise det.errors.InvalidExperimentException(what)
+        whole_steps = context.use_pipeline_parallel or not context.accumulates
+        self.calls_per_step = 1 if whole_steps else context.get_num_micro_batches_per_slot()
+        tolerance = FP16_TOLERANCE if any(engine.fp16_enabled() for engine in self.engines) else 0
+        self.monitor = NonFiniteLossMonitor(self.engines, self.calls_per_step, tolerance)
+        self.callbacks = {**trial.build_callbacks(), MONITOR: self.monitor}
+        self.events = Events(self.callbacks)
+        self.saving = Saving(trial, context, self.callbacks, self.services)
+        length = settings.length
+        by_time = isinstance(length, Minutes) and not settings.test_mode
+        self.budget = TimeBudget(length.minutes, context.plan) if by_time else None
+        self.state = State(self.services.trial_id)
+        self.outcome = Outcome.STOPPED
+        self._is_invalid = False
+        self.test: dict[str, Any] = {}
+        self.last_metrics: dict[str, Any] = {}  # of the last micro-batch
+        self._chosen: str | None = None  # checkpoint with the best weights, if these are not the last
 
     @property
-    def epoch_length(self) -> int:
-        """Optimizer steps in an epoch, once the data is there."""
-        assert self.context._epoch_len
-        return self.context._epoch_len
+    def steps(self) -> int:
+        """Optimizer steps done, in this run and those that it continues."""
+        return self.state.batches_trained
 
     @property
-    def steps_done(self) -> int:
-        """Optimizer steps since the start of training."""
-        return self.state.batches_trained if self.state else 0
+    def total(self) -> int:
+        """Optimizer steps of the whole training, once the data is there."""
+        length = self.settings.length
+        if self.settings.test_mode:
+            return 1
+        if self.budget:
+            return self.context.plan.total or sys.maxsize
+        assert isinstance(length.value, int)
+        return length.value * self.data.epoch if isinstance(length, pytorch.Epoch) else length.value
 
-    def after_step(self, boundaries: list[pytorch._TrainBoundary]) -> None:
-        """Called after every optimizer step; may set a boundary's ``limit_reached``."""
+    @property
+    def checkpoint(self) -> str | None:
+        """UUID of the checkpoint with the final weights."""
+        return self._chosen or self.monitor.checkpoint
 
-    def code(self) -> Code:
-        """What a local checkpoint keeps as its code."""
-        return Code(pathlib.Path.cwd())
-
-    @override
-    def _set_data_loaders(self) -> None:
-        """Converts the position of a resumed run from steps to micro-batches, and shuffles by the seed.
+    def run(self) -> None:
+        """Set up, train to the length or a stop, and test.
 
         Raises:
-            InvalidInput: if the data is not enough for one optimizer step, or for a batch of the validation.
+            InvalidInput: if the data is too small.
+            UnusableCheckpoint: if the checkpoint is not this trial's, or damaged.
+            TrainingStopped: if the training cannot continue.
         """
-        steps = self.start_from_batch
-        self.start_from_batch = steps * self.context.get_num_micro_batches_per_slot()
-        with shuffled_by_seed(self.trial, self.context.get_trial_seed()):
-            try:
-                super()._set_data_loaders()
-            except StopIteration:
-                raise InvalidInput("validation data: holds no batch; use more, or smaller batches") from None
-        self.start_from_batch = steps
-        if not self.context._epoch_len:
-            needed = self.context.get_num_micro_batches_per_slot()
-            mend = "use more data, fewer processes or a smaller batch"
-            raise InvalidInput(
-                f"training data: fewer than the {needed} micro-batches of one optimizer step a rank; {mend}"
-            )
+        advice = self.saving.hooks.advise_on_memory
+        with explain_out_of_memory(self._where, advice), self._leaving(), contextlib.ExitStack() as ends:
+            self._set_up(ends)
+            ends.callback(self.services.end)
+            total = self.context.plan.total if self.budget else self.total
+            self.services.begin(total, self.data.epoch, self.first_step, self.budget)
+            if self.context.tracking.names:
+                self.context.tracking.start(self.services.metrics())
+            with self.services.stoppable():
+                self._plan()
+                if not self.context.get_stop_requested():  # or the checkpoint's run had ended early
+                    with profiled(self.context, self.services, self.settings.profiling):
+                        self.outcome = self.train()
+                if self.outcome in (Outcome.COMPLETE, Outcome.STOPPED):
+                    self.choose_weights()
+                    if self.data.test:
+                        self.test = self.run_test(self.data.test)
+                self.place.begin(END, self.steps)
 
-    @override
-    def _train_with_boundaries(
-        self, train_boundaries: list[pytorch._TrainBoundary]
-    ) -> tuple[list[pytorch._TrainBoundary], list[dict[str, Any]]]:
-        """Trains to a boundary or an epoch's end, counting steps and epochs since the start of training."""
+    def train(self) -> Outcome:
+        """Step, report, validate and save, until the length or a stop."""
+        try:
+            validates_first = self.settings.step_zero_validation and not self.steps
+            if validates_first and self.services.last_validation() is None:
+                self.validate()
+            elif self.steps < self.total and Due.VALIDATION in self._due():
+                self.validate_unless_current()  # a stop has left the validation to this run
+            while self.steps < self.total:
+                batch_metrics, due, is_stop = self.step_until_due()
+                self.report(batch_metrics)
+                if is_stop:
+                    self.save_unless_current()
+                    return Outcome.INTERRUPTED
+                if self.is_chief and (Due.END in due or Due.REPORT in due):
+                    self.core.train.report_progress(min(1.0, self.steps / self.total))
+                for event in due:
+                    if event is Due.VALIDATION:
+                        self.validate_unless_current()
+                    elif event is Due.CHECKPOINT:
+                        self.save_unless_current()
+                    self.context.flush_tensorboard()
+                    self.services.upload_tensorboard()
+                    if stop := self._stop_after(event):
+                        self.save_unless_current()
+                        return stop
+            self.validate_unless_current()
+            self.save_unless_current()
+            return Outcome.INVALID if self._is_invalid else Outcome.COMPLETE
+        except det.InvalidHP:
+            self.save_unless_current()
+            raise
+
+    def step_until_due(self) -> tuple[list[dict[str, Any]], list[Due], bool]:
+        """Train until something is due, or the end of an epoch.
+
+        Returns:
+            The metrics of each micro-batch, on the device; the events that are due; whether a stop is.
+        """
         if self.is_chief:
-            self.core_context.train.set_status("training")
-        for model in self.context.models:
-            model.train()
+            self.core.train.set_status("training")
+        for engine in self.engines:
+            engine.train()
         self.context.reset_reducers()
-        assert self.state
-        metrics: list[dict[str, Any]] = []
+        batch_metrics: list[dict[str, Any]] = []
         while True:
-            step = self.state.batches_trained
-            epoch = step // self.epoch_length
-            self.context._current_batch_idx = step
-            self.context.place.begin(TRAINING, step + 1)
-            if step % self.epoch_length == 0:
-                self._on_epoch_start(epoch)
-            metrics += self._train_batch(batch_idx=step, epoch_idx=epoch)
-            self._step_batch()
-            for boundary in train_boundaries:
-                boundary.limit_reached = self._is_reached(boundary, step + 1)
-            self.after_step(train_boundaries)
-            ends_epoch = (step + 1) % self.epoch_length == 0
-            if ends_epoch or any(boundary.limit_reached for boundary in train_boundaries):
-                return train_boundaries, metrics
+            step, (epoch, in_epoch) = self.steps, divmod(self.steps, self.data.epoch)
+            self.context.place_in_data = step, self.data.epoch
+            self.place.begin(TRAINING, step + 1)
+            if not in_epoch:
+                self.events.tell("on_training_epoch_start", epoch)
+            batch_metrics += self.train_step(epoch, step)
+            self.state.batches_trained += 1
+            ends_epoch = in_epoch == self.data.epoch - 1
+            if ends_epoch:
+                self.events.tell("on_training_epoch_end", epoch)
+                self.state.epochs_trained += 1
+            self._correct_plan()
+            due = self._due()
+            self.events.tell("on_optimizer_step")
+            self.services.step(self.steps, self.last_metrics)
+            reports = ends_epoch or bool(due)
+            is_stop = self.services.is_last(self.steps, reports)
+            if reports or is_stop:
+                return batch_metrics, due, is_stop
 
-    def _is_reached(self, boundary: pytorch._TrainBoundary, steps: int) -> bool:
-        if self.test_mode and boundary.step_type == pytorch._TrainBoundaryType.TRAIN:
-            return True
-        if isinstance(boundary.unit, pytorch.Epoch):
-            epochs, rest = divmod(steps, self.epoch_length)
-            return not rest and boundary.unit.should_stop(epochs)
-        return boundary.unit.should_stop(steps)
+    def train_step(self, epoch: int, step: int) -> list[dict[str, Any]]:
+        """Do one optimizer step, and return the metrics of its micro-batches.
 
-    @override
-    def _train_batch(self, epoch_idx: int, batch_idx: int) -> list[dict[str, Any]]:
-        """One optimizer step. Its scalar metrics stay on the device until they are reported."""
-        metrics = []
-        for _ in range(self.calls_per_step):
-            self.context.place.enter(DATA)
-            result = self.trial.train_batch(self.training_iterator, epoch_idx, batch_idx)
-            if self.context._mpu.should_report_metrics:
-                metrics.append(_kept(result))
+        Raises:
+            TrainingStopped: if fp16's loss scale cannot fall further.
+        """
+        batch_metrics = []
+        with self.monitor.explaining_overflow(step + 1):
+            for _ in range(self.calls_per_step):
+                self.place.enter(DATA)
+                result = self.trial.train_batch(self.batches, epoch, step)
+                if self.context.mpu.should_report_metrics:
+                    batch_metrics.append(metrics.kept(result))
         if self.context.profiler:
             self.context.profiler.step()
-        engine, whole_step = self.context.models[0], self.context.get_num_micro_batches_per_slot()
         if not self.context.use_pipeline_parallel:
-            assert engine.micro_steps % whole_step == 0, "did not train for gradient accumulation steps"
-        return metrics
+            rest = self.engines[0].micro_steps % self.context.get_num_micro_batches_per_slot()
+            assert not rest, "did not train for gradient accumulation steps"
+        self.last_metrics = batch_metrics[-1] if batch_metrics else {}
+        return batch_metrics
 
-    @override
-    def _aggregate_training_metrics(self, training_metrics: list[dict[str, Any]]) -> dict[str, Any]:
-        """Fetches the metrics of all steps since the last report together."""
-        with self.context.place.during(REPORT, self.steps_done):
-            return super()._aggregate_training_metrics(_fetch(training_metrics))
+    # --------------------------------------------------------------------- reports, validations and test
 
-    @override
-    def _validate(self) -> dict[str, Any]:
-        """Validates, and leaves the random numbers of training as if it had not.
+    def report(self, batch_metrics: list[dict[str, Any]]) -> None:
+        """Report the metrics of the steps since the last report, averaged over the ranks."""
+        workload = None
+        with self.place.during(REPORT, self.steps):
+            averaged = metrics.averaged_over_ranks(metrics.fetched(batch_metrics), self.context.distributed)
+            reduced = self.context.reduce_metrics(for_training=True)
+            if self.is_chief:
+                workload = metrics.of_workload(averaged, reduced)
+                metrics.write_training(self.context, self.steps, workload, self.calls_per_step)
+                self.core.train.report_training_metrics(
+                    steps_completed=self.steps,
+                    metrics=workload["avg_metrics"],
+                    batch_metrics=workload["batch_metrics"],
+                )
+        workload = self.context.distributed.broadcast(workload)
+        self.events.tell("on_training_workload_end", **workload)
 
-        So weights do not depend on how often a run validates, and one that is continued beyond its length is
-        as if never ended. The metrics are those of the ranks that report any, whichever they are.
-        """
-        self.training_randomness = random_state(self.context.device)
-        with (
-            self.context.place.during(self.validates_as, self.steps_done),
-            _reducing_what_is_reported(self.context.distributed),
-        ):
-            metrics = super()._validate()
-        self._end_validation()
-        return metrics
+    def validate(self) -> None:
+        """Validate, report, and save if the checkpoint policy says so."""
+        with self._measuring(time_budget.VALIDATION):
+            with self.place.during(VALIDATION, self.steps), evaluation.randomness_kept(self.context.device):
+                validation = self._evaluate(self.data.validation, evaluation.VALIDATION)
+                self.state.last_val = self.steps
+                is_best = False
+                if self.is_chief:
+                    metrics.write_scalars(self.context, self.steps, validation, is_validation=True)
+                    best = self.core.train.get_experiment_best_validation()
+                    self._count(validation)
+                    self.core.train.report_validation_metrics(self.steps, validation)
+                    is_best = self.settings.saves_after(validation, best, self.context.experiment)
+            if self.context.distributed.broadcast(is_best):
+                self.save_unless_current()
 
-    @override
-    def _checkpoint(self, already_exiting: bool) -> None:
-        """Saves; a validation saves what is best before it returns."""
-        self._end_validation()
-        with self.context.place.during(CHECKPOINT, self.steps_done):
-            super()._checkpoint(already_exiting)
+    def run_test(self, batches: Batches) -> dict[str, Any]:
+        """Evaluate the final weights on the test data, and report to the group ``test``."""
+        with self.place.during(TEST, self.steps), evaluation.randomness_kept(self.context.device):
+            result = self._evaluate(batches, evaluation.TEST)
+            if self.is_chief:
+                self._count(result)
+                self.core.train.report_metrics(TEST_GROUP, self.steps, dict(result))
+            return result
 
-    def _end_validation(self) -> None:
-        if self.training_randomness:
-            set_random_state(self.training_randomness, self.context.device)
-            self.training_randomness = None
+    def _evaluate(self, batches: Batches, kind: str) -> Any:
+        most = 1 if self.settings.test_mode else None
+        return evaluation.evaluate(self.trial, self.context, batches, self.events, kind, most)
 
-    @override
-    def _save(self, path: pathlib.Path) -> None:
-        """Copies the trial's code alone into a local checkpoint; on a cluster there is a clean copy.
+    # --------------------------------------------------------------------------------------- checkpoints
 
-        Determined writes the configuration into ``load_data.json``, which therefore gets a redacted one.
-        """
-        code = copying(self.code()) if self.local_training else contextlib.nullcontext()
-        with code, _redacted(self.context):
-            super()._save(path)
+    def save(self) -> None:
+        """Save a checkpoint."""
+        with self._measuring(time_budget.CHECKPOINT), self.place.during(CHECKPOINT, self.steps):
+            if self.is_chief:
+                self.core.train.set_status("checkpointing")
+            self.state.last_ckpt = self.steps
+            metadata = {
+                "determined_version": det.__version__,
+                "steps_completed": self.steps,
+                "framework": f"torch-{torch.__version__}",
+                "format": "pickle",
+            }
+            try:
+                with self.core.checkpoint.store_path(metadata, shard=True) as (path, uuid):
+                    self.saving.write(path, self.state, self.budget)
+                self.events.tell("on_checkpoint_upload_end", uuid=uuid)
+            except det.InvalidHP:
+                self.core.train.report_early_exit(core.EarlyExitReason.INVALID_HP)
+                self._is_invalid = True
 
-    @override
-    def _stop_requested(self) -> None:
-        """Uploads TensorBoard's files after every report; asks after a validation whether it was the last."""
-        if on_cluster():
-            if not self.context.get_enable_tensorboard_logging():
-                self._upload_tb_files()
-            validated, steps = self._validation_is_current(), self.steps_done
-            if validated and search_has_stopped(self.core_context, self.context.experiment, steps):
-                raise pytorch._ShouldExit()
-        super()._stop_requested()
+    def save_unless_current(self) -> None:
+        """Save, unless the last checkpoint is of this step."""
+        if self.state.last_ckpt != self.steps:
+            self.save()
 
-    @override
-    def _sync_device(self) -> None:
-        """Waits for whichever device there is."""
+    def validate_unless_current(self) -> None:
+        """Validate, unless the last validation is of this step."""
+        if self.state.last_val != self.steps:
+            self.validate()
+
+    def choose_weights(self) -> None:
+        """Load the best checkpoint if the last one is not the best, or say that it stays behind."""
+        best = None if self.settings.test_mode else self.services.best_checkpoint()
+        best = self.context.distributed.broadcast(best)
+        if best is None or best[1] == self.steps:
+            return
+        name, step = best
+        metric = self.context.experiment.metric
+        if self.settings.best_weights:
+            with self.core.checkpoint.restore_path(name) as path:
+                self.saving.load(path, name)
+            self._chosen = name
+            if self.is_chief:
+                self.services.judge_by(step)
+                print(f"weights: of step {step:,}, the best by {metric}", flush=True)
+        elif self.is_chief:
+            # Without test data apart, the validation's examples may be the test's
+            other = "; hyperparameters.best_weights: true keeps them" if self.data.test else ""
+            print(f"weights: of the last step; by {metric} step {step:,} is better{other}", flush=True)
+
+    # ---------------------------------------------------------------------------------------- the details
+
+    def _set_up(self, ends: contextlib.ExitStack) -> None:
+        """Start the callbacks, build the data, and load the checkpoint; ``ends`` gets what to undo."""
+        name = self.settings.checkpoint
+        with contextlib.ExitStack() as restored:
+            folder = None
+            if name is not None:  # checked before the loaders are built, which may take long
+                folder = pathlib.Path(restored.enter_context(self.core.checkpoint.restore_path(name)))
+                self.saving.check(folder, name, self.first_step)
+            for callback in self.callbacks.values():
+                callback.on_trial_startup(self.first_step, name)
+                ends.callback(callback.on_trial_shutdown)
+            self.data = loaders.build(self.trial, self.context, self.first_step)
+            self.batches = self.data.training_iterator()  # draws random numbers, so before the load
+            ends.callback(setattr, self, "batches", None)  # ends its workers; a garbage collector may be late
+            if folder and name:
+                if self.budget and self.first_step:
+                    self.saving.load_budget(folder, name, self.first_step, self.budget)
+                self.state = self.saving.load(folder, name)
+                if self.steps:
+                    self.context.place_in_data = self.steps - 1, self.data.epoch
+                    if self.services.last_validation() == self.steps:
+                        self.state.last_val = self.steps  # it came after the checkpoint was saved
+        self.events.tell("on_training_start")
+        if self.settings.profiling:
+            self.core.profiler.on()
+
+    def _plan(self) -> None:
+        """Tell the schedules how long the training is; a length in minutes is planned as it goes."""
+        if not self.budget:
+            if not self.settings.test_mode:
+                self.context.plan.fix(self.total)
+            return
+        size = self.engines[0].train_micro_batch_size_per_gpu()
+        trained = size * self.context.get_num_micro_batches_per_slot()
+        self.budget.begin(self.steps, self.settings.work(self.data, trained))
+
+    def _correct_plan(self) -> None:
+        """Look at the plan of a length in minutes when it is time, on all ranks by the chief's clock."""
+        if not self.budget or not self.budget.is_due(self.steps):
+            return
         get_accelerator().synchronize()
+        if self.is_chief and self.budget.look(self.steps):
+            self.services.plan(self.total, self.budget.describe(self.steps))
+        self.budget.follow(self.context.distributed.broadcast(self.budget.decisions()))
 
+    def _due(self) -> list[Due]:
+        return self.settings.due(self.steps, self.total, self.data.epoch)
 
-@contextlib.contextmanager
-def _redacted(context: Any) -> Iterator[None]:
-    """Replace the configuration of a context by the one that others may read."""
-    config, hyperparameters = context._exp_conf, context._hparams
-    context._exp_conf = redaction.experiment(config or {})
-    context._hparams = redaction.values(hyperparameters)
-    try:
-        yield
-    finally:
-        context._exp_conf, context._hparams = config, hyperparameters
+    def _stop_after(self, event: Due) -> Outcome | None:
+        """Return why the training ends after an event; None if it does not."""
+        if self._is_invalid:
+            return Outcome.INVALID
+        is_judged = event is Due.VALIDATION and self.steps < self.total
+        if is_judged and self.services.has_search_stopped(self.steps):
+            return Outcome.SEARCH_STOPPED
+        return Outcome.STOPPED if self.context.get_stop_requested() else None
 
+    def _count(self, evaluation: dict[str, Any]) -> None:
+        """Add the steps and epochs, which searchers read, unless the trial reports its own."""
+        evaluation.setdefault("batches", self.steps)
+        evaluation.setdefault("epochs", self.state.epochs_trained)
 
-@contextlib.contextmanager
-def _reducing_what_is_reported(distributed: core.DistributedContext) -> Iterator[None]:
-    """Tells ranks that report no validation metrics the names of the others'; or they fail, or lose them."""
-    prepare, reduce = pytorch._prepare_metrics_reducers, pytorch._reduce_metrics
-    names: dict[str, None] = {}
+    @contextlib.contextmanager
+    def _leaving(self) -> Iterator[None]:
+        """Tell the watch of other ranks when an error ends this one."""
+        try:
+            yield
+        except BaseException:
+            self.place.is_leaving = True
+            raise
 
-    def prepare_for_all(reducer: Any, keys: Any) -> Any:
-        for reported in distributed.allgather(list(keys or ())):
-            names.update(dict.fromkeys(reported))
-        return prepare(reducer, names.keys())
+    def _measuring(self, work: str) -> contextlib.AbstractContextManager[None]:
+        return self.budget.measuring(work) if self.budget else contextlib.nullcontext()
 
-    def reduce_for_all(*args: Any, **kwargs: Any) -> Any:
-        return reduce(*args, **{**kwargs, "keys": names.keys()})
-
-    pytorch._prepare_metrics_reducers = prepare_for_all
-    pytorch._reduce_metrics = reduce_for_all
-    try:
-        yield
-    finally:
-        pytorch._prepare_metrics_reducers, pytorch._reduce_metrics = prepare, reduce
-
-
-def _kept(metrics: Any) -> dict[str, Any]:
-    """Metrics as they are kept until the next report.
-
-    Scalars stay on the device, without the graph that they came from; of other tensors the host gets a copy.
-
-    Raises:
-        InvalidExperimentException: as upstream, if they are neither a tensor, the loss, nor a dictionary.
-    """
-    if isinstance(metrics, torch.Tensor):
-        metrics = {"loss": metrics}
-    if not isinstance(metrics, dict):
-        wanted = "a dictionary mapping string names to Tensor metrics"
-        raise det.errors.InvalidExperimentException(f"train_batch must return {wanted}, got {type(metrics)}")
-    kept = dict(metrics)
-    for name, value in metrics.items():
-        if isinstance(value, torch.Tensor):
-            kept[name] = value.detach().cpu().numpy() if value.dim() else value.detach().clone()
-    return kept
-
-
-def _fetch(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copies the scalar tensors among metrics to the host, one transfer a metric."""
-    fetched = [dict(each) for each in metrics]
-    for name in metrics[0] if metrics else ():
-        having = [each for each in fetched if isinstance(each.get(name), torch.Tensor)]
-        if having:
-            device = having[0][name].device
-            values = torch.stack([each[name].to(device) for each in having]).tolist()
-            for each, value in zip(having, values, strict=True):
-                each[name] = value
-    return fetched
+    def _where(self) -> str:
+        return f"in step {self.steps + 1}" if hasattr(self, "batches") else "before the first step"

@@ -196,6 +196,11 @@ class TimeBudget:
         plans = [{"after": done, "steps": total} for done, total in self.plan.plans]
         return {"minutes": self.minutes, "seconds": self.used, "plans": plans}
 
+    def describe(self, done: int) -> str:
+        """Return a line about the plan that was made after so many steps."""
+        when = f"by the speed of {done:,}, {clock_text(self.used)} of {clock_text(self.seconds)}"
+        return f"plan: {self.plan.total:,} steps, {when}"
+
     def decisions(self) -> tuple[int, list[tuple[int, int]]]:
         """What the other ranks need to know: when to look next, and the plans."""
         return self.next_look, self.plan.plans

@@ -12,11 +12,11 @@ from determined import pytorch
 from deepspeed_trial.checkpoints.store import AUTO, LocalCheckpoints
 from deepspeed_trial.cluster import cluster_info, on_cluster
 from deepspeed_trial.context import TrialContext, init
-from deepspeed_trial.controller import Controller
 from deepspeed_trial.errors import UnusableCheckpoint, one_line
 from deepspeed_trial.local.folder import on_chief
-from deepspeed_trial.local.signals import LocalPreempt
+from deepspeed_trial.loop import Loop
 from deepspeed_trial.plan import Minutes
+from deepspeed_trial.settings import Outcome, Settings
 
 __all__ = ["FitResult", "Minutes", "Trainer", "find_checkpoint", "init"]
 
@@ -93,52 +93,47 @@ class Trainer:
             TrainingStopped: if the training cannot go on.
         """
         context, never = self.context, pytorch.Batch(sys.maxsize)
-        metric, policy = context.experiment.metric, checkpoint_policy
-        steps = context.get_initial_batch()
-        if latest_checkpoint and not on_cluster():
-            try:
-                steps = context._core.checkpoint.get_metadata(latest_checkpoint)["steps_completed"]
-            except (OSError, ValueError) as error:
-                mend = "give the UUID of a checkpoint of this run, or its folder"
-                reason = f"not found, or damaged ({one_line(error)})"
-                raise UnusableCheckpoint(
-                    f"latest_checkpoint: {latest_checkpoint!r}: {reason}; {mend}"
-                ) from error
-        context.resumed_from = steps
+        if not isinstance(max_length, pytorch.Batch | pytorch.Epoch) or not isinstance(max_length.value, int):
+            raise TypeError(f"max_length: {max_length}: must be a pytorch.Batch(int) or pytorch.Epoch(int)")
+        context.resumed_from = self._steps_of(latest_checkpoint)
         if best_weights and on_cluster() and context.distributed.rank == 0:
             logger.warning("best_weights: on a cluster the last weights are tested")
-        controller = Controller(
-            records_steps=profiling_enabled,
-            best_weights=best_weights and not on_cluster(),
-            trial_inst=self.trial,
-            context=context,
-            max_length=max_length,
+        is_judged = bool(context.experiment.metric)
+        settings = Settings(
+            length=max_length,
             validation_period=validation_period or never,
             checkpoint_period=checkpoint_period or never,
             reporting_period=reporting_period or pytorch.Batch(100),
-            checkpoint_policy="all" if policy == "best" and not metric else policy,
+            checkpoint_policy="all" if checkpoint_policy == "best" and not is_judged else checkpoint_policy,
+            checkpoint=latest_checkpoint,
             step_zero_validation=step_zero_validation,
-            searcher_metric_name=metric or None,
-            smaller_is_better=context.experiment.smaller_is_better,
-            steps_completed=steps,
-            latest_checkpoint=latest_checkpoint,
-            local_training=not on_cluster(),
             test_mode=test_mode,
-            global_batch_size=context.models[0].train_batch_size(),
-            profiling_enabled=on_cluster() and profiling_enabled,
+            profiling=profiling_enabled,
+            best_weights=best_weights and not on_cluster(),
         )
-        controller.run()
-        state, preempt = controller.state, context._core.preempt
-        assert state
+        loop = Loop(self.trial, context, settings, context.resumed_from)
+        loop.run()
         return FitResult(
-            steps=state.batches_trained,
-            epochs=state.epochs_trained,
-            checkpoint=controller.kept_checkpoint or controller.monitor.checkpoint,
-            validation=controller.local.validation if controller.local else {},
-            test=controller.test_metrics,
-            interrupted=isinstance(preempt, LocalPreempt) and preempt.requested,
-            budget=controller.budget.summary() if controller.budget else {},
+            steps=loop.steps,
+            epochs=loop.state.epochs_trained,
+            checkpoint=loop.checkpoint,
+            validation=context.services.validation(),
+            test=loop.test,
+            interrupted=loop.outcome is Outcome.INTERRUPTED and not on_cluster(),
+            budget=loop.budget.summary() if loop.budget else {},
         )
+
+    def _steps_of(self, checkpoint: str | None) -> int:
+        """Return the optimizer steps that the trial has done, by the checkpoint or by the master."""
+        if not checkpoint or on_cluster():
+            return int(self.context.get_initial_batch())
+        try:
+            return int(self.context.core.checkpoint.get_metadata(checkpoint)["steps_completed"])
+        except (OSError, ValueError) as error:
+            what = f"latest_checkpoint: {checkpoint!r}: not found, or damaged ({one_line(error)})"
+            raise UnusableCheckpoint(
+                f"{what}; give the UUID of a checkpoint of this run, or its folder"
+            ) from error
 
 
 def find_checkpoint(context: TrialContext, which: str | None) -> str | None:
@@ -156,6 +151,6 @@ def find_checkpoint(context: TrialContext, which: str | None) -> str | None:
         return cluster_info().latest_checkpoint
     if which is None or (which == AUTO and not context.resumes):
         return None
-    checkpoints = context._core.checkpoint
+    checkpoints = context.core.checkpoint
     assert isinstance(checkpoints, LocalCheckpoints)
     return on_chief(lambda: checkpoints.find(which), context.distributed)

@@ -1,5 +1,6 @@
 """Train with a fault: the rank ``RANK_AT_FAULT`` gets the signal ``FAULT``, or hangs, in step ``STEP`` or after it."""
 
+import dataclasses
 import importlib
 import os
 import pathlib
@@ -12,8 +13,8 @@ import torch
 from line_trial import LineTrial
 
 import deepspeed_trial.checkpoints.files
+from deepspeed_trial import loaders
 from deepspeed_trial.hangs.exchange import Exchange
-from deepspeed_trial.loop import Loop
 from model_def import CIFARTrial
 from net import Net
 
@@ -44,9 +45,8 @@ def skip_a_layer(net, inputs):
     return forward(net, inputs)
 
 
-def have_fewer_batches(loop):
-    set_data_loaders(loop)
-    loop.context._epoch_len = STEP
+def have_fewer_batches(trial, context, steps):
+    return dataclasses.replace(build(trial, context, steps), epoch=STEP)
 
 
 def stop_before_the_first_beat(exchange):
@@ -54,13 +54,13 @@ def stop_before_the_first_beat(exchange):
 
 
 calls = {"forward": 0, "fault": 0}
-train_batch, forward, set_data_loaders = TRIAL.train_batch, Net.forward, Loop._set_data_loaders
+train_batch, forward, build = TRIAL.train_batch, Net.forward, loaders.build
 if IS_AT_FAULT:
     TRIAL.train_batch = before_step
     if FAULT == "branch":
         Net.forward = skip_a_layer  # type: ignore[method-assign]
     if FAULT == "unequal":
-        Loop._set_data_loaders = have_fewer_batches  # type: ignore[method-assign]
+        loaders.build = have_fewer_batches
     if FAULT == "unheard":
         Exchange._talk = stop_before_the_first_beat  # type: ignore[method-assign]
     if FAULT == "save":

@@ -24,8 +24,8 @@ from classify.models import net_file, state_dicts
 from classify.models.registry import MOE
 from deepspeed_trial import machine
 from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.events import Code, TrialHooks, steps_done
 from deepspeed_trial.full_weights import gather_full_state_dict
-from deepspeed_trial.hooks import Code, TrialHooks
 
 NOT_EXPORTED = ("ep_world_size", "noisy_gate_policy")  # which one process that only classifies does without
 
@@ -58,7 +58,7 @@ class ClassifierHooks(TrialHooks):
         normalization: tuple[Any, Any],
         images_on_gpu: int,
     ) -> None:
-        super().__init__(context)
+        self.context = context
         self.config, self.engine = config, engine
         self.mean, self.std = (list(each) for each in normalization)
         self.images_on_gpu = images_on_gpu
@@ -144,7 +144,7 @@ class ClassifierHooks(TrialHooks):
                 "experiment": experiment.get("name"),
                 "data": experiment.get("data"),
                 "seed": config.seed,
-                "steps": self.steps,
+                "steps": steps_done(self.context),
                 "processes": torch.distributed.get_world_size(),
                 "zero_stage": int(self.engine.zero_optimization_stage()),
                 "train_batch_size": self.engine.train_batch_size(),

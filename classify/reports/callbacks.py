@@ -14,7 +14,7 @@ from classify.images.image_set import ImageSet
 from classify.reports.classification import ClassificationLog
 from classify.reports.metrics import ClassificationMetrics
 from classify.reports.tensorboard import TensorBoardLog
-from deepspeed_trial.callbacks import EarlyStopping
+from deepspeed_trial.events import EarlyStopping
 from deepspeed_trial.experiment import Experiment
 
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 from classify.config.metric_names import SPEED_METRIC
 from classify.images.image_set import ImageSet
 from classify.reports.metrics import ClassificationMetrics
-from deepspeed_trial.hooks import Callback
+from deepspeed_trial.events import Callback
 
 FILE = "classification.json"
 

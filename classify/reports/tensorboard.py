@@ -27,14 +27,14 @@ from classify.reports import figures
 from classify.reports.metrics import ClassificationMetrics
 from deepspeed_trial.engines import loss_scale
 from deepspeed_trial.errors import one_line
-from deepspeed_trial.hooks import StepCounter
+from deepspeed_trial.events import Callback, steps_done
 
 FIGURES_SHARE = 20  # figures are drawn when at least so many times what they took has passed since
 LARGEST_GRAPH = 30_000_000  # parameters of a network that is made once more to be drawn
 FIRST_FIGURES = 3.0  # seconds that the first take, for matplotlib has to be imported
 
 
-class TensorBoardLog(StepCounter):
+class TensorBoardLog(Callback):
     """Writes scalars with every report and validation, figures with validations, and once the graph.
 
     Nothing is written within a step. Figures take half a second, as long as a validation of small images,
@@ -57,7 +57,7 @@ class TensorBoardLog(StepCounter):
         validated: Callable[[], ImageSet],
         config: TrialConfig,
     ) -> None:
-        super().__init__(context)
+        self.context = context
         self.engine, self.metrics, self.validated, self.net = engine, metrics, validated, config.net
         trained = [group for group in config.groups if not group.frozen]
         self.groups = trained if len(trained) > 1 else []
@@ -75,7 +75,7 @@ class TensorBoardLog(StepCounter):
     @override
     def on_training_start(self) -> None:
         self._drawn_at = time.monotonic()
-        self._graph_is_missing = not self.steps
+        self._graph_is_missing = not steps_done(self.context)
 
     @override
     def on_training_workload_end(
@@ -113,7 +113,7 @@ class TensorBoardLog(StepCounter):
             **{f"{name}/validation": name for name in (*MACRO_METRICS, CALIBRATION_METRIC)},
         }
         self._add({**{name: metrics.get(key) for name, key in scalars.items()}, **of_classes})
-        self._validated_step = self.steps
+        self._validated_step = steps_done(self.context)
         if time.monotonic() - self._drawn_at >= FIGURES_SHARE * self._took:
             self._draw()
         self.writer.flush()
@@ -127,7 +127,7 @@ class TensorBoardLog(StepCounter):
     def _add(self, scalars: dict[str, Any]) -> None:
         for name, value in scalars.items():
             if value is not None:
-                self.writer.add_scalar(name, float(value), self.steps)
+                self.writer.add_scalar(name, float(value), steps_done(self.context))
 
     @override
     def on_test_end(self, metrics: dict[str, Any]) -> None:

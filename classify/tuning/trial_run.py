@@ -20,7 +20,7 @@ import filelock
 from classify.config.project import PROJECT
 from classify.config.rules import is_count
 from deepspeed_trial.local import metrics_log
-from deepspeed_trial.local.signals import STOP_WITH_PID
+from deepspeed_trial.stops import STOP_WITH_PID
 
 _ERROR = re.compile(r"^train\.py: (?!note: )(.*)", re.MULTILINE)
 _RANKS_CODE = re.compile(r"exitcode\s*: (-?\d+)")  # as torchrun reports it

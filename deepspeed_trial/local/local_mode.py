@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import determined as det
-import torch
 from determined import core, pytorch
 
 from deepspeed_trial import processes
@@ -20,6 +19,7 @@ from deepspeed_trial.checkpoints.store import LocalCheckpoints
 from deepspeed_trial.context import TrialContext, make_context
 from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.random_state import seed_everything
+from deepspeed_trial.services import LocalServices
 from deepspeed_trial.trainer import Trainer
 
 
@@ -30,7 +30,7 @@ def make_test_context(core_context: core.Context, env: det.EnvContext) -> TrialC
     core_context.train = core.DummyTrainContext(storage / "tensorboard")  # det's own names no folder for it
     core_context.checkpoint = LocalCheckpoints(storage, core_context.distributed, 1, 1, lambda step: None)
     experiment = Experiment(env.experiment_config, env.hparams)
-    return make_context(core_context, experiment, env.trial_seed, num_gpus=min(1, torch.cuda.device_count()))
+    return make_context(core_context, experiment, env.trial_seed, LocalServices(core_context, experiment))
 
 
 class _TestController:

@@ -1,6 +1,5 @@
 """Any ``DeepSpeedTrial``: this package keeps Determined's promises to it, on a CPU and with equal bits."""
 
-import errno
 import json
 import os
 import pathlib
@@ -8,7 +7,6 @@ import re
 import shutil
 import signal
 from typing import Any
-from unittest import mock
 
 import deepspeed
 import determined as det
@@ -21,7 +19,6 @@ from support import PROJECT, Run, checkpoints, error_line, run, truncate_model
 from torch import nn
 
 from deepspeed_trial.engines import engine_dtype, loss_scale
-from deepspeed_trial.local.signals import LocalPreempt
 
 
 def saved_in(output):
@@ -189,7 +186,7 @@ def test_unfit_checkpoints_and_data_are_refused_in_one_line(tmp_path):
         def build_validation_data_loader(self):
             return pytorch.DataLoader(Points(), POINTS + 1, drop_last=True)
 
-    assert refused(Empty).startswith("validation data: holds no batch")
+    assert refused(Empty).startswith("validation data: a rank gets no batch")
     line = refused(deepspeed_config={"gradient_accumulation_steps": 50})
     assert line.startswith("training data: fewer than the 50 micro-batches of one optimizer step")
 
@@ -342,24 +339,56 @@ def test_an_fp16_loss_times_its_scale_may_exceed_fp16(tmp_path):
     assert trial.engines[0].skipped_steps == 0 and trial.scale == 2**12
 
 
-def test_ranks_agree_on_the_last_step_on_a_disk_without_links(tmp_path, monkeypatch):
-    """The first rank that writes it decides; half a number is no number."""
-    for call in ("link", "symlink"):
-        monkeypatch.setattr(os, call, mock.Mock(side_effect=PermissionError(errno.EPERM, "no links")))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    first, second = (LocalPreempt(mock.Mock(rank=rank, size=2, local_size=2), tmp_path) for rank in (0, 1))
-    (tmp_path / ".stop").write_text("1")
-    assert not first.is_due(12)
-    (tmp_path / ".stop").unlink()
-    for each in (first, second):
-        each._request_stop(signal.SIGTERM, None)
-    assert [first.is_due(12), second.is_due(13), first.is_due(13), second.is_due(14)] == [
-        False,
-        True,
-        True,
-        True,
-    ]
-    assert {each.name for each in tmp_path.iterdir()} == {".stop"}
+VOTE = """
+import pathlib, sys, time, torch
+from deepspeed_trial.context import init
+from deepspeed_trial.stops import Vote
+
+with init(output=pathlib.Path(sys.argv[1])) as context:
+    file = pathlib.Path(sys.argv[4]) if len(sys.argv) > 4 else None
+    rank, vote, step = context.distributed.rank, Vote(context.distributed, file), 0
+    while True:
+        step += 1
+        torch.distributed.all_reduce(torch.ones(1))  # no rank is more than a step ahead
+        if rank == int(sys.argv[2]) and step == int(sys.argv[3]):
+            vote.ask()
+        time.sleep(0.01 * ((rank + step) % 3))
+        if vote.is_last(step, meets=step == 300) or step == 300:
+            break
+    steps = context.distributed.allgather(step)
+    sys.exit(0 if len(set(steps)) == 1 and int(sys.argv[3]) <= step < 300 else str(steps))
+"""
+
+
+@pytest.mark.parametrize("file", [[], ["stop"]], ids=["store", "file"])
+@pytest.mark.parametrize(("rank", "step"), [(0, 1), (2, 30)])
+def test_ranks_agree_on_the_last_step(tmp_path, rank, step, file):
+    """Several hosts and GPUs agree through a store, the CPUs of one host through a file."""
+    arguments = [str(tmp_path / "run"), str(rank), str(step), *(str(tmp_path / name) for name in file)]
+    done = run(["-c", VOTE, *arguments], tmp_path, processes=3)
+    assert done.code == 0, done.stderr
+
+
+def test_a_stop_leaves_a_due_validation_to_the_resumed_run(tmp_path):
+    """The validation there knows its step."""
+    steps = []
+
+    class Stopped(LineTrial):
+        def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+            if batch_idx == 8:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+        def build_callbacks(self):
+            callback = pytorch.PyTorchCallback()
+            callback.on_validation_start = lambda: steps.append(self.context.current_train_batch() + 1)
+            return {"steps": callback}
+
+    arguments = {"validation_period": pytorch.Batch(9), "max_length": pytorch.Batch(12)}
+    _, stopped = fit(tmp_path / "run", Stopped, **arguments)
+    assert stopped.interrupted and stopped.steps == 9 and not steps
+    fit(tmp_path / "run", Stopped, resumes=True, latest_checkpoint=stopped.checkpoint, **arguments)
+    assert steps == [9, 12]
 
 
 TWO_RANKS = """

@@ -46,7 +46,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint(tmp_path, signal):
 TWO_SIGNALS = """
 import os, signal, sys, types
 from line_trial import *
-from deepspeed_trial.local import signals
+from deepspeed_trial import stops as signals
 times = iter(map(float, sys.argv[3:]))
 
 class Trial(LineTrial):
@@ -90,20 +90,17 @@ def test_a_folder_has_one_run(tmp_path):
 
 APART = """
 import sys, train
-from deepspeed_trial.local import signals
-from deepspeed_trial.local.signals import LocalPreempt
-init = LocalPreempt.__init__
-def apart(preempt, *args):
-    init(preempt, *args)
-    preempt._agrees_by_file = False  # as on several hosts or GPUs
-LocalPreempt.__init__ = apart
+from deepspeed_trial import services
+from deepspeed_trial.stops import Vote
+services.Vote = lambda ranks, file: Vote(ranks)  # as on several hosts or GPUs
 sys.exit(train.main(sys.argv[1:]))
 """
 
 
-def test_ranks_of_several_hosts_stop_long_before_the_next_report(tmp_path):
+@pytest.mark.parametrize("program", [["train.py"], ["-c", APART]], ids=["one_host", "apart"])
+def test_ranks_stop_long_before_the_next_report(tmp_path, program):
     arguments = [*ENDLESS, *overrides(scheduling_unit=10**6), "--output", str(tmp_path)]
-    with started(["-c", APART, *arguments], processes=2) as program:
+    with started([*program, *arguments], processes=2) as program:
         wait_until(lambda: "  step " in program.stdout, program)
         rank = psutil.Process(program.pid).children()[-1]
         rank.send_signal(signal.SIGTERM)

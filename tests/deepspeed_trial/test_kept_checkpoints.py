@@ -15,10 +15,10 @@ from matrix import row
 from support import DIGITS, LATEST, TWO, Run, checkpoints, contents, overrides, run, train_many
 
 import train as program
-from deepspeed_trial.callbacks import EarlyStopping, Patience
 from deepspeed_trial.checkpoints.files import known, locate, read_metadata
 from deepspeed_trial.checkpoints.store import LocalCheckpoints
 from deepspeed_trial.errors import one_line
+from deepspeed_trial.events import EarlyStopping, Patience
 from deepspeed_trial.local.lost_disk import is_full_disk
 
 

@@ -15,7 +15,7 @@ from support import Run, checkpoints, error_line
 from torch import nn
 from torch.optim import SGD
 
-from deepspeed_trial import controller
+from deepspeed_trial import loop
 from deepspeed_trial.plan import Plan
 from deepspeed_trial.schedules import GroupSchedule, PlannedSchedule
 from deepspeed_trial.time_budget import CHECKPOINT, VALIDATION, TimeBudget, Work, clock_text
@@ -181,7 +181,7 @@ class PlannedTrial(LineTrial):
 
 def test_a_corrected_plan_resumes_to_the_same_bits(tmp_path, monkeypatch, capsys):
     """The plan is right before the checkpoint of step 70."""
-    monkeypatch.setattr(controller, "TimeBudget", functools.partial(TimeBudget, clock=clock))
+    monkeypatch.setattr(loop, "TimeBudget", functools.partial(TimeBudget, clock=clock))
 
     def run(name, **arguments):
         arguments = {"max_length": Minutes(0.3), "reporting_period": pytorch.Batch(10), **arguments}

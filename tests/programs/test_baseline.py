@@ -12,7 +12,7 @@ import baseline
 from classify.config import experiment_file
 from classify.images.image_set import ImageSet
 from classify.images.sampler import MicroBatchSampler
-from deepspeed_trial.callbacks import Patience
+from deepspeed_trial.events import Patience
 from net import Net
 
 FIFTY = ["--batch-size", "16", "--max-steps", "50", "--lr", "0.02"]  # rounding does not grow at this rate

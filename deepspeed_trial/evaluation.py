@@ -1,0 +1,67 @@
+"""An evaluation: a validation, or the test at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from deepspeed_trial import engines, metrics
+from deepspeed_trial.events import Events
+from deepspeed_trial.loaders import Batches
+from deepspeed_trial.random_state import random_state, set_random_state
+
+VALIDATION, TEST = "on_validation", "on_test"  # events of both begin so
+
+logger = logging.getLogger("deepspeed_trial")
+
+
+@torch.no_grad()
+def evaluate(trial: Any, context: Any, batches: Batches, events: Events, kind: str, most: int | None) -> Any:
+    """Evaluate batches. Every rank calls it.
+
+    Args:
+        trial: a ``DeepSpeedTrial``.
+        context: its context.
+        batches: to evaluate.
+        events: tells ``<kind>_start`` and ``<kind>_end``.
+        kind: ``VALIDATION`` or ``TEST``.
+        most: batches at most; None for all.
+
+    Returns:
+        Metrics by name, reduced over batches and ranks, on every rank.
+    """
+    distributed = context.distributed
+    for engine in context.models:
+        engines.broadcast_buffers(engine)
+    if distributed.rank == 0:
+        context.core.train.set_status("validating")
+    context.reset_reducers()
+    for engine in context.models:
+        engine.eval()
+    began = time.monotonic()
+    events.tell(f"{kind}_start")
+    if kind == VALIDATION:
+        events.tell("on_validation_epoch_start")
+    of_batches = metrics.evaluated(trial, context, batches, most)
+    if kind == VALIDATION:
+        events.tell("on_validation_epoch_end", of_batches)
+    result = metrics.reduced_over_ranks(of_batches, trial.evaluation_reducer(), distributed)
+    result.update(metrics.as_numpy(context.reduce_metrics(for_training=False)))
+    result = distributed.broadcast(result)
+    events.tell(f"{kind}_end", result)
+    if distributed.rank == 0:
+        logger.info(f"evaluated {batches.count} batches a rank in {time.monotonic() - began:.1f} s")
+    return result
+
+
+@contextlib.contextmanager
+def randomness_kept(device: torch.device) -> Iterator[None]:
+    """Leave the generators of random numbers as they were before the block."""
+    before = random_state(device)
+    yield
+    set_random_state(before, device)

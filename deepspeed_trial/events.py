@@ -1,0 +1,274 @@
+"""Events of a training: the callbacks that a trial may return, and the two that come with this package."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import determined as det
+from determined import pytorch
+from typing_extensions import override
+
+from deepspeed_trial.errors import Diverged, TrainingStopped
+from deepspeed_trial.schedules import learning_rate
+
+
+@dataclass(frozen=True)
+class Code:
+    """The code that a local checkpoint keeps a copy of.
+
+    Attributes:
+        folder: copied except for the paths in its ``.detignore``.
+        excluded: more files and folders to leave out, such as images.
+    """
+
+    folder: pathlib.Path
+    excluded: Sequence[pathlib.Path] = ()
+
+
+class Callback(pytorch.PyTorchCallback):
+    """Determined's callback with four more events; every rank gets each of them."""
+
+    def on_optimizer_step(self) -> None:
+        """Called after every optimizer step, before any report, validation or checkpoint."""
+
+    def on_checkpoint_load_end(self, checkpoint_dir: pathlib.Path) -> None:
+        """Called when the engines have loaded a checkpoint.
+
+        Args:
+            checkpoint_dir: the checkpoint's folder.
+        """
+
+    def on_test_start(self) -> None:
+        """Called before the trained network is tested."""
+
+    def on_test_end(self, metrics: dict[str, Any]) -> None:
+        """Called after the test and before its report.
+
+        Args:
+            metrics: reported as the callback leaves them.
+        """
+
+
+class TrialHooks(Callback):
+    """A callback that also describes its trial. ``build_callbacks`` may return one, under any name.
+
+    To add files to a checkpoint, override Determined's ``on_checkpoint_write_end``; every rank calls it.
+    """
+
+    def identity(self) -> Mapping[str, Mapping[str, Any]]:
+        """Return settings that must match on resume, besides the engine's own.
+
+        Returns:
+            JSON values by their names in error lines, in three groups. ``net``: without a match the weights
+            are useless. ``mode``: without a match the checkpoint is read in another form. ``position``:
+            without a match the place in the data is lost.
+        """
+        return {}
+
+    def layer_names(self) -> Sequence[str] | None:
+        """Return the plain network's names of a pipeline's layers, or None for their numbers.
+
+        With these names a pipeline resumes from the plain network's checkpoints, and the reverse.
+        """
+        return None
+
+    def advise_on_memory(self) -> str:
+        """Return a line that says how to use less memory; it is printed when memory runs out."""
+        return "use a smaller micro-batch"
+
+    def code(self) -> Code:
+        """Return the code that a local checkpoint copies: by default the working directory."""
+        return Code(pathlib.Path.cwd())
+
+
+def steps_done(context: Any) -> int:
+    """Return the optimizer steps done at the last report, for Determined's own context as well."""
+    done: int | None = getattr(context, "steps_done", None)
+    if done is None:  # Determined's own, which does not know before its first step
+        with contextlib.suppress(det.errors.InternalException):
+            done = context.current_train_batch() + 1
+    return done or 0
+
+
+class Events:
+    """Tells callbacks what happens.
+
+    Args:
+        callbacks: of the trial and of this package, by name.
+    """
+
+    def __init__(self, callbacks: Mapping[str, pytorch.PyTorchCallback]) -> None:
+        self.callbacks = callbacks
+
+    def tell(self, event: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of all callbacks that have it."""
+        for callback in self.callbacks.values():
+            if isinstance(callback, Callback) or hasattr(pytorch.PyTorchCallback, event):
+                getattr(callback, event)(*args, **kwargs)
+
+
+class Patience:
+    """Counts validations without an improvement of a metric.
+
+    Args:
+        patience: validations to wait for an improvement; None waits for ever.
+        min_improvement: smaller improvements do not count.
+        smaller_is_better: as for a loss.
+    """
+
+    def __init__(
+        self, patience: int | None, min_improvement: float = 0.0, smaller_is_better: bool = True
+    ) -> None:
+        self.patience, self.min_improvement = patience, min_improvement
+        self.smaller_is_better = smaller_is_better
+        self.best: float | None = None
+        self.waited = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether to stop."""
+        return self.patience is not None and self.waited >= self.patience
+
+    def update(self, value: float) -> bool:
+        """Count a validation's metric and return whether to stop."""
+        gain = (
+            0.0 if self.best is None else self.best - value if self.smaller_is_better else value - self.best
+        )
+        if self.best is None or gain > self.min_improvement:
+            self.best, self.waited = value, 0
+        else:
+            self.waited += 1
+        return self.is_over
+
+
+class EarlyStopping(pytorch.PyTorchCallback):
+    """End the training, with a checkpoint, when a validation metric has stopped improving.
+
+    Args:
+        context: of the trial.
+        metric: name of a validation metric.
+        patience: validations to wait for an improvement.
+        min_improvement: smaller improvements do not count.
+        smaller_is_better: None means true for ``loss`` and false for other metrics.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        metric: str,
+        patience: int,
+        min_improvement: float = 0.0,
+        smaller_is_better: bool | None = None,
+    ) -> None:
+        self.context, self.metric = context, metric
+        smaller = metric == "loss" if smaller_is_better is None else smaller_is_better
+        self.patience = Patience(patience, min_improvement, smaller)
+
+    @override
+    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+        if not self.patience.update(metrics[self.metric]):
+            return
+        self.context.set_stop_requested(True)
+        if self.context.distributed.rank == 0:
+            waited, best = self.patience.waited, self.patience.best
+            print(f"stopping early: {waited} validations without an improvement of {self.metric}, {best:.4g}")
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.patience.best, "waited": self.patience.waited}
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.patience.best, self.patience.waited = state_dict["best"], state_dict["waited"]
+        self.context.set_stop_requested(self.patience.is_over)  # the checkpoint's run had stopped
+
+
+class NonFiniteLossMonitor(pytorch.PyTorchCallback):
+    """Stop the training when the loss, or every gradient, is not finite.
+
+    Args:
+        engines: their counts of skipped steps are watched.
+        micro_batches: training metrics per step.
+        tolerance: bad steps in a row that are accepted; fp16 skips some while its loss scale falls.
+
+    Attributes:
+        checkpoint: UUID of the last checkpoint of this run, or of the one that it resumed from.
+
+    Raises:
+        TrainingStopped: naming the step, the learning rate and the last checkpoint before it.
+    """
+
+    def __init__(self, engines: Sequence[Any], micro_batches: int, tolerance: int) -> None:
+        self.engines, self.micro_batches, self.tolerance = engines, micro_batches, tolerance
+        self.steps = self.bad_steps = self.skips = self.skipped_in_a_row = 0
+        self.first_bad = ""
+        self.checkpoint: str | None = None
+
+    @override
+    def on_trial_startup(self, first_batch_idx: int, checkpoint_uuid: str | None) -> None:
+        self.steps, self.checkpoint = first_batch_idx, checkpoint_uuid
+
+    @override
+    def on_training_start(self) -> None:
+        self.skips = self._skips()  # a checkpoint restores the engines' counts
+
+    @override
+    def on_checkpoint_upload_end(self, uuid: str) -> None:
+        self.checkpoint = uuid
+
+    @override
+    def on_training_workload_end(
+        self, avg_metrics: dict[str, Any], batch_metrics: list[dict[str, Any]]
+    ) -> None:
+        for index in range(0, len(batch_metrics), self.micro_batches):
+            self.steps += 1
+            self._check_losses(batch_metrics[index : index + self.micro_batches])
+        if self.bad_steps > self.tolerance:
+            raise self.stopped(self.first_bad)
+        skips, self.skips = self._skips() - self.skips, self._skips()
+        all_skipped = skips >= len(batch_metrics) // self.micro_batches
+        self.skipped_in_a_row = self.skipped_in_a_row + skips if all_skipped else 0
+        if self.skipped_in_a_row > self.tolerance:
+            since = self.steps - self.skipped_in_a_row + 1
+            raise self.stopped(f"no gradient is finite since step {since}{_rate(batch_metrics[-1])}")
+
+    def _skips(self) -> int:
+        """Return the number of steps that every engine skipped."""
+        return min(engine.skipped_steps for engine in self.engines)
+
+    def _check_losses(self, step: list[dict[str, Any]]) -> None:
+        losses = [float(metrics["loss"]) for metrics in step if "loss" in metrics]
+        bad = [loss for loss in losses if not math.isfinite(loss)]
+        if not bad:
+            self.bad_steps = 0
+            return
+        if not self.bad_steps:
+            self.first_bad = f"the loss is {bad[0]} since step {self.steps}{_rate(step[0])}"
+        self.bad_steps += 1
+
+    @contextlib.contextmanager
+    def explaining_overflow(self, step: int) -> Iterator[None]:
+        """Stop the training with one line when fp16's loss scale cannot fall further."""
+        try:
+            yield
+        except Exception as error:  # DeepSpeed's for this is a bare Exception
+            if "loss scale already at minimum" not in str(error):
+                raise
+            where = f"in step {step} (learning rate {learning_rate(self.engines[0]):g})"
+            raise self.stopped(f"the gradients overflow at the least loss scale {where}") from error
+
+    def stopped(self, reason: str) -> TrainingStopped:
+        """Return the exception that ends the training."""
+        last = (
+            f"the last good checkpoint is {self.checkpoint}" if self.checkpoint else "no checkpoint was saved"
+        )
+        return Diverged(f"{reason}; {last}; use a smaller learning rate or clip gradients")
+
+
+def _rate(metrics: Mapping[str, Any]) -> str:
+    return f" (learning rate {metrics['learning_rate']:g})" if "learning_rate" in metrics else ""

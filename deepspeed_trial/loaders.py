@@ -1,0 +1,161 @@
+"""The data of a trial on this rank: its training, validation and test batches, and their numbers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import determined as det
+import torch
+from determined import pytorch
+from torch.utils.data import RandomSampler
+
+from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.random_state import random_state, set_random_state
+
+UNREPRODUCIBLE = (
+    "{method}() returned a {kind}, no determined.pytorch.DataLoader, on which the reproducibility of an"
+    " experiment rests. If your loader shuffles, shards and resumes by itself, disable this check in the"
+    " trial's __init__: context.disable_dataset_reproducibility_checks()"
+)
+TOO_FEW_FOR_A_PIPELINE = (
+    "{what}: the number of train micro batches in its loader should not be less than the number of gradient"
+    " accumulation steps, which a pipeline evaluates together"
+)
+
+logger = logging.getLogger("deepspeed_trial")
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Data to evaluate on.
+
+    Attributes:
+        loader: of micro-batches; None on a rank that reads none.
+        count: calls of ``evaluate_batch``; equal on all ranks.
+        size: examples in a call.
+    """
+
+    loader: Any
+    count: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Data:
+    """All loaders of a rank.
+
+    Attributes:
+        training: an endless loader of micro-batches; None on a rank that reads none.
+        epoch: optimizer steps in an epoch; equal on all ranks.
+        validation: of ``build_validation_data_loader``.
+        test: of ``build_test_data_loader``; None if the trial has none.
+    """
+
+    training: Any
+    epoch: int
+    validation: Batches
+    test: Batches | None
+
+    def training_iterator(self) -> Iterator[Any] | None:
+        """Begin to read the training data."""
+        return None if self.training is None else iter(self.training)
+
+
+def build(trial: Any, context: Any, steps: int) -> Data:
+    """Build a trial's loaders. Every rank calls it.
+
+    Args:
+        trial: a ``DeepSpeedTrial``.
+        context: its context.
+        steps: optimizer steps that the training data continues after.
+
+    Raises:
+        InvalidInput: if there is too little data for a step or an evaluation.
+        RuntimeError: if a loader is not Determined's and the trial did not disable that check.
+    """
+    accumulation = context.get_num_micro_batches_per_slot()
+    builds, training, batches = context.mpu.should_build_data_loader, None, None
+    if builds:
+        training = _training(trial, context, steps * accumulation)
+        batches = len(training)
+    validation = _evaluated("validation data", trial.build_validation_data_loader, builds, context)
+    counts = [number for number in context.distributed.allgather(batches) if number is not None]
+    _warn_if_unequal(context, "training data", counts)
+    epoch = min(counts) // accumulation
+    if not epoch:
+        what = f"fewer than the {accumulation} micro-batches of one optimizer step a rank"
+        raise InvalidInput(f"training data: {what}; use more data, fewer processes or a smaller batch")
+    return Data(training, epoch, validation, _test(trial, context, builds))
+
+
+def _test(trial: Any, context: Any, builds: bool) -> Batches | None:
+    """Return the test data, if the trial has any; reading its first batch leaves the generators alone."""
+    build = getattr(trial, "build_test_data_loader", None)
+    loader = build() if build and builds else None
+    if not any(context.distributed.allgather(loader is not None)):
+        return None
+    before = random_state(context.device)
+    test = _evaluated("test data", lambda: loader, loader is not None, context)
+    set_random_state(before, context.device)
+    return test
+
+
+def _training(trial: Any, context: Any, skip: int) -> Any:
+    """Return the endless loader, after ``skip`` micro-batches; shuffled by the seed, equally on all ranks."""
+    loader = trial.build_training_data_loader()
+    if not isinstance(loader, pytorch.DataLoader):
+        _refuse_unless_allowed(context, "build_training_data_loader", loader)
+        logger.warning("Please make sure custom data loader repeats indefinitely.")
+        return loader
+    if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
+        # torch's global generator may differ between ranks, and differs after a resume
+        loader.sampler.generator = torch.Generator().manual_seed(context.get_trial_seed())
+    mpu = context.mpu
+    return loader.get_data_loader(
+        repeat=True, skip=skip, num_replicas=mpu.data_parallel_world_size, rank=mpu.data_parallel_rank
+    )
+
+
+def _evaluated(what: str, build: Callable[[], Any], builds: bool, context: Any) -> Batches:
+    """Return data to evaluate on, with the least number of batches of any rank.
+
+    Args:
+        what: the data's name in error lines.
+        build: of the trial.
+        builds: whether this rank builds a loader.
+        context: of the trial.
+    """
+    loader, count, size = None, None, None
+    micro_batches = context.get_num_micro_batches_per_slot() if context.use_pipeline_parallel else 1
+    if builds:
+        loader, mpu = build(), context.mpu
+        if isinstance(loader, pytorch.DataLoader):
+            ranks = {"num_replicas": mpu.data_parallel_world_size, "rank": mpu.data_parallel_rank}
+            loader = loader.get_data_loader(repeat=False, skip=0, **ranks)
+        else:
+            _refuse_unless_allowed(context, "build_validation_data_loader", loader)
+        first = next(iter(loader), None)
+        count = len(loader) // micro_batches
+        size = 0 if first is None else pytorch.data_length(first) * micro_batches
+        if len(loader) and not count:
+            raise det.errors.InvalidExperimentException(TOO_FEW_FOR_A_PIPELINE.format(what=what))
+    counts = [number for number in context.distributed.allgather(count) if number is not None]
+    sizes = [number for number in context.distributed.allgather(size) if number is not None]
+    if not min(counts):
+        raise InvalidInput(f"{what}: a rank gets no batch; use more, fewer processes or smaller batches")
+    _warn_if_unequal(context, what, counts)
+    return Batches(loader, min(counts), min(sizes))
+
+
+def _refuse_unless_allowed(context: Any, method: str, loader: Any) -> None:
+    if context.checks_reproducibility:
+        raise RuntimeError(UNREPRODUCIBLE.format(method=method, kind=type(loader).__name__))
+
+
+def _warn_if_unequal(context: Any, what: str, counts: Sequence[int]) -> None:
+    if min(counts) < max(counts) and context.distributed.rank == 0:
+        least, most = min(counts), max(counts)
+        logger.warning(f"ranks have {least} to {most} batches of {what}; every rank uses {least}")

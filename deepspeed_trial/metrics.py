@@ -1,0 +1,225 @@
+"""Metrics of steps and evaluations: kept on the device, fetched together, reduced over the ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import determined as det
+import numpy as np
+import torch
+from determined import core, pytorch
+
+from deepspeed_trial.loaders import Batches
+
+NOT_A_DICTIONARY = "{method} must return a dictionary mapping string names to Tensor metrics, got {kind}"
+
+
+def kept(metrics: Any) -> dict[str, Any]:
+    """Return a micro-batch's metrics in the form in which they wait for the next report.
+
+    Scalars stay on the device, without their graph; of other tensors the host gets a copy.
+
+    Args:
+        metrics: returned by ``train_batch``: a dictionary, or a tensor, the loss.
+
+    Raises:
+        InvalidExperimentException: for any other type.
+    """
+    if isinstance(metrics, torch.Tensor):
+        metrics = {"loss": metrics}
+    if not isinstance(metrics, dict):
+        raise det.errors.InvalidExperimentException(
+            NOT_A_DICTIONARY.format(method="train_batch", kind=type(metrics))
+        )
+    waiting = dict(metrics)
+    for name, value in metrics.items():
+        if isinstance(value, torch.Tensor):
+            waiting[name] = value.detach().cpu().numpy() if value.dim() else value.detach().clone()
+    return waiting
+
+
+def fetched(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Copy the scalar tensors of many micro-batches to the host, in one transfer per metric."""
+    copies = [dict(of_batch) for of_batch in metrics]
+    for name in copies[0] if copies else ():
+        with_tensor = [copy for copy in copies if isinstance(copy.get(name), torch.Tensor)]
+        if with_tensor:
+            device = with_tensor[0][name].device
+            values = torch.stack([copy[name].to(device) for copy in with_tensor]).tolist()
+            for copy, value in zip(with_tensor, values, strict=True):
+                copy[name] = value
+    return copies
+
+
+def averaged_over_ranks(
+    metrics: list[dict[str, Any]], distributed: core.DistributedContext
+) -> list[dict[str, Any]]:
+    """Return the mean of each micro-batch's metrics over the ranks that report any; on rank 0 alone.
+
+    Every rank calls it. Arrays become one number, their mean.
+
+    Args:
+        metrics: of this rank's micro-batches; equally many on all ranks that have any.
+        distributed: the ranks.
+    """
+    if distributed.size == 1:
+        return metrics
+    of_ranks = [of_rank for of_rank in distributed.gather(metrics) or () if of_rank]
+    return [
+        {name: _mean([batch.get(name) for batch in batches]) for name in batches[0]}
+        for batches in zip(*of_ranks, strict=False)
+    ]
+
+
+def _mean(values: list[Any]) -> Any:
+    array = np.array(values)
+    mean = np.mean(array[array != None])  # noqa: E711 - elementwise
+    return np.array(mean) if isinstance(values[0], np.ndarray) else mean
+
+
+def of_workload(metrics: list[dict[str, Any]], reduced: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of the steps since the last report.
+
+    Args:
+        metrics: of micro-batches, averaged over the ranks.
+        reduced: of the trial's own reducers.
+
+    Returns:
+        ``batch_metrics``, the first argument, and ``avg_metrics``: means over them, None for values that are
+        no numbers, and the reduced ones.
+    """
+    workload = det.util.make_metrics(None, metrics)
+    workload["avg_metrics"].update(as_numpy(reduced))
+    return workload
+
+
+def as_numpy(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics with arrays in place of tensors."""
+    return {
+        name: value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+        for name, value in metrics.items()
+    }
+
+
+def evaluated(trial: Any, context: Any, batches: Batches, most: int | None) -> list[dict[str, Any]]:
+    """Evaluate batches on this rank.
+
+    Args:
+        trial: whose ``evaluate_batch`` is called.
+        context: of the trial.
+        batches: to evaluate.
+        most: batches at most; None for all.
+
+    Returns:
+        The metrics of each batch; none on ranks that report none.
+
+    Raises:
+        InvalidExperimentException: if ``evaluate_batch`` returns no dictionary.
+        ValueError: if the metrics' names differ between batches.
+    """
+    iterator = iter(batches.loader) if batches.loader else None
+    takes_index = len(inspect.signature(trial.evaluate_batch).parameters) > 1
+    metrics: list[dict[str, Any]] = []
+    for index in range(batches.count if most is None else min(most, batches.count)):
+        result = trial.evaluate_batch(iterator, index) if takes_index else trial.evaluate_batch(iterator)
+        if not context.mpu.should_report_metrics:
+            continue
+        if not isinstance(result, dict):
+            raise det.errors.InvalidExperimentException(
+                NOT_A_DICTIONARY.format(method="evaluate_batch", kind=type(result))
+            )
+        if metrics and result.keys() != metrics[0].keys():
+            names = f"{list(metrics[0])} != {list(result)}"
+            raise ValueError(f"Validation metric names must match across all batches of data: {names}")
+        metrics.append(as_numpy(result))
+    return metrics
+
+
+def reduced_over_ranks(
+    metrics: list[dict[str, Any]], reducer: Any, distributed: core.DistributedContext
+) -> dict[str, Any]:
+    """Reduce an evaluation's metrics over batches and ranks; the result is on rank 0 alone.
+
+    Every rank calls it; ranks without metrics are left out.
+
+    Args:
+        metrics: of this rank's batches.
+        reducer: of ``evaluation_reducer``: one, or one per metric.
+        distributed: the ranks.
+
+    Raises:
+        InvalidExperimentException: if the reducers are not Determined's, or not one per metric.
+    """
+    of_rank = {}
+    for name in metrics[0] if metrics else ():
+        values = np.stack([batch[name] for batch in metrics], axis=0)
+        of_rank[name] = _reduced(_reducer_of(name, reducer, metrics[0]), values, None)
+    of_ranks = [values for values in distributed.gather((of_rank, len(metrics))) or () if values[1]]
+    names = of_ranks[0][0] if of_ranks else {}
+    counts = [count for _, count in of_ranks]
+    if distributed.size == 1:
+        return of_rank
+    return {
+        name: _reduced(
+            _reducer_of(name, reducer, names), np.array([each[name] for each, _ in of_ranks]), counts
+        )
+        for name in names
+    }
+
+
+def _reducer_of(name: str, reducer: Any, names: Mapping[str, Any]) -> pytorch.Reducer:
+    if isinstance(reducer, dict) and reducer.keys() != names.keys():
+        raise det.errors.InvalidExperimentException(
+            "Please provide a single evaluation reducer or provide a reducer for every validation metric."
+            f" Expected keys: {list(names)}, provided keys: {list(reducer)}."
+        )
+    chosen = reducer[name] if isinstance(reducer, dict) else reducer
+    if not isinstance(chosen, pytorch.Reducer):
+        what = "Please select `determined.pytorch.Reducer` for reducing validation metrics."
+        raise det.errors.InvalidExperimentException(what)
+    return chosen
+
+
+def _reduced(reducer: pytorch.Reducer, values: Any, counts: list[int] | None) -> Any:
+    if reducer == pytorch.Reducer.AVG:
+        return np.average(values, weights=counts)
+    function: Any = {pytorch.Reducer.SUM: np.sum, pytorch.Reducer.MAX: np.max, pytorch.Reducer.MIN: np.min}
+    return function[reducer](values)
+
+
+def write_scalars(context: Any, step: int, metrics: Mapping[str, Any], is_validation: bool) -> None:
+    """Write the metrics that are numbers for TensorBoard, under Determined's tags, unless it is off.
+
+    Args:
+        context: of the trial.
+        step: optimizer steps done.
+        metrics: by name.
+        is_validation: whether names get ``val_`` before them.
+    """
+    if not context.get_enable_tensorboard_logging():
+        return
+    writer = context.get_tensorboard_writer()
+    for name, value in metrics.items():
+        if det.util.is_numerical_scalar(value):
+            prefix = "val_" if is_validation and not name.startswith("val") else ""
+            writer.add_scalar(f"Determined/{prefix}{name}", value, step)
+
+
+def write_training(context: Any, steps: int, workload: Mapping[str, Any], calls_per_step: int) -> None:
+    """Write the metrics of each step for TensorBoard, and those of reducers at the last.
+
+    Args:
+        context: of the trial.
+        steps: optimizer steps done.
+        workload: of ``of_workload``.
+        calls_per_step: micro-batches in ``batch_metrics`` per step, averaged here.
+    """
+    batches, averages = workload["batch_metrics"], workload["avg_metrics"]
+    first = steps - len(batches) // calls_per_step
+    for index in range(0, len(batches), calls_per_step):
+        of_step = det.util.make_metrics(None, batches[index : index + calls_per_step])["avg_metrics"]
+        write_scalars(context, first + index // calls_per_step, of_step, is_validation=False)
+    reduced = {name: value for name, value in averages.items() if name not in (batches[0] if batches else ())}
+    write_scalars(context, steps, reduced, is_validation=False)

@@ -1,0 +1,38 @@
+"""A profile of a few steps by torch's profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from deepspeed_trial.services import Services
+
+AFTER, WARM_UP, STEPS = 10, 2, 5  # steps left out, warmed up with, and profiled
+
+
+@contextlib.contextmanager
+def profiled(context: Any, services: Services, is_wanted: bool) -> Iterator[None]:
+    """Profile steps of the chief inside the block, or run the profiler that the trial has set.
+
+    Args:
+        context: of the trial.
+        services: keep the table.
+        is_wanted: whether to profile.
+    """
+    if not (is_wanted and services.is_chief):
+        with context.profiler or contextlib.nullcontext():
+            yield
+        return
+    context.set_profiler(schedule=torch.profiler.schedule(wait=AFTER, warmup=WARM_UP, active=STEPS, repeat=1))
+    with context.profiler as profiler:
+        yield
+    needed = AFTER + WARM_UP + STEPS
+    if profiler.step_num < needed:
+        steps = f"its steps end with the {needed}th, and there were {profiler.step_num}"
+        print(f"no profile: {steps}", file=sys.stderr)
+    else:
+        services.keep_profile(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30))

@@ -1,0 +1,229 @@
+"""A trial's checkpoints: everything that one holds, checked before any of it is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import pathlib
+import pickle
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import determined as det
+import numpy as np
+import torch
+from determined import pytorch
+from determined.pytorch.deepspeed import DeepSpeedTrial
+
+from deepspeed_trial import engines, redaction
+from deepspeed_trial.checkpoints import by_name, contents, identity, safe_load
+from deepspeed_trial.checkpoints.conversion import as_loadable
+from deepspeed_trial.checkpoints.identity import Identity
+from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.events import Callback, Code, TrialHooks
+from deepspeed_trial.hangs.place import GATHER
+from deepspeed_trial.services import Services
+from deepspeed_trial.time_budget import TimeBudget
+
+BUDGET = "budget"  # key of a checkpoint's progress: the plan, and the time used
+
+logger = logging.getLogger("deepspeed_trial")
+
+
+@dataclass
+class State:
+    """Progress of a trial, under the names of Determined's ``trial_state.pkl``.
+
+    Attributes:
+        trial_id: of the trial that made this progress.
+        last_ckpt: step of the last checkpoint.
+        last_val: step of the last validation.
+        step_id: unused; Determined's own trainer expects it.
+        batches_trained: optimizer steps done.
+        epochs_trained: whole epochs done.
+    """
+
+    trial_id: int = 0
+    last_ckpt: int = 0
+    last_val: int = 0
+    step_id: int = 0
+    batches_trained: int = 0
+    epochs_trained: int = 0
+
+
+class Saving:
+    """Writes a trial's checkpoints and reads them.
+
+    Args:
+        trial: a ``DeepSpeedTrial``.
+        context: its context.
+        callbacks: whose states are saved.
+        services: of this training.
+    """
+
+    def __init__(
+        self,
+        trial: Any,
+        context: Any,
+        callbacks: Mapping[str, pytorch.PyTorchCallback],
+        services: Services,
+    ) -> None:
+        self.trial, self.context, self.callbacks, self.services = trial, context, callbacks, services
+        self.engines: list[Any] = context.models
+        hooks = [callback for callback in callbacks.values() if isinstance(callback, TrialHooks)]
+        if len(hooks) > 1:
+            raise InvalidInput(f"build_callbacks: returned {len(hooks)} TrialHooks; return one")
+        self.hooks = hooks[0] if hooks else TrialHooks()
+
+    def identity(self) -> Identity:
+        """Return the settings that a run must share with this one to exchange checkpoints."""
+        return identity.identity_of(self.engines, self.context.experiment.seed, [self.hooks.identity()])
+
+    # --------------------------------------------------------------------------------------------- write
+
+    def write(self, path: pathlib.Path, state: State, budget: TimeBudget | None) -> None:
+        """Write a checkpoint into a folder. Every rank calls it."""
+        path.mkdir(parents=True, exist_ok=True)
+        is_chief, rank = self.context.distributed.rank == 0, self.context.distributed.rank
+        if is_chief:
+            self.services.copy_code(self.hooks.code(), path)
+            (path / "trial_state.pkl").write_bytes(pickle.dumps(asdict(state)))
+            self._write_load_data(path)
+        of_rank = {
+            "callbacks": {name: callback.state_dict() for name, callback in self.callbacks.items()},
+            "rng_state": _random_numbers(self.context),
+        }
+        for callback in self.callbacks.values():
+            callback.on_checkpoint_save_start(of_rank)
+        torch.save(of_rank, path / f"det_state_dict_rank{rank}.pth")
+        self.trial.save(self.context, path)
+        for callback in self.callbacks.values():
+            callback.on_checkpoint_end(str(path))
+            callback.on_checkpoint_write_end(str(path))
+        self.context.place.enter(GATHER)
+        for index, engine in enumerate(self.engines):
+            by_name.save(engine, by_name.folder_of(path, index), self.hooks.layer_names())
+        if is_chief:
+            progress = dict(contents.progress_of(state, self.engines))
+            if budget:
+                progress[BUDGET] = budget.state_dict()
+            identity.write(path, self.identity(), progress)
+
+    def _write_load_data(self, path: pathlib.Path) -> None:
+        """Write the file by which ``determined.pytorch.load_trial_from_checkpoint_path`` makes a trial."""
+        experiment = self.context.experiment
+        load_data = {
+            "trial_type": "DeepSpeedTrial",
+            "experiment_config": redaction.experiment(dict(experiment.config)),
+            "hparams": redaction.values(dict(self.context.get_hparams())),
+        }
+        (path / "load_data.json").write_text(json.dumps(load_data))
+
+    # ---------------------------------------------------------------------------------------------- read
+
+    def check(self, path: pathlib.Path, name: str, steps: int) -> None:
+        """Check a checkpoint on one rank of each host.
+
+        Args:
+            path: the checkpoint's folder.
+            name: its name in error lines.
+            steps: optimizer steps that the trial has done, by its metadata or by the master.
+
+        Raises:
+            UnusableCheckpoint: on every rank, with all lines of any rank.
+        """
+        with contents.loading(name, self.context.distributed):
+            if self.context.distributed.local_rank != 0:
+                return
+            saved, trial, mine = identity.read(path, name), type(self.trial), self.identity()
+            if trial.save is DeepSpeedTrial.save:
+                identity.check_engines(path, name, len(self.engines))
+            identity.check(path, name, mine, self.services.trial_id)
+            is_same = identity.is_same_form(saved, mine)
+            engines = self.engines if is_same and trial.load is DeepSpeedTrial.load else []
+            contents.check(path, saved, engines, steps, self.services.trial_id)
+            if not is_same:
+                by_name.check(path, self.engines, self.hooks.layer_names(), saved["progress"])
+
+    def load_budget(self, path: pathlib.Path, name: str, steps: int, budget: TimeBudget) -> None:
+        """Continue the plan of a length in minutes; schedules follow it, so it comes before the engines.
+
+        Raises:
+            InvalidInput: if the checkpoint has no such plan, or a damaged one.
+        """
+        file, state = path / identity.FILE, identity.read(path, name)["progress"].get(BUDGET)
+        if state is None:
+            what = f"has no plan of minutes, but a length of {steps:,} steps or more"
+            raise InvalidInput(f"--resume: {name}: {what}; use that length, or start a new run")
+        try:
+            budget.load_state_dict(state, steps)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+            raise InvalidInput(f"{file}: progress.{BUDGET}: {one_line(error)}; it is damaged") from error
+
+    def load(self, path: pathlib.Path, name: str) -> State:
+        """Load a checkpoint that ``check`` has passed. Every rank calls it.
+
+        Returns:
+            The trial's progress; of another trial's checkpoint only the weights are taken.
+        """
+        mine, rank = self.identity(), self.context.distributed.rank
+        with contents.loading(name, self.context.distributed), contextlib.ExitStack() as around:
+            for engine in self.engines:
+                around.enter_context(engines.keep_configured_hyperparameters(engine))
+            folder = around.enter_context(
+                as_loadable(
+                    path, name, mine, self.engines, self.hooks.layer_names(), self.context.distributed
+                )
+            )
+            around.enter_context(safe_load.allowed_globals())
+            file = folder / f"det_state_dict_rank{rank}.pth"
+            of_rank = torch.load(file, map_location="cpu", weights_only=True)
+            for callback in self.callbacks.values():
+                callback.on_checkpoint_load_start(of_rank)
+            self.trial.load(self.context, folder)
+            _set_random_numbers(of_rank["rng_state"], self.context)
+            self._load_callbacks(of_rank["callbacks"])
+            for callback in self.callbacks.values():
+                if isinstance(callback, Callback):
+                    callback.on_checkpoint_load_end(path)
+            contents.check_loaded(self.engines)
+        state = State(**safe_load.read_trial_state(path))
+        return state if state.trial_id == self.services.trial_id else State(self.services.trial_id)
+
+    def _load_callbacks(self, states: Mapping[str, Any]) -> None:
+        for name, callback in self.callbacks.items():
+            if name in states:
+                callback.load_state_dict(states[name])
+            elif det.util.is_overridden(callback.load_state_dict, pytorch.PyTorchCallback):
+                logger.warning(f"callback {name!r}: the checkpoint has no state of it; it starts afresh")
+
+
+def _random_numbers(context: Any) -> dict[str, Any]:
+    """Return the states of Python's, NumPy's and torch's generators, under Determined's names."""
+    states = {
+        "cpu_rng_state": torch.random.get_rng_state(),
+        "np_rng_state": np.random.get_state(),
+        "random_rng_state": random.getstate(),
+    }
+    if torch.cuda.device_count():
+        states["gpu_rng_state"] = torch.cuda.get_rng_state(context.distributed.local_rank)
+    return states
+
+
+def _set_random_numbers(states: Mapping[str, Any], context: Any) -> None:
+    np.random.set_state(states["np_rng_state"])
+    random.setstate(states["random_rng_state"])
+    torch.random.set_rng_state(states["cpu_rng_state"])
+    if torch.cuda.device_count() and "gpu_rng_state" in states:
+        torch.cuda.set_rng_state(states["gpu_rng_state"], context.distributed.local_rank)
+    elif torch.cuda.device_count() or "gpu_rng_state" in states:
+        there, here = ("a GPU", "a CPU") if "gpu_rng_state" in states else ("a CPU", "a GPU")
+        logger.warning(
+            f"the checkpoint was made on {there}, this run is on {here}: random numbers will differ"
+        )
+
+
+__all__ = ["Code", "Saving", "State"]

@@ -1,0 +1,281 @@
+"""The two places where a training runs, this machine and a Determined cluster, behind one interface."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pathlib
+import shutil
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import determined as det
+from determined import core, tensorboard
+from typing_extensions import override
+
+from deepspeed_trial.checkpoints.store import LocalCheckpoints
+from deepspeed_trial.cluster import SINGLE, cluster_info
+from deepspeed_trial.events import Code
+from deepspeed_trial.experiment import Experiment
+from deepspeed_trial.local import metrics_log
+from deepspeed_trial.local.progress import LocalMetrics
+from deepspeed_trial.stops import Signals, Vote
+from deepspeed_trial.time_budget import TimeBudget
+
+TO_THE_END = (SINGLE, "random", "grid")  # searchers that stop no trial
+RECORDED_WITHIN = 10.0  # seconds that the master may take for a validation
+
+logger = logging.getLogger("deepspeed_trial")
+
+
+class Services:
+    """Metrics, checkpoints, stops and progress of a training.
+
+    ``core`` has the interface of Determined's Core API in both places; the methods cover what it leaves open.
+
+    Args:
+        core_context: for reports and checkpoints.
+        experiment: the experiment's configuration.
+
+    Attributes:
+        trial_id: the number in checkpoints by which a trial knows its own.
+        vote: agrees on the last step when any rank is asked to stop.
+    """
+
+    trial_id = 0
+
+    def __init__(
+        self, core_context: core.Context, experiment: Experiment, output: pathlib.Path | None = None
+    ) -> None:
+        self.core, self.experiment = core_context, experiment
+        self.is_chief = core_context.distributed.rank == 0
+        self.vote = Vote(core_context.distributed, output / ".stop" if output else None)
+
+    def is_asked_to_stop(self) -> bool:
+        """Return whether this rank got a signal, or the chief a request of the master."""
+        raise NotImplementedError
+
+    def copy_code(self, code: Code, path: pathlib.Path) -> None:
+        """Copy the trial's code into a checkpoint's folder, on the chief."""
+        raise NotImplementedError
+
+    def is_last(self, step: int, meets: bool) -> bool:
+        """Return whether all ranks stop after a step; see ``Vote.is_last``."""
+        if self.is_asked_to_stop():
+            self.vote.ask()
+        return self.vote.is_last(step, meets)
+
+    def stoppable(self) -> contextlib.AbstractContextManager[None]:
+        """Let requests to stop end the training after a step, inside the block."""
+        return contextlib.nullcontext()
+
+    def last_validation(self) -> int | None:
+        """Return the step of the trial's last validation before this process; None if there was none.
+
+        Every rank calls it.
+        """
+        return None
+
+    def has_search_stopped(self, steps: int) -> bool:
+        """Return whether the search has stopped this trial, by its validation after ``steps`` steps.
+
+        Every rank calls it.
+        """
+        return False
+
+    def upload_tensorboard(self) -> None:
+        """Upload TensorBoard's files."""
+
+    def begin(self, total: int | None, epoch: int, done: int, budget: TimeBudget | None) -> None:
+        """Show that the training begins.
+
+        Args:
+            total: optimizer steps of the training; None if not yet known.
+            epoch: optimizer steps in an epoch.
+            done: optimizer steps done.
+            budget: of a training whose length is a time.
+        """
+
+    def step(self, steps: int, metrics: Mapping[str, Any]) -> None:
+        """Show that a step is done; ``metrics`` may hold tensors."""
+
+    def plan(self, total: int, text: str) -> None:
+        """Show that the training has another length now."""
+        print(text, flush=True)
+
+    def end(self) -> None:
+        """Show that the training is over."""
+
+    def metrics(self) -> list[dict[str, Any]] | None:
+        """Return the reports that the run made before this process, or None if they are elsewhere."""
+        return None
+
+    def best_checkpoint(self) -> tuple[str, int] | None:
+        """Return the UUID and step of the best checkpoint by ``searcher.metric``; None if not known."""
+        return None
+
+    def validation(self) -> dict[str, Any]:
+        """Return the last validation's metrics; empty where the master keeps them."""
+        return {}
+
+    def judge_by(self, step: int) -> None:
+        """Take the validation after a step for the one of the final weights."""
+
+    def keep_profile(self, table: str) -> None:
+        """Keep the profile of a few steps."""
+
+
+class LocalServices(Services):
+    """Services of this machine: a folder for checkpoints and metrics, a terminal, and signals.
+
+    Args:
+        core_context: for reports and checkpoints.
+        experiment: the experiment's configuration.
+        output: the run's folder; None writes no metrics there and shows none.
+    """
+
+    def __init__(
+        self, core_context: core.Context, experiment: Experiment, output: pathlib.Path | None = None
+    ) -> None:
+        super().__init__(core_context, experiment, output)
+        self.output, self.signals = output, Signals(self.is_chief)
+        train = core_context.train
+        self.shown = train if isinstance(train, LocalMetrics) and self.is_chief else None
+
+    @override
+    def is_asked_to_stop(self) -> bool:
+        return self.signals.requested
+
+    @override
+    def stoppable(self) -> contextlib.AbstractContextManager[None]:
+        return self.signals.gracefully() if self.output else contextlib.nullcontext()
+
+    @override
+    def copy_code(self, code: Code, path: pathlib.Path) -> None:
+        """Leave out the paths of ``.detignore``, runs, ``code.excluded``, and dangling links."""
+        excluded = {folder.resolve() for folder in code.excluded}
+        by_detignore = det.util.detignore.make_shutil_ignore(code.folder)
+
+        def ignored(folder: str, names: list[str]) -> set[str]:
+            paths = {name: pathlib.Path(folder, name) for name in names}
+            more = {name for name, file in paths.items() if file.resolve() in excluded or not _is_code(file)}
+            return more.union(by_detignore(folder, names))
+
+        shutil.copytree(code.folder, path / "code", ignore=ignored)
+
+    @override
+    def begin(self, total: int | None, epoch: int, done: int, budget: TimeBudget | None) -> None:
+        if self.shown:
+            self.shown.begin(total, epoch, done, budget)
+
+    @override
+    def step(self, steps: int, metrics: Mapping[str, Any]) -> None:
+        if self.shown:
+            self.shown.step(steps, metrics)
+
+    @override
+    def plan(self, total: int, text: str) -> None:
+        if self.shown:
+            self.shown.plan(total, text)
+
+    @override
+    def end(self) -> None:
+        if self.shown:
+            self.shown.close()
+
+    @override
+    def metrics(self) -> list[dict[str, Any]] | None:
+        return metrics_log.read(self.output) if self.output else None
+
+    @override
+    def best_checkpoint(self) -> tuple[str, int] | None:
+        checkpoints: Any = self.core.checkpoint
+        if not self.shown or not isinstance(checkpoints, LocalCheckpoints):
+            return None
+        names = checkpoints.best()
+        return (names[0], checkpoints.get_metadata(names[0])["steps_completed"]) if names else None
+
+    @override
+    def validation(self) -> dict[str, Any]:
+        return self.shown.validation if self.shown else {}
+
+    @override
+    def judge_by(self, step: int) -> None:
+        if self.shown:
+            self.shown.judge_by(step)
+
+    @override
+    def keep_profile(self, table: str) -> None:
+        if self.output:
+            (self.output / "profile.txt").write_text(table)
+
+
+class ClusterServices(Services):
+    """Services of a Determined cluster: its master and its checkpoint storage."""
+
+    def __init__(self, core_context: core.Context, experiment: Experiment) -> None:
+        super().__init__(core_context, experiment)
+        self.trial_id = cluster_info().trial.trial_id
+        self.is_preempted = False
+
+    @override
+    def is_asked_to_stop(self) -> bool:
+        if self.is_chief and not self.is_preempted:
+            self.is_preempted = self.core.preempt.should_preempt()
+        return self.is_preempted
+
+    @override
+    def copy_code(self, code: Code, path: pathlib.Path) -> None:
+        det.util.write_user_code(path, True)  # of the clean copy that the cluster has made
+
+    @override
+    def last_validation(self) -> int | None:
+        step: int | None = self._validated(self._trial()) if self.is_chief else None
+        step = self.core.distributed.broadcast(step)
+        return step
+
+    @override
+    def has_search_stopped(self, steps: int) -> bool:
+        if self.experiment.searcher in TO_THE_END:
+            return False
+        is_stopped = self.is_chief and self._is_marked(steps)
+        return bool(self.core.distributed.broadcast(is_stopped))
+
+    @override
+    def upload_tensorboard(self) -> None:
+        self.core.train.upload_tensorboard_files(
+            (lambda _: True) if self.is_chief else (lambda path: not path.match("*tfevents*")),
+            tensorboard.util.get_rank_aware_path,
+        )
+
+    def _is_marked(self, steps: int) -> bool:
+        """Ask the master for the mark of a stopped trial, once it has recorded a validation.
+
+        Determined 0.38 marks such a trial and tells its container nothing, so it would train to its end.
+        """
+        deadline = time.monotonic() + RECORDED_WITHIN
+        try:
+            while time.monotonic() < deadline:
+                trial = self._trial()
+                if "STOPPING" in trial["state"]:
+                    logger.info(f"the search has stopped this trial after step {steps}: {trial['state']}")
+                    return True
+                if (self._validated(trial) or 0) >= steps:
+                    return False  # the mark comes before the record
+                time.sleep(0.1)
+        except Exception:  # a master that does not answer ends no training, as in Determined's own watcher
+            logger.warning("cannot ask the master whether the search has stopped this trial", exc_info=True)
+        return False
+
+    def _trial(self) -> dict[str, Any]:
+        return dict(self.core._session.get(f"/api/v1/trials/{self.trial_id}").json()["trial"])
+
+    def _validated(self, trial: Mapping[str, Any]) -> int | None:
+        steps = (trial.get("latestValidation") or {}).get("totalBatches")
+        return None if steps is None else int(steps)
+
+
+def _is_code(path: pathlib.Path) -> bool:
+    is_run = (path / "run.json").exists()
+    return path.is_file() or (path.is_dir() and not is_run)
