@@ -1,6 +1,6 @@
 """Runs any ``DeepSpeedTrial``: on a Determined cluster, on GPUs, or on the CPU cores of a laptop.
 
-What Determined 0.38 and DeepSpeed 0.19 leave undone is done here; nothing here knows of images.
+It replaces Determined's training loop and patches DeepSpeed, and is independent of the kind of data.
 
     from deepspeed_trial.trainer import Trainer, init
     from deepspeed_trial.local.local_mode import LocalTestMode
@@ -8,9 +8,8 @@ What Determined 0.38 and DeepSpeed 0.19 leave undone is done here; nothing here 
     with init(hparams=hparams, exp_conf=config) as context:
         Trainer(MyTrial(context), context).fit(max_length=pytorch.Epoch(2))
 
-Importing this package tells DeepSpeed, which looks for an accelerator while it is imported, that there is
-none, keeps MLflow out of it, lets threads sleep while they wait for each other, and gives each task of
-SLURM's ``srun`` its rank. Import it before ``torch`` and ``deepspeed``, as ``model_def.py`` does.
+Import this package before ``torch`` and ``deepspeed``. The import selects the CPU if there is no GPU, keeps
+MLflow out of DeepSpeed, lets waiting threads sleep, and gives each task of SLURM's ``srun`` its rank.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variab
 
 
 class NoMLflowInAutotuner(importlib.abc.MetaPathFinder):
-    """Lets DeepSpeed's autotuner, which nothing here uses, find no MLflow.
+    """Hides MLflow from DeepSpeed's unused autotuner, and from no other code.
 
-    It imports it wherever it is installed: a quarter of the start's time, and threads, beside which a process
-    is not safely forked. All other code finds it.
+    The autotuner imports MLflow if it is installed. The import takes a quarter of the start's time, and
+    starts threads that make a fork unsafe.
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Finds nothing.
+        """Find nothing.
 
         Raises:
-            ImportError: to the autotuner, which then goes without.
+            ImportError: to the autotuner, which handles it.
         """
         autotuner = sys.modules.get("deepspeed.autotuning.autotuner")
         if name == "mlflow" and autotuner and not hasattr(autotuner, "has_mlflow"):  # it is being imported
@@ -55,7 +54,7 @@ def sleep_while_waiting() -> None:
 
 
 def choose_accelerator() -> None:
-    """Tells DeepSpeed and torch that there is no GPU, where there is none."""
+    """Select the CPU for DeepSpeed and torch if there is no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -67,9 +66,6 @@ def choose_accelerator() -> None:
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 sys.meta_path.insert(0, NoMLflowInAutotuner())
 sleep_while_waiting()
-if sys.orig_argv[1:3] != [
-    "-m",
-    "deepspeed_trial.launch",
-]:  # which chooses once it knows that it starts processes
+if sys.orig_argv[1:3] != ["-m", "deepspeed_trial.launch"]:  # it starts processes, and chooses later
     choose_accelerator()
     slurm.take_ranks(os.environ)

@@ -1,4 +1,4 @@
-"""What a trial on a Determined cluster is told, and how it ends there."""
+"""A trial on a Determined cluster: its configuration, its logs and its end."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ from deepspeed_trial.errors import InvalidInput, LostRank, TrainingStopped, Unre
 from deepspeed_trial.experiment import Experiment
 
 SINGLE = "single"  # the searcher of an experiment with one trial
-TO_THE_END = (SINGLE, "random", "grid")  # searchers that stop no trial
-RECORDED_WITHIN = 10.0  # seconds that the master may take for a validation
 
 logger = logging.getLogger("deepspeed_trial")
 
 
 def on_cluster() -> bool:
-    """Whether this process runs in a trial of a Determined cluster."""
+    """Return whether this process runs in a trial of a Determined cluster."""
     info = det.get_cluster_info()
     return info is not None and info.task_type == "TRIAL"
 
 
 def cluster_info() -> det.ClusterInfo:
-    """What the cluster says of this trial; only on a cluster."""
+    """Return the cluster's description of this trial; requires a cluster."""
     info = det.get_cluster_info()
     assert info is not None and on_cluster()
     return info
 
 
 def cluster_experiment() -> Experiment | None:
-    """The experiment of the trial that this process runs in; None off a cluster.
+    """Return the experiment of this process's trial; None without a cluster.
 
-    Its fields were checked by the master, which also chose the hyperparameters.
+    The master has checked its fields and chosen the hyperparameters.
     """
     if not on_cluster():
         return None
@@ -45,20 +43,20 @@ def cluster_experiment() -> Experiment | None:
 
 
 def trial_seed(experiment: Experiment) -> int:
-    """The seed of this trial: in an experiment of one trial the file's, as off a cluster.
+    """Return the seed of this trial: the file's in an experiment of one trial, else the master's.
 
-    The master draws one for each trial, by a generator that starts from the file's seed, which gives a single
-    trial another seed than a run of the same file off a cluster.
+    The master draws the seed of each trial from a generator seeded by the file. For a single trial that would
+    be another seed than a local run of the same file has.
     """
     return experiment.seed if experiment.searcher == SINGLE else cluster_info().trial.trial_seed
 
 
 @contextlib.contextmanager
 def errors_end_the_trial() -> Iterator[None]:
-    """On a cluster turns ``InvalidInput`` into ``det.InvalidHP``, so that a search goes on.
+    """Turn errors that a restart cannot cure into ``det.InvalidHP`` on a cluster, so that a search continues.
 
-    The errors stay in the trial's log, and the trial is not restarted. Nor is one that was stopped because
-    its loss is not finite or its memory is not enough.
+    These are bad input, a loss that is not finite, and too little memory. The trial's log has the error
+    lines, and the master does not restart the trial.
     """
     try:
         yield
@@ -72,10 +70,10 @@ def errors_end_the_trial() -> Iterator[None]:
 
 @contextlib.contextmanager
 def leaves_once_reported() -> Iterator[None]:
-    """Ends the process as soon as Determined has reported invalid hyperparameters; goes around its context.
+    """End the process as soon as Determined has reported invalid hyperparameters.
 
-    The master gives the container 10 seconds from the report on, then kills it and shows the trial as
-    canceled. Python's own end alone can take as long on a busy host.
+    The master kills the container 10 seconds after the report and shows the trial as canceled. A regular exit
+    of Python can take longer on a busy host.
     """
     try:
         yield
@@ -88,10 +86,10 @@ def leaves_once_reported() -> Iterator[None]:
 
 
 def log_from_chief(is_chief: bool) -> None:
-    """Let Determined's loggers print everything on the chief, and warnings alone on other ranks.
+    """Let Determined's loggers print everything on the chief, and only warnings on other ranks.
 
-    Two lines that nobody can act on are left out: which object holds a rank's place among the ranks, and that
-    the files of a checkpoint on a shared file system need no download.
+    Two lines without use to a reader are dropped: the object of the data parallel ranks, and that a
+    checkpoint on a shared file system needs no download.
     """
     level = logging.DEBUG if cluster_info().trial._debug else logging.INFO
     logging.basicConfig(level=level if is_chief else logging.WARNING, format=det.LOG_FORMAT)
@@ -102,7 +100,7 @@ def log_from_chief(is_chief: bool) -> None:
 
 
 def check_slots(processes: int) -> None:
-    """Raises ``InvalidInput`` unless one process was started for each of the trial's slots."""
+    """Raise ``InvalidInput`` unless the trial has one process for each slot."""
     slots = sum(cluster_info().container_slot_counts)
     if slots and processes != slots:
         raise InvalidInput(

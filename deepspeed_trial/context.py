@@ -32,18 +32,18 @@ from deepspeed_trial.trackers.tracking import Tracking, tracked, tracking_here, 
 
 
 class TrialContext(det_ds.DeepSpeedTrialContext):
-    """Determined's context, on the CPU where there is no GPU.
+    """Determined's context, on a GPU or a CPU.
 
     Attributes:
-        core: Determined's Core API, or its counterpart off a cluster.
+        core: Determined's Core API, or its local counterpart.
         services: of the place where the training runs.
-        output: off a cluster, the run's folder.
+        output: folder of a local run; None on a cluster.
         experiment: the experiment's configuration.
         resumes: whether a checkpoint's weights will replace the first ones.
         resumed_from: optimizer steps of the run that this one continues.
-        place: where this rank is in its work, for the watch of hangs.
+        place: the phase and step of this rank, which the watch reports.
         tracking: the trackers of this run.
-        plan: number of steps, and how far each is; a trial's schedules may ask it.
+        plan: number of steps, and the progress at each; a trial's schedules may read it.
         place_in_data: step that is being done, counted from 0, and steps in an epoch.
         accumulates: whether the loop calls ``train_batch`` for each micro-batch of a step.
         checks_reproducibility: whether loaders must be Determined's.
@@ -204,21 +204,21 @@ def init(
     resumes: bool | None = False,
     writes: Sequence[str] = (),
 ) -> Iterator[TrialContext]:
-    """Sets up processes, seeds and Determined's services, and gives the context for a trial.
+    """Set up processes, seeds and Determined's services, and yield the context for a trial.
 
-    As ``determined.pytorch.deepspeed.init``, on a CPU as well, and with checkpoints, metrics and progress
-    in a folder where there is no cluster. On a cluster, bad configuration ends the trial as an invalid
-    hyperparameter set, and is not tried again.
+    It is ``determined.pytorch.deepspeed.init`` for CPUs as well; without a cluster it keeps checkpoints,
+    metrics and progress in a folder. On a cluster, a bad configuration ends the trial as an invalid
+    hyperparameter set, without a restart.
 
     Args:
-        hparams: the hyperparameters; on a cluster the master's, whatever is given.
-        exp_conf: the experiment configuration; on a cluster the master's.
-        distributed: the ranks, where the program has joined them itself.
-        enable_tensorboard_logging: whether every reported metric is written for TensorBoard, as Determined
-            does; the trial's own writer works in either case.
-        output: off a cluster, the run's folder, by default ``runs/trial-<time>``; all ranks take the chief's.
-        resumes: whether the run that is in the folder is to go on; another one may not be there. If None, it
-            goes on where it has left a checkpoint, as ``context.resumes`` then says.
+        hparams: hyperparameters; ignored on a cluster, where the master has them.
+        exp_conf: experiment configuration; ignored on a cluster, where the master has it.
+        distributed: the ranks, if the program has joined them already.
+        enable_tensorboard_logging: whether to write every reported metric for TensorBoard. A trial's
+            writer works in either case.
+        output: folder of a local run, by default ``runs/trial-<time>``; all ranks take the chief's.
+        resumes: whether the folder's run continues. True requires a run there and False forbids one; None
+            continues a run that has a checkpoint, and sets ``context.resumes``.
         writes: further files that the program writes into the folder.
 
     Raises:

@@ -43,7 +43,7 @@ def writable_folder(root: pathlib.Path, key: str) -> pathlib.Path:
 
 @contextlib.contextmanager
 def host_lock(root: pathlib.Path, name: str, key: str) -> Iterator[pathlib.Path]:
-    """Holds the lock ``name`` of ``root``, which ``key`` sets; gives the folder for what is prepared.
+    """Hold the lock ``name`` in ``root``, the value of ``key``, and yield the folder to write to.
 
     The operating system releases the lock when its holder dies, however it dies.
 

@@ -28,18 +28,18 @@ def regular_file(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def refused(what: str, mend: str = "give another folder") -> Iterator[None]:
-    """Raises ``InvalidInput`` for a path that the operating system refuses within.
+def refused(what: str, remedy: str = "give another folder") -> Iterator[None]:
+    """Raise ``InvalidInput`` if the operating system refuses a path inside the block.
 
     Args:
         what: the key or option and its value, or the path.
-        mend: what to do, unless the disk is full.
+        remedy: advice in the error line, unless the disk is full.
     """
     try:
         yield
     except OSError as error:
-        remedy = "free some disk space" if error.errno in DISK_FULL else mend
-        raise InvalidInput(f"{what}: cannot be used ({one_line(error)}); {remedy}") from error
+        advice = "free some disk space" if error.errno in DISK_FULL else remedy
+        raise InvalidInput(f"{what}: cannot be used ({one_line(error)}); {advice}") from error
 
 
 def small_file(path: str | os.PathLike[str], most: int) -> bytes:

@@ -7,7 +7,7 @@ In place of ``determined.launch.deepspeed``, which in Determined 0.38.1 does thi
 - Before the trial it imports torch and DeepSpeed three times. Here one slot needs no launcher: its command
   takes the place of this process. Several slots of one host have DeepSpeed's launcher alone, within the
   processes that ``determined.launch.torch_distributed`` puts around torch's.
-- DeepSpeed takes port 29500, so that of two trials that share a host's network one fails.
+- DeepSpeed always takes port 29500. The second trial on a host's network fails.
 - On several hosts the chief's environment becomes part of the command that ssh runs: in quotes, around which
   DeepSpeed sets its own, and with the session's token, which is then in the log. Here every process has the
   environment of the container that it runs in; all else is Determined's.
@@ -92,7 +92,7 @@ def master_port(info: det.ClusterInfo) -> int:
 
 
 def patch_for_several_hosts(layer: Any, info: Any) -> None:
-    """Replaces functions of ``determined.launch.deepspeed``; those that a release lacks are left out.
+    """Replace functions of ``determined.launch.deepspeed``, except any that a release lacks.
 
     Args:
         layer: the module.

@@ -1,4 +1,4 @@
-"""What a run runs on: processor, memory, versions."""
+"""The machine of a run: processor, memory, versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("torch", "torchvision", "deepspeed", "determined")
 
 
 def versions() -> dict[str, str]:
-    """The versions of what computes."""
+    """Return the versions of Python and of the packages that compute."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -31,13 +31,13 @@ def versions() -> dict[str, str]:
 
 
 def is_installed(module: str) -> bool:
-    """Whether a module can be imported; a mere folder of its name, as trackers leave, is none."""
+    """Return whether a module can be imported; a plain folder of its name does not count."""
     found = importlib.util.find_spec(module)
     return found is not None and found.origin is not None
 
 
 def describe() -> dict[str, Any]:
-    """Processor, memory in GiB, accelerators and versions."""
+    """Return the processor, the memory in GiB, the accelerators and the versions."""
     return {
         "system": f"{platform.system()} {platform.release()}",
         "processor": _processor(),
@@ -50,7 +50,7 @@ def describe() -> dict[str, Any]:
 
 
 def has_bf16_instructions() -> bool:
-    """Whether the processor multiplies bf16 numbers itself; where not, fp32 is faster. True if not known."""
+    """Return whether the processor has bf16 instructions; without them fp32 is faster. True if unknown."""
     flags = _cpuinfo("flags") or _cpuinfo("Features")  # of x86, of Arm
     return not flags or not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
 
@@ -60,14 +60,14 @@ def _processor() -> str:
 
 
 def _cpuinfo(key: str) -> str:
-    """What Linux says of the first core; empty where it does not."""
+    """Return a field of the first core in ``/proc/cpuinfo``; empty if it is missing."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
 
 
 def peak_memory() -> float:
-    """The most memory that this process has used, in MiB: of its GPU, or of the host if there is none."""
+    """Return the peak memory of this process in MiB, of its GPU, or of the host if there is no GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     unit = 1 if sys.platform == "darwin" else 1024
@@ -75,10 +75,10 @@ def peak_memory() -> float:
 
 
 def memory_limit(processes: int, device: str) -> int | None:
-    """The bytes that each of so many processes of this machine may have; None where none is known.
+    """Return the memory limit in bytes of one of this machine's ``processes``; None if unknown.
 
-    Of a GPU all its memory; else an equal share of the machine's or of a control group's, and no more than
-    the process's own limit (``ulimit -v``, ``-d``).
+    On a GPU it is all of its memory. On the host it is an equal share of the machine's memory or of the
+    cgroup's limit, and at most the process's limit (``ulimit -v``, ``-d``).
     """
     if device == "cuda":
         return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
@@ -87,7 +87,7 @@ def memory_limit(processes: int, device: str) -> int | None:
 
 
 def free_memory() -> int:
-    """Bytes that this process may still take: of its GPU, or of the host within all limits."""
+    """Return the bytes that this process can still allocate, on its GPU, or on the host within all limits."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0]
     own = [limit - _data() for limit in _own_limits(resource.RLIMIT_DATA)]
@@ -96,7 +96,7 @@ def free_memory() -> int:
 
 @contextlib.contextmanager
 def limited_memory(more: int) -> Iterator[None]:
-    """Has allocations on the host fail, rather than Linux end the process, beyond so many more bytes."""
+    """Make host allocations beyond ``more`` bytes fail, so that Linux does not kill the process."""
     if torch.cuda.is_available() or not _data():
         yield
         return
@@ -110,7 +110,7 @@ def limited_memory(more: int) -> Iterator[None]:
 
 
 def _data() -> int:
-    """The bytes that ``RLIMIT_DATA`` counts; 0 where the system does not say."""
+    """Return the bytes that ``RLIMIT_DATA`` counts; 0 if unknown."""
     status = pathlib.Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
     return 1024 * next((int(line.split()[1]) for line in lines if line.startswith("VmData")), 0)
@@ -125,9 +125,10 @@ def _control_groups(
     groups: pathlib.Path = pathlib.Path("/proc/self/cgroup"),
     root: pathlib.Path = pathlib.Path("/sys/fs/cgroup"),
 ) -> Iterator[tuple[int, int]]:
-    """Each limit around this process, and what it leaves; what files are cached in can be had again.
+    """Yield the limit and the free bytes of each cgroup around this process; cached files count as free.
 
-    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory, and cgroup-v1/memory.html beside it
+    Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory and
+    https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
     """
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -146,12 +147,12 @@ def _control_groups(
 
 
 def waited_for_cores(thread: str = "*") -> float:
-    """The seconds that threads of this process were ready to run and had no core, together; 0 if unknown.
+    """Return the seconds that threads of this process waited for a core, in total; 0 if unknown.
 
     Source: https://docs.kernel.org/scheduler/sched-stats.html
 
     Args:
-        thread: the id of one, or ``*`` for all.
+        thread: id of a thread, or ``*`` for all.
     """
     nanoseconds = 0
     for file in pathlib.Path("/proc/self/task").glob(f"{thread}/schedstat"):  # on Linux
@@ -161,7 +162,7 @@ def waited_for_cores(thread: str = "*") -> float:
 
 
 def is_alive(process: psutil.Process | None) -> bool:
-    """Whether a process runs, and is no zombie, nor another that has got its id."""
+    """Return whether a process runs; a zombie does not, nor a new process with the old id."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

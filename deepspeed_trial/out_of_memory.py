@@ -1,4 +1,4 @@
-"""What is said where a training runs out of memory."""
+"""Error lines of a training that runs out of memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ONEDNN = "could not create a primitive"  # without memory; other faults of a pri
 
 @contextlib.contextmanager
 def explain_out_of_memory(when: Callable[[], str], advice: Callable[[], str]) -> Iterator[None]:
-    """Ends what runs inside, where there is no memory left, or none for a worker, with what to change.
+    """End the block with one line of advice when the process or a data loader's worker runs out of memory.
 
     Args:
-        when: says in which step, or before which.
-        advice: says what would need less.
+        when: returns the step, in words.
+        advice: returns a change that saves memory, in words.
 
     Raises:
         TrainingStopped: if memory runs out.
@@ -27,19 +27,19 @@ def explain_out_of_memory(when: Callable[[], str], advice: Callable[[], str]) ->
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if str(error).startswith("DataLoader worker"):  # as torch says of one that was killed
+        if str(error).startswith("DataLoader worker"):  # torch's words for a killed worker
             what = f"a worker process of the data loader ended {when()} ({one_line(error)})"
             raise TrainingStopped(f"{what}; give it more memory or /dev/shm, or use fewer workers") from error
         if isinstance(error, TrainingStopped) or not is_out_of_memory(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # what they hold may be all that the explanation needs
+        traceback.clear_frames(error.__traceback__)  # frees the memory that the explanation needs
         reason = re.sub(r"^\[enforce fail[^]]*\] [^.]*\. ", "", one_line(error)).split(". ")[0]
         what = f"no memory left {when()} ({reason}), after {peak_memory():,.0f} MiB"
         raise TrainingStopped(f"{what}; {advice()}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left, on a GPU or the host."""
+    """Return whether an error means that the memory of a GPU or of the host is used up."""
     messages = ("not enough memory", "can't allocate memory", "out of memory")
     says_so = any(text in str(error) for text in messages) or str(error) == ONEDNN
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_so)

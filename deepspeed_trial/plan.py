@@ -1,4 +1,4 @@
-"""How long a training is, in steps, and how far each of them is; a time budget plans it as it goes."""
+"""The number of steps of a training, and the progress of each step; a time budget corrects both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from determined import pytorch
 class Minutes(pytorch.Batch):
     """A length of training in minutes of wall time, for ``Trainer.fit``; see docs/time-budget.md.
 
-    To Determined's loop it is a number of steps, which changes with the plan.
+    The loop sees a number of steps; each plan changes it.
 
     Args:
         minutes: above 0.
@@ -24,20 +24,19 @@ class Minutes(pytorch.Batch):
 
 
 def least_rest(done: int) -> int:
-    """The steps in which a training whose time is over comes to the end of its schedule, given those done."""
+    """Return the steps that bring a schedule to its end when the time is over, after ``done`` steps."""
     return max(1, done // 100)
 
 
 class Plan:
-    """The number of optimizer steps of a training, and how far each is on the way to the end.
+    """The number of optimizer steps of a training, and the fraction of the training at each step.
 
-    The step with index i, from 0, of N is at the fraction i / (N - 1) of the way. When the plan is corrected,
-    the fraction of the last step that was done stays, and from there it goes linearly to 1, which the last
-    step has. So it never jumps, never goes back, and always ends at 1.
+    Step i, counted from 0, of N is at the fraction i / (N - 1). A correction keeps the fraction of the last
+    step done; from there the fraction rises linearly to 1 at the last step. It never jumps and never falls.
 
     Attributes:
-        total: optimizer steps of the whole training; None where that is not known yet.
-        plans: each plan that was made: the steps that were done then, and the total.
+        total: optimizer steps of the whole training; None before the first plan.
+        plans: pairs of the steps done at a plan and the plan's total.
         followers: called after each plan.
     """
 
@@ -48,7 +47,7 @@ class Plan:
         self._from: tuple[int, float] = (0, 0.0)  # the index of a step, and its fraction
 
     def fraction(self, index: int) -> float:
-        """How far the step with an index is: 0 for the first, 1 for the last; 0 before there is a plan."""
+        """Return the fraction of the training at a step: 0 at the first, 1 at the last, 0 without a plan."""
         if self.total is None:
             return 0.0
         start, passed = self._from
@@ -57,20 +56,20 @@ class Plan:
         return passed + (1 - passed) * max(0, index - start) / max(1, self.total - 1 - start)
 
     def position(self, index: int) -> float:
-        """The same in steps of a training of ``total`` steps: exactly ``index`` if it was never corrected."""
+        """Return the fraction in steps of ``total``: exactly ``index`` without a correction."""
         if self.total is None:
             return 0.0
         return index if self._from == (0, 0.0) else self.fraction(index) * (self.total - 1)
 
     def has_passed(self, share: float, index: int) -> bool:
-        """Whether the step with an index is beyond a share of the training."""
+        """Return whether a step is beyond a share of the training."""
         return self.total is not None and self.position(index) >= share * self.total
 
     def make(self, done: int, total: int) -> None:
-        """Makes a plan.
+        """Plan, or correct the plan.
 
         Args:
-            done: optimizer steps that are done.
+            done: optimizer steps done.
             total: optimizer steps of the whole training.
         """
         if self.total is not None:
@@ -80,25 +79,25 @@ class Plan:
         self._tell()
 
     def fix(self, total: int | None) -> None:
-        """Has a training so many steps, from its start on; None if that is not known."""
+        """Set the number of steps from the start; None if unknown."""
         if self.total != total:
             self.total, self._from = total, (0, 0.0)
             self._tell()
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan in JSON values."""
+        """Return the plan as JSON values."""
         return {"total": self.total, "from": list(self._from), "plans": [list(each) for each in self.plans]}
 
     def load_state_dict(self, state: Mapping[str, Any], done: int, longer: float = 1.0) -> None:
-        """Goes on with a plan.
+        """Continue a saved plan.
 
         Args:
             state: of ``state_dict``.
-            done: optimizer steps that are done.
-            longer: how many times as long the training is to be: of a longer one, less is done.
+            done: optimizer steps done.
+            longer: length of this training, as a multiple of the saved one.
 
         Raises:
-            ValueError: if it is no such state.
+            ValueError: if the state is damaged.
         """
         (start, passed), total = state["from"], state["total"]
         plans = [tuple(each) for each in state["plans"]]

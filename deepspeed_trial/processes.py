@@ -23,26 +23,26 @@ from deepspeed_trial.meeting import check_ranks, local_size, meet
 from deepspeed_trial.messages import Ranks
 from deepspeed_trial.patches.process import limit_waiting, prepare_process
 
-PATIENCE = 3  # times as long as no rank may move, a collective waits for one that is slow, but works
+PATIENCE = 3  # a collective waits this multiple of ``hang_after`` for a slow rank
 MANUAL = "DET_MANUAL_INIT_DISTRIBUTED"  # Determined's variable: the trial starts the process group itself
 
 
 def device_type() -> str:
-    """``cuda`` where there is a GPU, else ``cpu``."""
+    """Return ``cuda`` if there is a GPU, else ``cpu``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def share_cores() -> None:
-    """Give each local process its part of the cores; with all of them each is several times slower."""
+    """Give each local process its share of the cores; with all cores each process is several times slower."""
     check_ranks()
     if local_size() > 1 and not _user_chose_threads():
         torch.set_num_threads(threads_per_process(local_size()))
 
 
 def threads_per_process(processes: int) -> int:
-    """How many threads one of a host's processes should use.
+    """Return the number of threads for one of a host's ``processes``.
 
-    A process that is bound to fewer cores than its launcher may have those all to itself.
+    A process bound to fewer cores than its launcher may use all of them.
     """
     cores = joblib.cpu_count()
     shared = cores
@@ -54,7 +54,7 @@ def threads_per_process(processes: int) -> int:
 
 
 def threads_of_each(here: int) -> int:
-    """How many threads a rank has, as ``share_cores`` gives them, of those that this process is to start."""
+    """Return the threads of each of the ``here`` ranks that this process will start, by ``share_cores``."""
     if here == 1 or _user_chose_threads():
         share_cores()
         return torch.get_num_threads()
@@ -62,7 +62,7 @@ def threads_of_each(here: int) -> int:
 
 
 def _user_chose_threads() -> bool:
-    """Whether ``OMP_NUM_THREADS`` is the user's; torchrun sets it to 1 where it is missing."""
+    """Return whether the user set ``OMP_NUM_THREADS``; torchrun sets a missing one to 1."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(psutil.Error):
             return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
@@ -70,10 +70,10 @@ def _user_chose_threads() -> bool:
 
 
 def start_process_group(hang_after: float = HANG_AFTER) -> None:
-    """Starts torch's process group and DeepSpeed's; one process alone needs no launcher and no port.
+    """Start the process group of torch and DeepSpeed; a single process needs no launcher and no port.
 
     Args:
-        hang_after: seconds that another rank may need to join, and a third of those that a collective waits.
+        hang_after: seconds that another rank may take to join; a collective waits three times as long.
 
     Raises:
         InvalidInput: if there are more processes than GPUs, or the launcher's port is in use.
@@ -97,7 +97,7 @@ def start_process_group(hang_after: float = HANG_AFTER) -> None:
 
 
 def _init_distributed(hang_after: float) -> None:
-    """Without a time limit of its own DeepSpeed takes one of its release: 30 minutes once, 10 now."""
+    """Start the group with a time limit; DeepSpeed's default differs between releases, 10 or 30 minutes."""
     minutes = float(os.environ.get("DEEPSPEED_TIMEOUT") or PATIENCE * hang_after / 60)  # DeepSpeed's variable
     limit = datetime.timedelta(minutes=minutes)
     limit_waiting(limit)
@@ -114,7 +114,7 @@ def _take_gpu() -> None:
 
 
 def join_local_processes(hang_after: float) -> core.DistributedContext:
-    """Joins the processes that ``deepspeed``, ``torchrun`` or ``srun`` started, or is the only one."""
+    """Join the processes that ``deepspeed``, ``torchrun`` or ``srun`` started, or start alone."""
     start_process_group(hang_after)
     return _ranks()
 
@@ -133,7 +133,7 @@ def _ranks() -> Ranks:
 
 
 def join_cluster_processes(hang_after: float) -> core.DistributedContext | None:
-    """Joins the processes that Determined's launch layer started; None for one that it did not start."""
+    """Join the processes that Determined's launch layer started; return None without that layer."""
     if not det._DistributedBackend().use_deepspeed():
         start_process_group(hang_after)
         return None

@@ -1,4 +1,4 @@
-"""One schedule, DeepSpeed's or torch's, for all parameter groups of an engine's optimizer."""
+"""A learning rate schedule, DeepSpeed's or torch's, shared by all parameter groups of an engine."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from typing_extensions import override
 
 from deepspeed_trial.plan import Plan
 
-CYCLED = ("momentum", "betas")  # what a schedule may change beside the rate
-FACTOR = "lr_factor"  # of a parameter group: its rate is so many times the schedule's
-STARTS_AFTER = "starts_after"  # of a parameter group: the steps for which its rate is 0
-# What a parameter group may be configured with where its optimizer, as DeepSpeed's Muon, has no defaults.
+CYCLED = ("momentum", "betas")  # settings that a schedule may change besides the learning rate
+FACTOR = "lr_factor"  # key of a parameter group: multiplies the schedule's learning rate
+STARTS_AFTER = "starts_after"  # key of a parameter group: its learning rate is 0 for this number of steps
+# Settings of a parameter group for optimizers without defaults, such as DeepSpeed's Muon
 SETTINGS = ("lr", FACTOR, STARTS_AFTER, "weight_decay", "momentum", "betas", "eps", "ns_method")
 
 
 class _Rate(torch.optim.Optimizer):
-    """An optimizer of one group that trains nothing, for a schedule to act on."""
+    """A schedule's optimizer: one parameter group, no training."""
 
     def step(self, closure: Any = None) -> Any:
-        """Does nothing; a schedule of torch's wants it done before its own step."""
+        """Do nothing; torch warns about a schedule that steps before its optimizer."""
 
 
 class GroupSchedule:
-    """A schedule of one rate, of which each parameter group has ``lr_factor`` times.
+    """A schedule that scales one learning rate by the ``lr_factor`` of each parameter group.
 
-    Schedules of torch's and DeepSpeed's set the rate of every group alike, or take each group's own for its
-    start, and torch's refuse ZeRO's optimizers. This one lets the schedule act on a group that stands for all
-    of them, and passes on what it sets. Give it to ``deepspeed.initialize`` as ``lr_scheduler``, with all
-    arguments but the first bound.
+    DeepSpeed's schedules set the same rate in every group, torch's start from the rate of each group, and
+    torch's refuse ZeRO's optimizers. Here the schedule acts on a stand-in with one group, and its settings
+    are copied to all groups. Pass this class to ``deepspeed.initialize`` as ``lr_scheduler``, with all
+    arguments bound except the first.
 
     Args:
-        optimizer: torch's, whose groups may have a key ``lr_factor``, 1 where they have none, and
-            ``starts_after``.
-        lr: the rate without a schedule, or with one that scales it.
-        make: makes the schedule for an optimizer; None for a rate that stays.
+        optimizer: a torch optimizer. Its groups may have the keys ``lr_factor``, by default 1, and
+            ``starts_after``, by default 0.
+        lr: the learning rate without a schedule, or the rate that the schedule scales.
+        make: makes the schedule for an optimizer; None for a constant rate.
 
     Attributes:
-        last_batch_iteration: the steps that are done, less 1, as DeepSpeed's schedules count and save them.
+        last_batch_iteration: steps done, less 1, as DeepSpeed's schedules count and save them.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class GroupSchedule:
             key: group[key] for key in reversed(CYCLED) for group in optimizer.param_groups if key in group
         }
         self.last_batch_iteration = -1
-        self._cycled = dict(list(held.items())[-1:])  # the momentum where there is one, or Adam's betas
+        self._cycled = dict(list(held.items())[-1:])  # the momentum, or Adam's betas
         self._restart()
         self._pass_on()
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step, of a group whose factor is 1."""
+        """Learning rate of the next step, in a group whose factor is 1."""
         return float(self._now()["lr"])
 
     def step(self, batch_iteration: int | None = None) -> None:
-        """Goes on by a step, or to where it is after ``batch_iteration + 1`` steps from the start.
+        """Advance by a step, or move to the state after ``batch_iteration + 1`` steps from the start.
 
-        A schedule of torch's that has come to the end of its steps stays there.
+        A torch schedule stays at its last step.
         """
         wanted = self.last_batch_iteration + 1 if batch_iteration is None else batch_iteration
         if wanted + 1 < self._done:
@@ -74,20 +74,20 @@ class GroupSchedule:
         self._pass_on()
 
     def act_on(self, optimizer: torch.optim.Optimizer) -> None:
-        """Acts on another optimizer in the place of the one that it was made with."""
+        """Set the rates of another optimizer from now on."""
         self.optimizer = optimizer
         self._pass_on()
 
     def get_last_lr(self) -> list[float]:
-        """The rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps alone: all else is the configuration's."""
+        """Return the number of steps; the configuration has the rest."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to where the saved one was; its rates are those of this one after as many steps."""
+        """Move to the saved number of steps; the rates follow this configuration."""
         self.step(state["last_batch_iteration"])
 
     def _restart(self) -> None:
@@ -105,7 +105,7 @@ class GroupSchedule:
             self._schedule.step()
 
     def _now(self) -> dict[str, Any]:
-        """What the schedule has set."""
+        """Return the settings of the schedule's group."""
         return self._rate.param_groups[0]
 
     def _pass_on(self) -> None:
@@ -117,16 +117,15 @@ class GroupSchedule:
 
 
 class PlannedSchedule(GroupSchedule):
-    """The same for a training whose length is planned as it goes.
+    """A ``GroupSchedule`` of a training whose plan corrects the number of steps.
 
-    After each plan it is the schedule of a training of that length, at the place that the plan says; between
-    two of its steps the rate is linear. With a plan that is never corrected it is that of the length, to the
-    bit.
+    Each plan makes a schedule of its length, at the plan's position, with linear rates between two steps. A
+    plan without a correction gives the bits of a ``GroupSchedule`` of its length.
 
     Args:
-        optimizer: as of ``GroupSchedule``.
-        lr: the same.
-        make_for: gives what makes the schedule, for a number of steps; None before there is a plan.
+        optimizer: as in ``GroupSchedule``.
+        lr: as in ``GroupSchedule``.
+        make_for: takes a number of steps, or None before the first plan, and returns ``make``.
         plan: of the training.
     """
 
@@ -143,7 +142,7 @@ class PlannedSchedule(GroupSchedule):
 
     @override
     def step(self, batch_iteration: int | None = None) -> None:
-        """Goes on by a step, or to where it is after ``batch_iteration + 1`` steps from the start."""
+        """Advance by a step, or move to the state after ``batch_iteration + 1`` steps from the start."""
         done = (self.last_batch_iteration if batch_iteration is None else batch_iteration - 1) + 1
         place = self.plan.position(done + 1)
         if place < self._done - 1:
@@ -174,13 +173,13 @@ class PlannedSchedule(GroupSchedule):
 
 
 def _between(before: Any, after: Any, share: float) -> Any:
-    """A share of the way from one number, or tuple of numbers, to another."""
+    """Interpolate between two numbers, or two tuples of numbers."""
     if isinstance(before, (tuple, list)):
         return type(before)(_between(a, b, share) for a, b in zip(before, after, strict=True))
     return before + (after - before) * share if share else before
 
 
 def learning_rate(engine: Any) -> float:
-    """The rate of an engine's next step, of a parameter group whose factor is 1."""
+    """Return the learning rate of an engine's next step, in a parameter group whose factor is 1."""
     schedule = engine.lr_scheduler
     return schedule.learning_rate if isinstance(schedule, GroupSchedule) else float(engine.get_lr()[0])

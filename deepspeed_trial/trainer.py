@@ -1,4 +1,4 @@
-"""The public face, named as in Determined: ``init`` gives the context, ``Trainer.fit`` trains."""
+"""The interface of this package, named as in Determined: ``init`` and ``Trainer.fit``."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ logger = logging.getLogger("deepspeed_trial")
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a training has done.
+    """Results of a training.
 
     Attributes:
-        steps: optimizer steps since the start of training, those before a resume included.
-        epochs: whole epochs in them.
-        checkpoint: the UUID of the checkpoint with the final weights.
-        validation: the metrics of the last validation, or with ``best_weights`` the best, on rank 0 off a
-            cluster; else empty.
-        test: those of the test at the end, on rank 0; empty without test data, or if it was interrupted.
-        interrupted: whether a signal stopped it, off a cluster.
-        budget: of a length in minutes: the seconds used, and the plans; else empty.
+        steps: optimizer steps since the start of training, including steps before a resume.
+        epochs: complete epochs in them.
+        checkpoint: UUID of the checkpoint with the final weights.
+        validation: metrics of the last validation, or with ``best_weights`` of the best, on rank 0 of a local
+            run; else empty.
+        test: metrics of the test at the end, on rank 0; empty without test data or after an interruption.
+        interrupted: whether a signal stopped a local run.
+        budget: seconds used and plans of a length in minutes; else empty.
     """
 
     steps: int
@@ -48,7 +48,7 @@ class FitResult:
 
 
 class Trainer:
-    """Trains a ``DeepSpeedTrial``, as ``determined.pytorch.deepspeed.Trainer`` does on a cluster.
+    """Trains a ``DeepSpeedTrial``, with the interface of ``determined.pytorch.deepspeed.Trainer``.
 
     Args:
         trial: made with ``context``.
@@ -71,26 +71,27 @@ class Trainer:
         profiling_enabled: bool = False,
         best_weights: bool = False,
     ) -> FitResult:
-        """Trains, validates and checkpoints.
+        """Train, validate, save and test.
 
         Args:
             max_length: ``pytorch.Batch(N)`` optimizer steps, ``pytorch.Epoch(N)``, or ``Minutes(M)``.
-            validation_period: how often to validate; at the end alone if None.
-            checkpoint_period: how often to save; at the end and by ``checkpoint_policy`` alone if None.
-            reporting_period: how often to report training metrics; every 100 steps if None.
-            checkpoint_policy: whether to save after a validation: ``best``, ``all`` or ``none``. Which is
-                the best is told by ``searcher.metric``; without one, ``best`` saves after all.
-            latest_checkpoint: the UUID of the checkpoint to go on from.
+            validation_period: steps or epochs between validations; None validates only at the end.
+            checkpoint_period: steps or epochs between checkpoints; None saves only at the end and by
+                ``checkpoint_policy``.
+            reporting_period: steps or epochs between reports of training metrics; None means 100 steps.
+            checkpoint_policy: saves after a validation: ``best`` (by ``searcher.metric``), ``all`` or
+                ``none``. Without that metric ``best`` means ``all``.
+            latest_checkpoint: UUID of the checkpoint to resume from.
             step_zero_validation: whether to validate before the first step.
-            test_mode: one batch of everything.
-            profiling_enabled: records a few steps with torch's profiler; on a cluster also the system's
-                metrics.
-            best_weights: off a cluster, whether the weights of the best validation by ``searcher.metric``
-                replace the last ones once the training is done, before the test.
+            test_mode: whether to stop after one batch of everything.
+            profiling_enabled: whether to profile a few steps with torch's profiler; on a cluster Determined's
+                system metrics are recorded as well.
+            best_weights: whether a local run loads the weights of the best validation by ``searcher.metric``
+                at the end, before the test.
 
         Raises:
             InvalidInput: if the checkpoint cannot be used.
-            TrainingStopped: if the training cannot go on.
+            TrainingStopped: if the training cannot continue.
         """
         context, never = self.context, pytorch.Batch(sys.maxsize)
         if not isinstance(max_length, pytorch.Batch | pytorch.Epoch) or not isinstance(max_length.value, int):
@@ -137,15 +138,15 @@ class Trainer:
 
 
 def find_checkpoint(context: TrialContext, which: str | None) -> str | None:
-    """Gives the UUID of the checkpoint to go on from, or None.
+    """Return the UUID of the checkpoint to resume from, or None to start from scratch.
 
     Args:
         context: from ``init``.
-        which: ``latest``, a UUID, or ``auto``, the last whole one, or None where the run begins; not used
-            on a cluster, where the master chooses.
+        which: a UUID, ``latest``, ``auto`` (the last complete checkpoint, if there is one), or None. On a
+            cluster the master chooses.
 
     Raises:
-        InvalidInput: if there is no such checkpoint, or it is damaged.
+        InvalidInput: if the checkpoint is missing or damaged.
     """
     if on_cluster():
         return cluster_info().latest_checkpoint
