@@ -1,1 +1,1 @@
-"""How fast the trial is, beside a bare engine, bare PyTorch and Determined's example style."""
+"""Compare the trial's speed with a bare engine's, bare PyTorch's and Determined's example style."""

@@ -1,11 +1,11 @@
-"""Compares the trial with its peers on this machine, in one run, and writes benchmarks/RESULTS.md.
+"""Compare the trial with its peers on this machine, in one run, and write benchmarks/RESULTS.md.
 
     python3 -m benchmarks                                                  all of it: an hour on two cores
     python3 -m benchmarks --quick --set data.dataset=digits                two minutes
     python3 -m benchmarks --set data.dataset=imagefolder --set data.root=FOLDER --json results.json
     python3 -m benchmarks --only steps                                     or costs, or programs
 
-Contenders take turns within each repeat, so that what else the machine does touches all of them alike.
+Contenders take turns within a repeat, so that other programs of the machine slow all of them alike.
 Figures are medians over the repeats; the spread is the distance between the quartiles over the median.
 Ratios are what to go by.
 """
@@ -29,7 +29,7 @@ from deepspeed_trial.errors import InvalidInput, print_errors
 from deepspeed_trial.processes import device_type
 
 PARTS = ("steps", "costs", "programs")
-# What the loops that the trial is compared with know of an experiment.
+# Hyperparameters and keys of data that the bare loops have
 HYPERPARAMETERS = (
     """max_length deepspeed_config overwrite_deepspeed_args net net_args channels_last""".split()
 )
@@ -37,7 +37,7 @@ DATA = ("dataset", "root", "download", "image_size", "device")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = command_line.parser(__doc__, "const.yaml")
     add = parser.add_argument
     add("--quick", action="store_true", help="one process, ZeRO 0, few repeats; writes no RESULTS.md")
@@ -48,7 +48,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints what was measured and writes the results."""
+    """Measure, print and write the results; return the exit code."""
     args = parse(argv)
     try:
         check(args)
@@ -82,10 +82,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuses what would end the measurements half way, or not compare like with like; decodes the images.
+    """Refuse an experiment that would fail later or that the bare loops lack a feature of; decode the images.
 
     Raises:
-        InvalidInput: with one line for each thing that is wrong.
+        InvalidInput: with a line for each error.
     """
     if args.repeats < 1:
         raise InvalidInput(f"--repeats: {args.repeats}: must be at least 1")

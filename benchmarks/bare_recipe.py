@@ -2,8 +2,8 @@
 
     python3 -m benchmarks.bare_recipe --set data.dataset=digits        100 losses
 
-What it shares with the trial is the network, and the images with their order and augmentation. Its optimizer
-and its schedule are written out below.
+It shares the network, the images, their order and their augmentation with the trial. Its optimizer and its
+schedule are written out below.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
 
 
 def losses(config: TrialConfig) -> Iterator[Tensor]:
-    """Trains, a step each time that it is asked for the next loss.
+    """Train a step for every loss that the caller takes.
 
     Args:
         config: of a plain network and Muon with a rate that falls to 0, in one process without accumulation.
 
     Returns:
-        Of every step the mean loss of its images, a scalar.
+        The mean loss of every step, a scalar.
     """
     device, hyper, params = torch.device("cpu"), config.hyper, config.deepspeed["optimizer"]["params"]
     images = data.Images(config.data, config.source, config.seed, device)

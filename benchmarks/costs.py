@@ -1,4 +1,4 @@
-"""What a run costs besides its steps: its start, its validation, and its images in memory."""
+"""Costs of a run besides its steps: start, validation, images in memory."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ IMPORTS = 5  # packages that are named
 
 
 def measure(config: str, overrides: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Measures each in processes of its own.
+    """Measure every cost in new processes.
 
     Returns:
-        ``start``: of each repeat the seconds since the command, and those of the processor, when a process
-        ended that imports the ``libraries`` alone, and when the ``imports`` and the ``first_step`` of
-        ``train.py`` ended, with empty caches of compiled operators; ``packages``: seconds of the packages
-        that ``train.py`` imports beyond those libraries; ``validation``: the seconds of the trial's, and of
-        bare forward passes by batch size; ``images``: bytes of the cache files, none of embedded images,
-        and, proportionally, of what the ranks hold of them.
+        ``start``: for every repeat, wall seconds since the command and processor seconds at three ends: of a
+        process that imports the ``libraries`` alone, of the ``imports`` of ``train.py``, and of its
+        ``first_step``, with empty caches of compiled operators; ``packages``: seconds of the packages that
+        ``train.py`` imports beyond the libraries; ``validation``: seconds of the trial's validations, and of
+        bare forward passes by batch size; ``images``: bytes of the cache files (0 for embedded images), and
+        the ranks' proportional shares of them.
     """
     request = {"config": config, "overrides": list(overrides), "repeats": repeats}
     doubled = [*overrides, "hyperparameters.overwrite_deepspeed_args.train_batch_size=16", "data.device=cpu"]
@@ -44,7 +44,7 @@ def measure(config: str, overrides: Sequence[str], repeats: int) -> dict[str, An
 
 
 def start(request: dict[str, Any]) -> dict[str, Any]:
-    """Imports the libraries alone, in a process that then ends, and starts ``train.py``."""
+    """Time a process that imports the libraries alone, and the start of ``train.py``."""
     began = time.time()
     process = subprocess.Popen([sys.executable, "-c", LIBRARIES], stderr=subprocess.DEVNULL)
     used = os.wait4(process.pid, 0)[2]
@@ -56,7 +56,7 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def packages(request: dict[str, Any]) -> dict[str, float]:
-    """The seconds of each package of which ``train.py`` imports what the libraries alone do not."""
+    """Return the import seconds of ``train.py`` beyond the libraries, by package."""
     with tempfile.TemporaryDirectory() as folder:
         asked = pathlib.Path(folder, "request.json")
         asked.write_text(json.dumps({**request, "began": 0}))
@@ -70,7 +70,7 @@ def packages(request: dict[str, Any]) -> dict[str, float]:
 
 
 def import_times(command: Sequence[str]) -> dict[str, float]:
-    """The seconds of each module that a command imports, without what it imports in turn."""
+    """Return a command's import seconds by module, without nested imports."""
     variables = {**os.environ, "PYTHONPATH": str(PROJECT), "PYTHONPROFILEIMPORTTIME": "1"}
     done = subprocess.run(command, cwd=PROJECT, env=variables, capture_output=True, text=True, check=True)
     lines = re.findall(r"^import time: +(\d+) \| +\d+ \| +(\S+)$", done.stderr, re.MULTILINE)
@@ -78,7 +78,7 @@ def import_times(command: Sequence[str]) -> dict[str, float]:
 
 
 def validation_ratio(costs: dict[str, Any]) -> tuple[float, int, float]:
-    """The trial's seconds over the best bare forward pass's, that one's batch size, the trial's spread."""
+    """Return the trial's seconds over the best bare forward pass's, that pass's batch size, the spread."""
     seconds = {name: statistics.median(times) for name, times in costs["validation"]["seconds"].items()}
     trial = seconds.pop("trial")
     best = min(seconds, key=lambda name: seconds[name])
@@ -86,7 +86,7 @@ def validation_ratio(costs: dict[str, Any]) -> tuple[float, int, float]:
 
 
 def start_lines(costs: dict[str, Any]) -> list[str]:
-    """The start, as text."""
+    """Describe the start."""
 
     def times(name: str) -> str:
         seconds, of_processor = (
@@ -102,12 +102,12 @@ def start_lines(costs: dict[str, Any]) -> list[str]:
         f"Start: `python3 -c '{LIBRARIES}'` takes {times('libraries')}; `python3 train.py` ends its"
         f" imports after {times('imports')}, and its first step, with no operator ever compiled, after"
         f" {times('first_step')}: {over[0]:.2f} times as long ({over[1]:.2f} times by the processor's time).",
-        f"What it imports beyond those three, by package: {named}.",
+        f"Imports beyond those three, by package: {named}.",
     ]
 
 
 def lines(costs: dict[str, Any]) -> list[str]:
-    """What was measured, as text."""
+    """Describe the measurements."""
     ratio, batch, width = validation_ratio(costs)
     validation, images = costs["validation"], costs["images"]
     seconds = statistics.median(validation["seconds"]["trial"])
@@ -117,7 +117,7 @@ def lines(costs: dict[str, Any]) -> list[str]:
         if mapped
         else "their own"
     )
-    copies = f": {held / mapped:.2f} copies" if mapped else ", for they are in no file"
+    copies = f": {held / mapped:.2f} copies" if mapped else "; no file holds them"
     return [
         *start_lines(costs),
         f"Validation of {validation['images']:,} images: {seconds:.2f} s, {ratio:.2f} times the best bare"

@@ -75,9 +75,9 @@ def pytorch_tutorial(folder: pathlib.Path) -> None:
 
 
 def deepspeed_tutorial(folder: pathlib.Path) -> None:
-    """DeepSpeed's ``cifar10_deepspeed.py`` in fp32, ZeRO 0: Adam, batch 16, 1 epoch, the engine's own loader.
+    """DeepSpeed's ``cifar10_deepspeed.py`` in fp32, ZeRO 0: Adam, batch 16, 1 epoch, the engine's loader.
 
-    But for ``torch_adam`` on a CPU, where DeepSpeed would first compile its own for over a minute.
+    On a CPU with ``torch_adam``: DeepSpeed would first compile its Adam for over a minute.
     Source: https://github.com/deepspeedai/DeepSpeedExamples/blob/master/training/cifar/cifar10_deepspeed.py
     """
     import deepspeed

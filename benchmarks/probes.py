@@ -1,4 +1,4 @@
-"""What a run costs besides its steps: its validation, its memory.
+"""Measure a validation of the trial, or the memory of its decoded images.
 
 python3 -m benchmarks.probes validation|images REQUEST ANSWER
 """
@@ -91,7 +91,7 @@ def validation(request: dict[str, Any], answer: pathlib.Path) -> None:
 
 
 def images(request: dict[str, Any], answer: pathlib.Path) -> None:
-    """Gives what the ranks' mappings of the decoded images weigh together, and the size of those files."""
+    """Write the size of the decoded images' files and the ranks' proportional shares of them."""
     with context_of(request) as context:
         trial = CIFARTrial(context)
         touched = sum(int(each.images.sum()) for each in (trial.images.train, trial.images.test))

@@ -35,7 +35,7 @@ PEERS = {
     "trial": "`python3 train.py --config experiments/cifar10-67.yaml`",
 }
 ACCURACY = re.compile(r"validation .*?\baccuracy (\d\.\d+)")
-LEVELS = (0.60, 0.66)  # besides what the tutorials reach
+LEVELS = (0.60, 0.66)  # and the accuracies of the tutorials
 
 
 @dataclass
@@ -102,11 +102,11 @@ def _sample(process: subprocess.Popen, watched: Watched) -> None:
 
 
 def measure(overrides: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Runs every program so many times, in turn.
+    """Run the programs in turn.
 
     Args:
         overrides: ``--set`` values that name the data.
-        repeats: how often.
+        repeats: runs of every program.
     """
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     environment.setdefault("OMP_NUM_THREADS", str(joblib.cpu_count()))
@@ -177,17 +177,17 @@ def times(
 
 
 def reached_by(runs: dict[str, list[Watched]], program: str) -> float:
-    """The median of the accuracies with which a program ended."""
+    """Return the median of a program's last accuracies."""
     return statistics.median(each.reached[-1][1] for each in runs[program])
 
 
 def parsed(measured: dict[str, Any]) -> dict[str, list[Watched]]:
-    """What ``measure`` gave, or JSON made of it."""
+    """Parse the result of ``measure``, or its JSON."""
     return {program: [Watched(**each) for each in watched] for program, watched in measured.items()}
 
 
 def lines(measured: dict[str, Any]) -> list[str]:
-    """What was measured, as text."""
+    """Describe the measurements."""
     runs = parsed(measured)
     found = []
     for peer in ("PyTorch tutorial", "DeepSpeed tutorial"):
@@ -199,7 +199,7 @@ def lines(measured: dict[str, Any]) -> list[str]:
                 each.training for each in runs[peer]
             )  # after compiling an operator, maybe
             found.append(
-                f"{peer}: {accuracy:.1%} in {theirs:.1f} s, of which training began after {began:.1f} s; the"
+                f"{peer}: {accuracy:.1%} in {theirs:.1f} s, with training from {began:.1f} s on; the"
                 f" trial is there in {ours:.1f} s: {theirs / ours:.1f} times sooner, and"
                 f" {(theirs - began) / trained:.1f} times by training time alone."
             )

@@ -1,10 +1,10 @@
-"""Trains recipes for CIFAR-10 with several seeds, and writes what they reach into benchmarks/RESULTS.md.
+"""Train recipes for CIFAR-10 with several seeds, and write their results to benchmarks/RECIPES.md.
 
     python3 -m benchmarks.recipes                                      over two hours on two cores
     python3 -m benchmarks.recipes cifar10-90 --seeds 0 --set data.dataset=imagefolder --set data.root=FOLDER
 
-Every recipe's speed is compared with a bare PyTorch loop's, with which it takes turns. A run that lies in
---output already is not trained again, so that what was interrupted goes on.
+A recipe takes turns with a bare PyTorch loop to compare their speeds. The same command continues an
+interrupted one: it skips the runs that --output holds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import report, steps
+from benchmarks import steps
 from classify.config import experiment_file
 from classify.config.project import PROJECT
 from classify.engine.trial_config import TrialConfig
@@ -33,23 +33,15 @@ from deepspeed_trial import machine
 from deepspeed_trial.errors import InvalidInput, print_errors
 
 RECIPES = ("cifar10-90", "cifar10-91")
-SECTION = "Recipes"
-# What makes a recipe the one by whose epochs all are measured: the source's width, fp32, full-sized images.
+# The reference for epochs: the width of the source, fp32, full-sized images
 PLAIN = (
     "hyperparameters.net_args.width=64",
     "hyperparameters.progressive_resizing=null",
     "hyperparameters.overwrite_deepspeed_args.torch_autocast=null",
 )
 COLUMNS = (
-    "recipe",
-    "seeds",
-    "accuracy (TTA)",
-    "without TTA",
-    "training, s",
-    "program, s",
-    "fp32 epochs of a bare loop at width 64",
-    "trial / bare loop",
-    "GFLOP/s",
+    "recipe | seeds | accuracy (TTA) | without TTA | training, s | program, s"
+    " | fp32 epochs of a bare loop at width 64 | trial / bare loop | GFLOP/s"
 )
 EXPLANATION = """\
 By `python3 -m benchmarks.recipes`, which runs `python3 train.py --config experiments/NAME.yaml` for each
@@ -60,7 +52,7 @@ training with its validations and of the whole program.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints what was measured and writes it into the results."""
+    """Measure, print and write the results; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -70,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--repeats", type=int, default=5, metavar="N", help="turns of the trial and the bare loop (5)")
     add("--set", action="append", default=[], metavar="PATH=VALUE", dest="overrides", help="as in train.py")
     add("--output", type=pathlib.Path, default=pathlib.Path("runs/recipes"), help="(%(default)s)")
-    add("--results", type=pathlib.Path, default=PROJECT / "benchmarks/RESULTS.md", help="(%(default)s)")
+    add("--results", type=pathlib.Path, default=PROJECT / "benchmarks/RECIPES.md", help="(%(default)s)")
     args = parser.parse_args(argv)
     args.output.mkdir(parents=True, exist_ok=True)
     try:
@@ -80,12 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return print_errors("benchmarks", error)
     found = lines(read(args.output))
     print(*found, sep="\n")
-    report.put_section(args.results, SECTION, "\n".join(found))
+    args.results.write_text("\n".join(["# Recipes", "", *found, ""]))
     return 0
 
 
 def measure(name: str, args: argparse.Namespace) -> None:
-    """Trains a recipe with every seed and times its steps; what is in the output already stays as it is."""
+    """Train a recipe with every seed and time its steps; skip results that the output holds."""
     file = f"experiments/{name}.yaml"
     experiment = experiment_file.load(str(PROJECT / file), args.overrides)
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, 1, "cpu")
@@ -104,7 +96,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
 
 
 def read(output: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """What was measured of every recipe, now or before.
+    """Read the measurements of all recipes.
 
     Returns:
         ``runs`` with the accuracies and seconds of each seed; the images a second of the trial and of bare
@@ -190,11 +182,11 @@ def multiplications(size: int = 3000, times: int = 10) -> float:
 
 
 def lines(measured: dict[str, dict[str, Any]]) -> list[str]:
-    """What was measured, as a table with its explanation."""
+    """Return a table of the measurements, with its explanation."""
     made = [
         *EXPLANATION,
-        f"| {' | '.join(COLUMNS)} |",
-        f"|{'---|' * len(COLUMNS)}",
+        f"| {COLUMNS} |",
+        f"|{'---|' * (COLUMNS.count('|') + 1)}",
     ]
     for name, each in measured.items():
         runs = each["runs"]

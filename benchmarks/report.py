@@ -1,9 +1,8 @@
-"""Writes what was measured as RESULTS.md with a bar chart, and sections of other measurements into it."""
+"""RESULTS.md and its chart, from the measurements of a run."""
 
 from __future__ import annotations
 
 import pathlib
-import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +11,9 @@ from benchmarks import costs, programs
 from benchmarks.steps import CONTENDERS, PEERS, ratios, spread
 from deepspeed_trial import machine
 
-OWN = ("Images a second", "Whole programs", "Other costs")  # sections of RESULTS.md that ``write`` writes
-
 
 def write(results: dict[str, Any], folder: pathlib.Path) -> None:
-    """Writes RESULTS.md, of which sections of other measurements stay, and results.png."""
+    """Write RESULTS.md and results.png into a folder."""
     described = results["machine"]
     versions = ", ".join(f"{name} {described[name]}" for name in ("python", *machine.PACKAGES))
     memory = described["memory_gib"]
@@ -24,8 +21,8 @@ def write(results: dict[str, Any], folder: pathlib.Path) -> None:
     lines = [
         "# Results",
         "",
-        "All in one run, in which the contenders take turns. Figures are medians; in brackets the distance",
-        "between the quartiles over the median.",
+        "Contenders take turns in one run. Figures are medians; brackets hold the distance between the",
+        "quartiles over the median.",
         "",
         f"- Command: `{results['command']}`",
         f"- Machine: {described['cores']} cores, {described['processor']}, {memory} GiB{gpus}",
@@ -40,28 +37,8 @@ def write(results: dict[str, Any], folder: pathlib.Path) -> None:
         *(f"- {line}" for line in costs.lines(results["costs"])),
         "",
     ]
-    others = _sections(folder / "RESULTS.md")[1]
     (folder / "RESULTS.md").write_text("\n".join(lines))
-    for title, text in others.items():
-        if title not in OWN:
-            put_section(folder / "RESULTS.md", title, text)
     chart(results, folder / "results.png")
-
-
-def put_section(file: pathlib.Path, title: str, text: str) -> None:
-    """Writes a section into RESULTS.md, as the last, or in place of the one with its title."""
-    head, sections = _sections(file)
-    sections[title] = text.strip()
-    parts = [head, *(f"## {title}\n\n{text}" for title, text in sections.items())]
-    file.write_text("\n\n".join(parts) + "\n")
-
-
-def _sections(file: pathlib.Path) -> tuple[str, dict[str, str]]:
-    """What comes before the first section, and the text of each by its title."""
-    text = file.read_text() if file.exists() else "# Results"
-    head, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
-    pairs = (part.partition("\n") for part in parts)
-    return head.strip(), {title: text.strip() for title, _, text in pairs}
 
 
 def _steps(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -21,7 +21,7 @@ from classify.config import command_line
 
 
 def main(request: dict[str, Any], answer: pathlib.Path) -> int:
-    """Writes the seconds since the command, and those of the processor, at both ends; gives the exit code."""
+    """Write wall seconds since the command and processor seconds at both ends; return the exit code."""
     ends: dict[str, tuple[float, float]] = {}
     importing = command_line.importing
 

@@ -1,4 +1,4 @@
-"""Times an optimizer step of every contender, each in processes of its own, taking turns."""
+"""Time an optimizer step of the contenders, which run in separate processes and take turns."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def measure_all(config: str, overrides: Sequence[str], quick: bool, repeats: int
 
 
 def most_processes() -> int:
-    """How many processes can be compared here: two, but each needs a GPU where there are any."""
+    """Return the most processes to compare: two, or one on a machine with a single GPU."""
     return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 
 
@@ -59,8 +59,7 @@ def measure(
     """Times every contender at one point.
 
     Returns:
-        What the point is, and of each contender the ``rates`` in images a second, one a repeat, their
-        median and their spread.
+        The point; the contenders' ``rates`` in images a second, one a repeat; their medians and spreads.
     """
     deepspeed = "hyperparameters.overwrite_deepspeed_args."
     overrides = [
@@ -70,12 +69,10 @@ def measure(
         f"{deepspeed}gradient_accumulation_steps=1",
         f"{deepspeed}zero_optimization.stage={stage}",
     ]
-    steps = max(5, int(seconds * 3000 / (micro_batch + 10)))  # about so many seconds a segment on two cores
+    steps = max(5, int(seconds * 3000 / (micro_batch + 10)))  # about ``seconds`` a segment on two cores
     period = experiment_file.load(config, overrides).scheduling_unit
     if steps > period / 4:
-        steps = (
-            period  # where a report costs as much as a step, there is one for as many steps as in training
-        )
+        steps = period  # small steps take no longer than a report: report at the trial's period
     row: dict[str, Any] = {"processes": processes, "stage": stage, "micro_batch": micro_batch, "steps": steps}
     row["rates"] = {name: [] for name in CONTENDERS}
     with contextlib.ExitStack() as stack:
@@ -95,7 +92,7 @@ def measure(
 def contender(
     name: str, request: dict[str, Any], processes: int
 ) -> Iterator[Callable[[], tuple[int, float]]]:
-    """Starts a contender, and gives what has it train a segment and returns the images in it and its seconds.
+    """Start a contender; give a function that trains a segment and returns its images and seconds.
 
     Args:
         name: one of ``CONTENDERS``.
@@ -134,7 +131,7 @@ def contender(
 
 
 def launched(module: Sequence[str], processes: int) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment that run a module, with its arguments, in so many processes."""
+    """Return the command and the environment for a module, its arguments and a number of processes."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, joblib.cpu_count() // processes))
     command = [sys.executable, *(launcher if processes > 1 else []), "-m", *module]
@@ -147,7 +144,7 @@ def run(
     processes: int = 1,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Runs a module in so many processes and gives its answer.
+    """Run a module in one or more processes and return its answer.
 
     Args:
         module: its name and arguments; the files of the request and the answer come after them.
@@ -175,7 +172,7 @@ def spread(values: Sequence[float]) -> float:
 
 
 def ratios(row: dict[str, Any]) -> dict[str, float]:
-    """The trial's speed over that of each of ``PEERS``, medians over the repeats."""
+    """Return the trial's speed over every peer's, medians over the repeats."""
     rates = row["rates"]
     pairs = {peer: zip(rates["trial"], rates[peer], strict=True) for peer in PEERS}
     return {peer: statistics.median(a / b for a, b in each) for peer, each in pairs.items()}

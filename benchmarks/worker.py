@@ -1,4 +1,4 @@
-"""One contender in processes of its own, which trains a segment whenever ``benchmarks.steps`` says so.
+"""One contender: it trains a segment when ``benchmarks.steps`` gives it the turn.
 
     python3 -m benchmarks.worker CONTENDER REQUEST
 
@@ -8,8 +8,8 @@
 - ``example``: the style of Determined's own examples: its stock trainer, a PIL dataset and 2 workers;
 - ``recipe``: a recipe as a bare PyTorch loop, with its images' order and augmentation.
 
-For each line that it reads it trains so many steps as ``REQUEST``, JSON, says, and prints how long they
-took and how many images they had.
+``REQUEST`` is JSON. For every line on stdin the contender trains ``steps`` steps, then prints their images
+and their seconds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class EndOfTurns(Exception):
 
 
 class Turns:
-    """Measures segments of so many steps, each when it is this contender's turn.
+    """Measure segments of steps, at this contender's turns.
 
     Args:
         steps: in a segment.
@@ -105,7 +105,7 @@ def main(contender: str, request: dict[str, Any]) -> None:
 
 
 def resolve(context: Any, experiment: Experiment) -> TrialConfig:
-    """What the engines are configured with."""
+    """Resolve the engines' configuration."""
     size, device = context.distributed.size, context.device.type
     return TrialConfig.resolve(experiment.hyperparameters, experiment.config, size, device)
 
@@ -151,10 +151,9 @@ def bare_engine(context: Any, experiment: Experiment, turns: Turns) -> None:
 
 
 def fetch_from_memory(context: Any, config: TrialConfig) -> Fetch:
-    """What fetches random micro-batches of normalised images in memory.
+    """Return a function that fetches random micro-batches of normalised images in memory.
 
-    They are kept in the engine's dtype and in the memory format in which the trial trains, so that a step
-    converts nothing.
+    The images have the engine's dtype and the trial's memory format, so that a step converts nothing.
     """
     source = data.load(config.data, "train", config.source)
     size = config.micro_batch

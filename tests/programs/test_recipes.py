@@ -8,7 +8,7 @@ import pytest
 from matrix import DEEPSPEED
 from support import INSTRUCTIONS, Run, execute, losses, overrides, run, train_many
 
-from benchmarks import recipes, report
+from benchmarks import recipes
 from deepspeed_trial import machine
 
 STEPS = 30
@@ -94,11 +94,3 @@ def test_the_table_has_every_measured_recipe(tmp_path):
     expected = "`one.yaml`: width 1 | 0 1 | 60.00% (50.00% to 70.00%) | 50.00% (40.00% to 60.00%) | 20 | 30"
     expected += " | 2.0 of 10 s | 1.050 | 2000, 50% of an fp32 matrix product's"
     assert [cell.strip() for cell in row.split("|")[1:-1]] == expected.split(" | ")
-
-
-def test_a_new_section_replaces_the_old_one_alone(tmp_path):
-    file = tmp_path / "RESULTS.md"
-    file.write_text("# Results\n\nFirst.\n\n## One\n\n1\n\n## Two\n\n2\n")
-    report.put_section(file, "One", "one\n")
-    report.put_section(file, "Three", "3")
-    assert file.read_text() == "# Results\n\nFirst.\n\n## One\n\none\n\n## Two\n\n2\n\n## Three\n\n3\n"
