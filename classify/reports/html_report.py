@@ -112,7 +112,7 @@ def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
         row("time of training and validation", lambda s, m: f"{s['seconds']:,.1f} s"),
         row("images a second while training", lambda s, m: f"{s['images_per_second']:,.0f}"),
         row("operations a second while training", lambda s, m: _operations(s.get("flops_per_second"))),
-        row("share of what the devices can do (MFU)", lambda s, m: _share(s.get("mfu"))),
+        row("share of the GPUs' peak (MFU)", lambda s, m: _share(s.get("mfu"))),
         row("peak memory of a process", lambda s, m: f"{max(s['peak_memory_mib']):,.0f} MiB"),
         row("processes", lambda s, m: f"{s['world_size']}"),
         row("ZeRO stage", lambda s, m: f"{s['zero_stage']}"),

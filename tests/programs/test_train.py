@@ -23,7 +23,7 @@ LENGTH = "hyperparameters__max_length"
 KEYS = {
     "steps", "epochs", "world_size", "zero_stage", "dtype", "seconds", "images_per_second", "validation",
     "weights_sha256", "checkpoint", "peak_memory_mib", "parameter_groups", "chosen_on",
-    "flops_per_image", "flops_per_second", "peak_flops_per_second", "mfu",
+    "flops_per_image", "flops_per_second",
 }  # fmt: skip
 
 
