@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import deepspeed
 import numpy as np
-import torch
 from typing_extensions import override
 
 from classify.config.metric_names import (
@@ -22,20 +19,17 @@ from classify.config.metric_names import (
 )
 from classify.engine.trial_config import TrialConfig
 from classify.images.image_set import ImageSet
-from classify.models import registry
 from classify.reports import figures
 from classify.reports.metrics import ClassificationMetrics
 from deepspeed_trial.engines import loss_scale
-from deepspeed_trial.errors import one_line
 from deepspeed_trial.events import Callback, steps_done
 
 FIGURES_SHARE = 20  # figures are drawn when at least so many times what they took has passed since
-LARGEST_GRAPH = 30_000_000  # parameters of a network that is made once more to be drawn
 FIRST_FIGURES = 3.0  # seconds that the first take, for matplotlib has to be imported
 
 
 class TensorBoardLog(Callback):
-    """Writes scalars with every report and validation, figures with validations, and once the graph.
+    """Writes scalars with every report and validation and figures with validations.
 
     Nothing is written within a step. Figures take half a second, as long as a validation of small images,
     which may come every second: so those are left out that would take more than a twentieth of the time,
@@ -46,7 +40,7 @@ class TensorBoardLog(Callback):
         engine: its engine.
         metrics: of its validation.
         validated: gives the images that it validates.
-        config: the trial's, for its network, to draw the graph of, and its parameter groups.
+        config: the trial's, for its parameter groups.
     """
 
     def __init__(
@@ -58,14 +52,13 @@ class TensorBoardLog(Callback):
         config: TrialConfig,
     ) -> None:
         self.context = context
-        self.engine, self.metrics, self.validated, self.net = engine, metrics, validated, config.net
+        self.engine, self.metrics, self.validated = engine, metrics, validated
         trained = [group for group in config.groups if not group.frozen]
         self.groups = trained if len(trained) > 1 else []
         self.config = config
         self.is_chief = context.distributed.rank == 0
         self._drawn_step = self._validated_step = -1
         self._drawn_at, self._took = time.monotonic(), FIRST_FIGURES
-        self._graph_is_missing = False
 
     @property
     def writer(self) -> Any:
@@ -75,7 +68,6 @@ class TensorBoardLog(Callback):
     @override
     def on_training_start(self) -> None:
         self._drawn_at = time.monotonic()
-        self._graph_is_missing = not steps_done(self.context)
 
     @override
     def on_training_workload_end(
@@ -137,9 +129,6 @@ class TensorBoardLog(Callback):
 
     def _draw(self) -> None:
         since = time.monotonic()
-        if self._graph_is_missing:
-            self._add_graph()
-            self._graph_is_missing = False
         metrics, source = self.metrics, self.validated()
         images = [source.pixels(each["image"]) for each in metrics.mistakes]
         for name, figure in {
@@ -149,23 +138,6 @@ class TensorBoardLog(Callback):
             self.writer.add_image(name, _pixels(figure), self._validated_step, dataformats="HWC")
         self._drawn_step, self._drawn_at = self._validated_step, time.monotonic()
         self._took = self._drawn_at - since
-
-    def _add_graph(self) -> None:
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # one operator, which torch cannot trace
-        try:
-            outline = registry.on_meta_device(self.net)
-            if sum(each.numel() for each in outline.parameters()) > LARGEST_GRAPH:
-                return
-            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's own writer uses what torch is about to remove
-                inputs = torch.zeros(1, 3, *self.net.image_size)
-                traced: Any = torch.jit.trace(registry.build(self.net).eval(), inputs, check_trace=False)
-                self.writer.add_graph(traced, inputs)
-        except Exception as error:  # a network of one's own may not be traceable, and trains all the same
-            print(f"TensorBoard: no graph of the network ({one_line(error)})", file=sys.stderr)
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _pixels(figure: Any) -> np.ndarray:
