@@ -7,11 +7,12 @@
     another value:     --set data.dataset=digits --set searcher.max_trials=12
     to go on:          the same command with the same --output
     a page about it:   python3 checkpoint.py report OUTPUT     (also while it runs)
+    plots of it:       optuna-dashboard sqlite:///OUTPUT/search.db  (pip install optuna-dashboard)
     better guesses:    --set searcher.name=tpe                 (on this machine alone)
 
-Every trial is a run of train.py in processes of its own, in OUTPUT/trials/NUMBER. OUTPUT holds search.db
-(the state), trials.csv (a row a trial), and at the end plots of the search. A signal stops the trials with
-a checkpoint. Exit codes: 0 done, 2 bad configuration, 130 interrupted, 1 anything else.
+Every trial is a run of train.py in its own processes, in OUTPUT/trials/NUMBER. OUTPUT also holds search.db
+(the state) and trials.csv (a row a trial). A signal stops the trials with a checkpoint. Exit codes: 0 done,
+2 bad configuration, 130 interrupted, 1 anything else.
 """
 
 from __future__ import annotations

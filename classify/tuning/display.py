@@ -1,4 +1,4 @@
-"""What a search shows: a table while it runs, a CSV file, and at its end the best trial and plots."""
+"""A search's output: a table while it runs, a CSV file, and at its end the best trial."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from classify.tuning import plots
 from classify.tuning.results import Results
 from deepspeed_trial.errors import printable
 from deepspeed_trial.local.folder import shown
@@ -134,14 +133,14 @@ class SearchDisplay:
         if best is None:
             print("search.py: no trial has finished; their logs are in the folder trials", file=sys.stderr)
             return 1
-        for plot in plots.draw(self.results, trials, self.output):
-            print(f"plot: {printable(shown(self.output / plot))}")
         score = f"{self.metric} {self.results.score(best):.6g}"
         print(printable(f"best: trial {best.number}, {score}: {self.results.values(best)}"))
         hint = "; data.validation: 0.1 holds out others" if self.chosen_on == "test images" else ""
         print(f"chosen on {self.chosen_on}{hint}")
         page = f"python3 checkpoint.py report {shlex.quote(shown(self.output))}"
         print(f"report: {printable(page)}")
+        storage = f"sqlite:///{shown(self.output / 'search.db')}"
+        print(f"plots:  optuna-dashboard {printable(shlex.quote(storage))}")
         print(f"train with them: {printable(self.results.command(best))}")
         return 0
 

@@ -14,7 +14,7 @@ from deepspeed_trial import redaction
 
 
 def quiet_optuna() -> None:
-    """Keeps from stderr what Optuna says of each trial, and that its plots are experimental."""
+    """Silence Optuna's lines about trials and experimental features."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 

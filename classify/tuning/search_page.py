@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
 from classify.reports import page
-from classify.tuning import plots, specification
+from classify.tuning import specification
 from classify.tuning.results import Results, quiet_optuna
 from classify.tuning.space import Range
 from deepspeed_trial.errors import InvalidInput, one_line
@@ -76,13 +75,6 @@ def _values(results: Results, folder: pathlib.Path, chosen_on: str) -> dict[str,
     begun = [trial for trial in trials if trial.state != TrialState.WAITING]
     best = results.best(begun)
     outcomes = [trial.user_attrs.get("outcome", "not ended") for trial in begun]
-    with tempfile.TemporaryDirectory() as drawn:
-        pictures = {
-            name.removesuffix(".png").replace("-", " "): page.inline(
-                (pathlib.Path(drawn) / name).read_bytes()
-            )
-            for name in plots.draw(results, begun, pathlib.Path(drawn))
-        }
     return {
         "title": f"Search: {search.experiment.config.get('name') or folder.resolve().name}",
         "metric": results.metric,
@@ -97,7 +89,6 @@ def _values(results: Results, folder: pathlib.Path, chosen_on: str) -> dict[str,
         "best": best and _row(results, best, folder),
         "command": best and results.command(best),
         "ranges": [(results.short(each.name), _described(each)) for each in search.ranges],
-        "plots": pictures,
         "trials": [_row(results, trial, folder) for trial in begun],
         "config": page.as_yaml(search.experiment.shown),
     }

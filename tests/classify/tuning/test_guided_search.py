@@ -209,7 +209,6 @@ def test_a_search_has_a_page_at_any_time(guided, tmp_path, capsys):
     page = (output / "report.html").read_text()
     assert "<script" not in page and html.escape("<script>alert(") in page and r"\x1b[31m" in page
     assert "<b>2 of 2</b>" in page and "chosen on test images" in page
-    assert page.count('src="data:image/png;base64,') == len(list(output.glob("*.png"))) > 1
     assert not re.search(r'(src|href)="(?!data:)', page)
     results, _ = search_page.read(output)
     best = results.best(results.trials)
@@ -220,7 +219,8 @@ def test_a_search_has_a_page_at_any_time(guided, tmp_path, capsys):
         assert ("best" in kind) == (each.number == best.number)
     (shown,) = re.findall(r"^train with them: (.*)", made.stdout, re.M)
     assert html.unescape(re.findall(r'<pre class="framed">(.*?)</pre>', page)[0]) == shown
-    assert f"report: python3 checkpoint.py report {output}" in made.stdout
+    assert f"report: python3 checkpoint.py report {output}\n" in made.stdout
+    assert f"plots:  optuna-dashboard sqlite:///{output}/search.db\n" in made.stdout
     (tmp_path / "search.db").write_text("no data base")
     assert checkpoint.main(["report", str(tmp_path)]) == 2
     assert f"{tmp_path}/search.db: holds no search that can be read" in capsys.readouterr().err
