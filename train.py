@@ -271,7 +271,7 @@ def summarise(trial: CIFARTrial, fit: FitResult, metric: str, peaks: list[float]
         peaks: MiB that each rank has taken at most.
     """
     from classify.models import state_dicts
-    from classify.reports import summary, tracked_files, utilisation
+    from classify.reports import summary, utilisation
     from deepspeed_trial.errors import printable
     from deepspeed_trial.local.folder import shown
 
@@ -304,7 +304,9 @@ def summarise(trial: CIFARTrial, fit: FitResult, metric: str, peaks: list[float]
     }
     summary.write(output, values, metric)
     if context.tracking.names:
-        context.tracking.add_files(tracked_files.of_run(output))
+        from classify.reports import html_report  # not in the upload to a cluster
+
+        context.tracking.add_files(html_report.tracked_files(output))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from classify.config.metric_names import METRICS, SPEED_METRIC, is_metric
+from classify.config.metric_table import METRICS, SPEED_METRIC, is_metric
 from classify.config.rules import BOOL, TEXT, Rule, is_count, one_of, whole
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import InvalidInput, nearest

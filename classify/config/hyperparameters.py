@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from classify.config.metric_names import is_metric
+from classify.config.metric_table import is_metric
 from classify.config.options import Options, ProgressiveResizing, TestTimeAugmentation, WeightAverage
 from classify.config.parameter_groups import entry_errors, is_pattern
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, one_of, optional, whole

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from classify.config.hyperparameters import Hyperparameters
-from classify.config.metric_names import SPEED_METRIC, TOP5_METRIC, TTA_METRIC, metrics_for
+from classify.config.metric_table import SPEED_METRIC, TOP5_METRIC, TTA_METRIC, metrics_for
 from classify.images.splits import Splits
 from classify.models import dry_run, recompute, registry, state_dicts
 from classify.models.registry import NetSpec

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
-from classify.config.metric_names import METRICS
+from classify.config.metric_table import METRICS
 from classify.images.settings import DataSettings
 from classify.reports.finished_run import FinishedRun
 from deepspeed_trial.errors import InvalidInput, printable

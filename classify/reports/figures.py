@@ -1,4 +1,4 @@
-"""Figures of how a network classifies: the confusion matrix, the hardest mistakes, and curves of training."""
+"""Figures: the confusion matrix and the hardest mistakes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def as_label(name: str) -> str:
-    """A name as matplotlib has to be given it to show it as it is: ``$`` would begin a formula."""
+    """Escape a name for matplotlib, where ``$`` begins a formula."""
     return printable(name).replace("$", r"\$")
 
 
 def confusion_figure(confusion: np.ndarray, classes: Sequence[str]) -> Figure:
-    """Draws a confusion matrix, (C, C) counts with true classes as rows; of many classes without counts."""
+    """Draw a confusion matrix, (C, C) counts, rows are true classes; more than 20 classes without numbers."""
     from matplotlib.figure import Figure
     from sklearn.metrics import ConfusionMatrixDisplay
 
@@ -37,11 +37,11 @@ def confusion_figure(confusion: np.ndarray, classes: Sequence[str]) -> Figure:
 def mistakes_figure(
     mistakes: Sequence[Mapping[str, Any]], images: Sequence[np.ndarray], classes: Sequence[str]
 ) -> Figure:
-    """Draws wrongly classified images, each under what it was taken for and, in brackets, what it is.
+    """Draw wrongly classified images under their predicted class and, in brackets, their true class.
 
     Args:
-        mistakes: with ``predicted`` and ``label``, as ``ClassificationMetrics`` gives them.
-        images: uint8 (H, W, 3) each.
+        mistakes: with ``predicted``, ``label`` and ``loss``; see ``ClassificationMetrics``.
+        images: of the mistakes, uint8 (H, W, 3).
         classes: the class names.
     """
     from matplotlib.figure import Figure

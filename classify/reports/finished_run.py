@@ -9,7 +9,7 @@ import pathlib
 from dataclasses import dataclass
 from typing import Any
 
-from classify.config.metric_names import METRICS
+from classify.config.metric_table import METRICS
 from classify.config.rules import (
     BOOL,
     MAPPING,
@@ -41,30 +41,25 @@ def _is_mistake(value: Any) -> bool:
     return NUMBER.is_valid(value.get("loss"))
 
 
-# What the page needs of a run's files.
+# The values that the page needs; summaries of older releases lack the optional ones
 FILES: dict[str, dict[str, Rule]] = {
-    "summary.json": {
-        **{f"validation.{name}": optional(NUMBER) for name in METRICS},  # of which older runs lack some
+    summaries.FILE: {
+        **{f"{part}.{name}": optional(NUMBER) for part in ("validation", "test") for name in METRICS},
         "validation.accuracy": NUMBER,
         "validation.loss": NUMBER,
         "chosen_on": optional(TEXT),
-        **{f"test.{name}": optional(NUMBER) for name in METRICS},
         "test.images": optional(whole(0)),
         "validation.images": whole(0),
         "validation.per_class_accuracy": mapping_of(NUMBER),
-        "steps": whole(0),
-        "epochs": whole(0),
-        "seconds": NUMBER,
-        "images_per_second": NUMBER,
-        "flops_per_second": optional(NUMBER),
-        "mfu": optional(NUMBER),
+        **dict.fromkeys(("steps", "epochs", "zero_stage"), whole(0)),
+        **dict.fromkeys(("seconds", "images_per_second"), NUMBER),
+        **dict.fromkeys(("flops_per_second", "mfu"), optional(NUMBER)),
         "peak_memory_mib": Rule(
             lambda value: bool(value) and list_of(NUMBER).is_valid(value), "must be a list of numbers"
         ),
         "world_size": whole(1),
-        "zero_stage": whole(0),
         "dtype": TEXT,
-        "parameter_groups": optional(list_of(TEXT)),  # which runs of before it was written lack
+        "parameter_groups": optional(list_of(TEXT)),
     },
     "run.json": {
         "config": MAPPING,
@@ -77,7 +72,7 @@ FILES: dict[str, dict[str, Rule]] = {
         "machine.cores": whole(1),
         "machine.processor": TEXT,
     },
-    "classification.json": {
+    summaries.CLASSIFICATION: {
         "classes": list_of(TEXT),
         "confusion": list_of(list_of(whole(0))),
         "mistakes": list_of(Rule(_is_mistake, "must have image, predicted, label, loss and png")),
@@ -87,10 +82,10 @@ FILES: dict[str, dict[str, Rule]] = {
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """What a run's folder says.
+    """The files of a run.
 
     Attributes:
-        name: what to call it.
+        name: the folder's.
         summary: its ``summary.json``.
         described: its ``run.json``: configuration, command and machine.
         classification: its ``classification.json``: confusion matrix and hardest mistakes.
@@ -105,57 +100,56 @@ class FinishedRun:
 
     @classmethod
     def read(cls, folder: pathlib.Path) -> FinishedRun:
-        """Reads a run's folder; raises ``InvalidInput`` if it is none, or the run has not finished."""
+        """Read a run's folder.
+
+        Raises:
+            InvalidInput: if the folder is no run's, the run has not finished, or a file is damaged.
+        """
         if not (folder / metrics_log.FILE).exists():
             what = "is not the folder of a run" if folder.is_dir() else "no such folder"
             raise InvalidInput(f"{folder}: {what}; give the --output of train.py")
-        if not (folder / "summary.json").exists():
-            mend = f"go on with train.py --resume latest --output {folder}"
-            raise InvalidInput(f"{folder}: the run has not finished, its summary.json is missing; {mend}")
-        held, errors = {}, []
+        if not (folder / summaries.FILE).exists():
+            remedy = f"run train.py --resume latest --output {folder}"
+            raise InvalidInput(f"{folder}: the run has not finished, its summary.json is missing; {remedy}")
+        files, errors = {}, []
         for name, rules in FILES.items():
             try:
-                held[name] = json.loads((folder / name).read_text())
-                wrong = errors_in(held[name], rules)
+                files[name] = json.loads((folder / name).read_text())
+                wrong = errors_in(files[name], rules)
+                if name == summaries.CLASSIFICATION and not wrong:
+                    wrong = _class_errors(files[name])
             except (OSError, ValueError, RecursionError) as error:
                 wrong = [f"cannot be read ({one_line(error)})"]
-            errors += [f"{folder / name}: {each}; run train.py again" for each in wrong]
+            errors += [f"{folder / name}: {line}; run train.py again" for line in wrong]
         if errors:
             raise InvalidInput(errors)
-        summary, described, classification = held.values()
-        count = len(classification["classes"])
-        if [len(row) for row in classification["confusion"]] != [count] * count:
-            what = f"confusion: must have a row and a column for each of {count} classes"
-            raise InvalidInput(f"{folder / 'classification.json'}: {what}; run train.py again")
-        if any(max(each["predicted"], each["label"]) >= count for each in classification["mistakes"]):
-            what = "mistakes: predicted and label must be numbers of classes"
-            raise InvalidInput(f"{folder / 'classification.json'}: {what}; run train.py again")
-        metrics = metrics_log.read(folder)
-        return cls(folder.resolve().name, summary, described, classification, metrics)
+        summary, described, classification = files.values()
+        name, metrics = folder.resolve().name, metrics_log.read(folder)
+        return cls(name, summary, described, classification, metrics)
 
     @property
     def chosen_on(self) -> str:
-        """On which images checkpoints and trials were compared, in words."""
+        """The images that compared checkpoints and trials, in words."""
         return self.summary.get("chosen_on") or "test images"
 
     def series(self, group: str, metric: str) -> tuple[list[int], list[float]]:
-        """A metric over the steps: of the reports of ``training``, or of ``validation``."""
-        entries = [each for each in self.metrics if each["group"] == group and metric in each]
-        return [each["steps_completed"] for each in entries], [each[metric] for each in entries]
+        """Return the steps and the values of a metric; ``group`` is ``training`` or ``validation``."""
+        entries = [entry for entry in self.metrics if entry["group"] == group and metric in entry]
+        return [entry["steps_completed"] for entry in entries], [entry[metric] for entry in entries]
 
     @property
     def metric(self) -> str:
-        """The chosen metric, which compared checkpoints; accuracy where no validation has it."""
+        """The metric that compared checkpoints; accuracy if no validation has that metric."""
         chosen = Experiment(self.described["config"], {}).metric
         return chosen if self.series("validation", chosen)[0] else "accuracy"
 
     @property
     def last(self) -> tuple[float, int]:
         """The metric after the last step, and that step."""
-        found = summaries.value_of(self.summary["validation"], self.metric)
-        if found is None:  # one of the validations' alone, such as their speed
-            found = self.series("validation", self.metric)[1][-1]
-        return found, self.summary["steps"]
+        value = summaries.value_of(self.summary["validation"], self.metric)
+        if value is None:  # summary.json has no images_per_second of a validation
+            value = self.series("validation", self.metric)[1][-1]
+        return value, self.summary["steps"]
 
     @property
     def best(self) -> tuple[float, int]:
@@ -163,5 +157,16 @@ class FinishedRun:
         steps, values = self.series("validation", self.metric)
         experiment = Experiment(self.described["config"], {})
         sign = -1 if self.metric == experiment.metric and experiment.smaller_is_better else 1
-        found = [*zip(values, steps, strict=True), self.last]
-        return max(found, key=lambda each: (sign * each[0], -each[1]))
+        scores = [*zip(values, steps, strict=True), self.last]
+        return max(scores, key=lambda score: (sign * score[0], -score[1]))
+
+
+def _class_errors(classification: dict[str, Any]) -> list[str]:
+    """Name a confusion matrix or mistakes that do not fit the classes."""
+    count = len(classification["classes"])
+    errors = []
+    if [len(row) for row in classification["confusion"]] != [count] * count:
+        errors.append(f"confusion: must have a row and a column for each of {count} classes")
+    if any(max(mistake["predicted"], mistake["label"]) >= count for mistake in classification["mistakes"]):
+        errors.append("mistakes: predicted and label must be numbers of classes")
+    return errors

@@ -6,6 +6,7 @@ import base64
 import io
 import pathlib
 import shlex
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,41 +14,39 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from classify.config.metric_names import (
-    CALIBRATION_METRIC,
-    MACRO_METRICS,
-    PREFIXES,
-    TOP5_METRIC,
-    TTA_METRIC,
-)
+from classify.config.metric_table import METRICS, PREFIXES
 from classify.images.decode import open_image
-from classify.reports import figures, page
+from classify.models import net_file
+from classify.reports import figures, page, summary
 from classify.reports.finished_run import FinishedRun
 from deepspeed_trial import redaction
+from deepspeed_trial.errors import one_line, printable
+from deepspeed_trial.local import metrics_log
 
 TEMPLATE = pathlib.Path(__file__).with_name("report.html.jinja")
+TRACKED = (*net_file.NAMES, summary.FILE, metrics_log.FILE, "run.json")
 
 
 def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
-    """Writes the page, and its pictures beside it.
+    """Write the page, and its pictures in the same folder.
 
     Args:
-        folders: the runs'.
+        folders: of the runs.
         target: the page's file.
 
     Raises:
-        InvalidInput: if a folder is not one of a finished run; nothing is written then.
+        InvalidInput: if a folder is no finished run's; nothing is written then.
     """
     runs = [FinishedRun.read(folder) for folder in folders]
     curves = {name: _png(figure) for name, figure in _curves(runs).items()}
     images = {f"{target.stem}-{name}.png": png for name, png in curves.items()}
     shown = []
     for index, run in enumerate(runs):
-        kept = run.classification
-        confusion = _png(figures.confusion_figure(np.array(kept["confusion"]), kept["classes"]))
+        classified = run.classification
+        confusion = _png(figures.confusion_figure(np.array(classified["confusion"]), classified["classes"]))
         suffix = f"-{index + 1}" if len(runs) > 1 else ""
         images[f"{target.stem}-confusion{suffix}.png"] = confusion
-        images[f"{target.stem}-mistakes{suffix}.png"] = _png(_mistakes(kept))
+        images[f"{target.stem}-mistakes{suffix}.png"] = _png(_mistakes(classified))
         shown.append(_shown(run, confusion))
     values = {
         "title": f"Report: {', '.join(run.name for run in runs)}",
@@ -59,6 +58,17 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
     page.write(page.render(TEMPLATE, values), target)
     for name, png in images.items():
         target.with_name(name).write_bytes(png)
+
+
+def tracked_files(output: pathlib.Path) -> list[pathlib.Path]:
+    """Write the report of a local run; return the files for trackers, with the report if it succeeded."""
+    report, files = output / "report.html", [output / name for name in TRACKED]
+    try:
+        write([output], report)
+    except Exception as error:  # pictures, fonts or the disk: a finished training must not fail for them
+        print(printable(f"note: {report}: not written ({one_line(error)})"), file=sys.stderr)
+        return files
+    return [report, *files]
 
 
 def _shown(run: FinishedRun, confusion: bytes) -> dict[str, Any]:
@@ -85,34 +95,31 @@ def _shown(run: FinishedRun, confusion: bytes) -> dict[str, Any]:
 
 
 def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
+    """Return the rows of the table of numbers: a label and a cell of every run."""
+
+    def scores(part: str, suffix: str) -> list[tuple[str, list[str]]]:
+        rows = []
+        for metric in METRICS.values():
+            values = [(run.summary.get(part) or {}).get(metric.name) for run in runs]
+            if set(values) != {None}:
+                cells = ["-" if value is None else f"{value:.4f}" for value in values]
+                rows.append((f"{metric.label}{suffix}", cells))
+        return rows
+
     def row(label: str, text: Any) -> tuple[str, list[str]]:
         return label, [text(run.summary, run.described["machine"]) for run in runs]
 
-    def score(label: str, metric: str, part: str = "validation") -> list[tuple[str, list[str]]]:
-        """A row of a metric that not every run has, or none."""
-        values = [(run.summary.get(part) or {}).get(metric) for run in runs]
-        shown = ["-" if each is None else f"{each:.4f}" for each in values]
-        return [(label, shown)] if set(values) != {None} else []
-
-    macro = [row for name in MACRO_METRICS for row in score(name.replace("_", " "), name)]
     return [
-        *score("accuracy of the test at the end", "accuracy", "test"),
-        *score("the same by test-time augmentation", TTA_METRIC, "test"),
-        *score("macro f1 of the test", "macro_f1", "test"),
-        ("validations, and what was chosen by them, are of", [run.chosen_on for run in runs]),
+        *scores("test", " of the test at the end"),
+        ("images of the validations, which choose", [run.chosen_on for run in runs]),
         ("best by the chosen metric", [f"{run.metric}: {' '.join(_score(run, *run.best))}" for run in runs]),
-        row("accuracy", lambda s, m: f"{s['validation']['accuracy']:.4f}"),
-        *score("accuracy by test-time augmentation", TTA_METRIC),
-        *score("top-5 accuracy", TOP5_METRIC),
-        *macro,
-        *score("calibration error", CALIBRATION_METRIC),
-        row("validation loss", lambda s, m: f"{s['validation']['loss']:.4f}"),
+        *scores("validation", ""),
         row("epochs", lambda s, m: f"{s['epochs']}"),
         row("optimizer steps", lambda s, m: f"{s['steps']:,}"),
         row("time of training and validation", lambda s, m: f"{s['seconds']:,.1f} s"),
         row("images a second while training", lambda s, m: f"{s['images_per_second']:,.0f}"),
         row("operations a second while training", lambda s, m: _operations(s.get("flops_per_second"))),
-        row("share of the GPUs' peak (MFU)", lambda s, m: _share(s.get("mfu"))),
+        row("share of the GPUs' peak (MFU)", lambda s, m: f"{s['mfu']:.0%}" if s.get("mfu") else "-"),
         row("peak memory of a process", lambda s, m: f"{max(s['peak_memory_mib']):,.0f} MiB"),
         row("processes", lambda s, m: f"{s['world_size']}"),
         row("ZeRO stage", lambda s, m: f"{s['zero_stage']}"),
@@ -122,8 +129,9 @@ def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
 
 
 def _score(run: FinishedRun, value: float, step: int) -> tuple[str, str]:
-    """Return a value of a run's metric, an accuracy in percent, and when it was."""
-    in_percent = run.metric.startswith(("accuracy", *PREFIXES)) or run.metric == TOP5_METRIC
+    """Return a value of the run's metric, an accuracy in percent, and its step in words."""
+    metric = METRICS.get(run.metric)
+    in_percent = metric.in_percent if metric else run.metric.startswith(tuple(PREFIXES))
     return f"{100 * value:.2f} %" if in_percent else f"{value:.4f}", f"after {step:,} steps"
 
 
@@ -131,18 +139,14 @@ def _operations(a_second: float | None) -> str:
     return "-" if a_second is None else f"{a_second / 1e9:,.3g} GFLOP/s"
 
 
-def _share(mfu: float | None) -> str:
-    return "-" if mfu is None else f"{mfu:.0%}"
-
-
 def _per_class(runs: Sequence[FinishedRun]) -> list[tuple[str, list[float | None]]]:
     accuracies = [run.summary["validation"]["per_class_accuracy"] for run in runs]
-    names = list(dict.fromkeys(name for each in accuracies for name in each))
-    return [(name, [each.get(name) for each in accuracies]) for name in names]
+    names = list(dict.fromkeys(name for of_run in accuracies for name in of_run))
+    return [(name, [of_run.get(name) for of_run in accuracies]) for name in names]
 
 
 def _curves(runs: Sequence[FinishedRun]) -> dict[str, Figure]:
-    """Loss, accuracy and learning rate over the optimizer steps, a colour for each run."""
+    """Draw loss, accuracy and learning rate over the optimizer steps, a colour for each run."""
     alone = len(runs) == 1
     curves = {}
     for title in ("loss", "accuracy", "learning rate"):
@@ -151,19 +155,14 @@ def _curves(runs: Sequence[FinishedRun]) -> dict[str, Figure]:
         for index, run in enumerate(runs):
             colour, name = f"C{index}", None if alone else figures.as_label(run.name)
             style: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4}
-            if title == "loss":
-                axes.plot(
-                    *run.series("training", "loss"),
-                    color=colour,
-                    alpha=0.5,
-                    label="training" if alone else None,
-                )
-                axes.plot(*run.series("validation", "loss"), label=name or "validation", **style)
-            elif title == "accuracy":
-                axes.plot(*run.series("validation", "accuracy"), label=name or "validation", **style)
-            else:
+            if title == "learning rate":
                 axes.plot(*run.series("training", "learning_rate"), color=colour, label=name)
-        if title == "loss" and not alone:  # which line is which, whatever its colour
+                continue
+            if title == "loss":
+                label = "training" if alone else None
+                axes.plot(*run.series("training", "loss"), color=colour, alpha=0.5, label=label)
+            axes.plot(*run.series("validation", title), label=name or "validation", **style)
+        if title == "loss" and not alone:  # the legend tells the lines apart in any colour
             axes.plot([], [], color="grey", alpha=0.5, label="training")
             axes.plot([], [], color="grey", marker="o", markersize=4, label="validation")
         if title != "learning rate" or not alone:
@@ -176,11 +175,10 @@ def _curves(runs: Sequence[FinishedRun]) -> dict[str, Figure]:
     return curves
 
 
-def _mistakes(kept: dict[str, Any]) -> Figure:
-    decoded = [open_image(io.BytesIO(base64.b64decode(each["png"]))) for each in kept["mistakes"]]
-    return figures.mistakes_figure(
-        kept["mistakes"], [np.asarray(image) for image in decoded], kept["classes"]
-    )
+def _mistakes(classified: dict[str, Any]) -> Figure:
+    mistakes = classified["mistakes"]
+    images = [np.asarray(open_image(io.BytesIO(base64.b64decode(each["png"])))) for each in mistakes]
+    return figures.mistakes_figure(mistakes, images, classified["classes"])
 
 
 def _png(figure: Figure) -> bytes:

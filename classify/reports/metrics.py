@@ -1,4 +1,4 @@
-"""Classification metrics from counts, exact however the images are split into micro-batches and ranks."""
+"""Metrics that ranks count exactly, for any split of the images into micro-batches."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from classify.config.metric_names import CALIBRATION_METRIC, SPEED_METRIC, TOP5_METRIC, TTA_METRIC
+from classify.config.metric_table import SPEED_METRIC, Counts, computed
 from classify.config.options import TestTimeAugmentation
 from classify.images.views import view_scores
-from classify.reports import scores
+
+BINS = 15  # of confidence, as in https://arxiv.org/abs/1706.04599
+MISTAKES = 16  # in the report
 
 
 class Throughput(pytorch.MetricReducer):
-    """Images trained a second of wall time, over all ranks; validations and checkpoints are left out.
+    """Images trained a second of wall time, over all ranks, without validations and checkpoints.
 
-    Determined resets it when training starts or goes on, and reduces it when it reports, after the losses
-    have been fetched: the steps that were only queued on the device count, too.
+    Determined resets it when training starts or resumes. It reduces it when it reports, after it has fetched
+    the losses: the steps in the device's queue count, too.
     """
 
     def __init__(self) -> None:
         self.images = self.seconds = 0.0  # of this run
-        self._validated = 0.0, 0.0  # what they were at the last validation
+        self._at_validation = 0.0, 0.0  # both at the last validation
         self.reset()
 
     @override
@@ -36,7 +38,7 @@ class Throughput(pytorch.MetricReducer):
         self._counted, self._since = 0.0, time.perf_counter()
 
     def update(self, images: float) -> None:
-        """Counts images, of all ranks together."""
+        """Count images of all ranks."""
         self._counted += images
 
     @override
@@ -48,17 +50,17 @@ class Throughput(pytorch.MetricReducer):
 
     @override
     def cross_slot_reduce(self, per_slot_metrics: list[float]) -> dict[str, float]:
-        """Gives ``images_per_second``; ranks go in step."""
+        """Return ``images_per_second``; ranks train in step."""
         return {"images_per_second": per_slot_metrics[0]}
 
     def of_run(self) -> float:
-        """The rate of the whole run so far, in images a second."""
+        """Return the rate of the whole run, in images a second."""
         return _rate(self.images, self.seconds)
 
     def since_validation(self) -> float:
-        """The rate since this was last asked, in images a second; 0 if nothing was trained."""
-        images, seconds = self._validated
-        self._validated = self.images, self.seconds
+        """Return the rate since the last call, in images a second; 0 without training."""
+        images, seconds = self._at_validation
+        self._at_validation = self.images, self.seconds
         return _rate(self.images - images, self.seconds - seconds)
 
 
@@ -85,15 +87,12 @@ class LearningRate(pytorch.MetricReducer):
 
     @override
     def cross_slot_reduce(self, per_slot_metrics: list[float]) -> dict[str, float]:
-        """Return ``learning_rate``; all ranks have the same."""
+        """Return ``learning_rate``, the same on all ranks."""
         return {"learning_rate": per_slot_metrics[0]}
 
 
-MISTAKES = 16  # how many of the hardest are kept
-
-
 class Counted(NamedTuple):
-    """What a rank has counted; see ``ClassificationMetrics``."""
+    """Counts of a rank; see ``Counts``."""
 
     confusion: np.ndarray
     loss: float
@@ -104,18 +103,18 @@ class Counted(NamedTuple):
 
 
 class ClassificationMetrics(pytorch.MetricReducer):
-    """Accumulates a confusion matrix, the summed loss, confidence and the hardest mistakes on the device.
+    """Count the confusion matrix, loss, confidence and hardest mistakes of a validation on the device.
 
     Args:
         classes: the class names.
-        throughput: of the training, to be reported with every validation, so that a search can go by it.
-        how: views, by whose mean scores ``classify`` counts each image once more.
+        throughput: of the training; every validation reports it, so that a search can compare it.
+        how: views; ``classify`` counts every image a second time by their mean scores.
 
     Attributes:
-        order: int64 (N,), the images in the order in which this rank sees them; the mistakes are told by it.
+        order: int64 (N,), the images in this rank's order; it gives the mistakes their image.
         confusion: of the last validation, on the chief: int64 (C, C), rows are true classes.
         mistakes: of the last validation, on the chief: the wrongly classified images of the largest loss,
-            the hardest first, each with ``loss``, ``image`` (its index), ``predicted`` and ``label``.
+            the hardest first, with ``loss``, ``image`` (its index), ``predicted`` and ``label``.
     """
 
     def __init__(
@@ -138,10 +137,10 @@ class ClassificationMetrics(pytorch.MetricReducer):
         self._right_by_views: Tensor | int = 0
 
     def classify(self, net: Callable[[Tensor], Tensor], inputs: Tensor, labels: Tensor) -> None:
-        """Classifies a batch and adds it.
+        """Classify a batch and count it.
 
         Args:
-            net: gives logits (B, C) float32 of inputs.
+            net: maps inputs to logits (B, C) float32.
             inputs: (B, 3, H, W), normalised.
             labels: (B,) int64.
         """
@@ -150,29 +149,31 @@ class ClassificationMetrics(pytorch.MetricReducer):
         if self.how:
             self._right_by_views = self._right_by_views + (by_views.argmax(1) == labels).sum()
 
+    def _start(self, device: torch.device) -> None:
+        self._counts = torch.zeros(len(self.classes) ** 2, dtype=torch.int64, device=device)
+        self._loss = torch.zeros((), dtype=torch.float64, device=device)
+        self._in_top5 = torch.zeros((), dtype=torch.int64, device=device)
+        self._bins = torch.zeros((3, BINS), dtype=torch.float64, device=device)
+        self._hardest: Tensor = torch.full((MISTAKES,), -1.0, device=device)  # losses; -1: no mistake
+        self._which: Tensor = torch.zeros((3, MISTAKES), dtype=torch.int64, device=device)
+
     @torch.no_grad()
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds a batch.
+        """Count a batch.
 
         Args:
             logits: (B, C) float32.
             labels: (B,) int64.
         """
         if self._counts is None:
-            self._counts = torch.zeros(len(self.classes) ** 2, dtype=torch.int64, device=logits.device)
-            self._loss = torch.zeros((), dtype=torch.float64, device=logits.device)
-            self._in_top5 = torch.zeros((), dtype=torch.int64, device=logits.device)
-            self._bins = torch.zeros((3, scores.BINS), dtype=torch.float64, device=logits.device)
-            self._hardest = torch.full(
-                (MISTAKES,), -1.0, device=logits.device
-            )  # losses; below 0 there is none
-            self._which = torch.zeros((3, MISTAKES), dtype=torch.int64, device=logits.device)
+            self._start(logits.device)
+        assert self._counts is not None
         predicted = logits.argmax(1)
         cells = labels * len(self.classes) + predicted
         self._counts.scatter_add_(0, cells, torch.ones_like(cells))
         losses = F.cross_entropy(logits, labels, reduction="none")
         self._loss += losses.sum()
-        self._bins += scores.bins(logits, labels)
+        self._bins += _bins(logits, labels)
         if len(self.classes) > 5:
             self._in_top5 += (logits.topk(5).indices == labels.unsqueeze(1)).sum()
         places = torch.arange(self._seen, self._seen + len(labels), device=logits.device)
@@ -186,7 +187,7 @@ class ClassificationMetrics(pytorch.MetricReducer):
     def per_slot_reduce(self) -> tuple[Any, ...]:
         if self._counts is None:
             nothing = np.zeros((len(self.classes),) * 2, dtype=np.int64)
-            return tuple(Counted(nothing, 0.0, [], 0, 0, np.zeros((3, scores.BINS))))
+            return tuple(Counted(nothing, 0.0, [], 0, 0, np.zeros((3, BINS))))
         counts = self._counts.view(len(self.classes), -1).cpu().numpy()
         mistakes = []
         for loss, place, *names in zip(self._hardest.tolist(), *self._which.tolist(), strict=True):
@@ -198,32 +199,27 @@ class ClassificationMetrics(pytorch.MetricReducer):
 
     @override
     def cross_slot_reduce(self, per_slot_metrics: list[tuple[Any, ...]]) -> dict[str, Any]:
-        """Gives the metrics of ``classify/config/metric_names.py`` and ``images``, as numbers.
-
-        ``accuracy_tta``, that by the mean scores of views, where there are views; ``accuracy/<class>`` is the
-        same as its recall.
-        """
-        counted = [Counted(*each) for each in per_slot_metrics]
-        self.confusion = confusion = np.sum([each.confusion for each in counted], axis=0)
-        everyones = [mistake for each in counted for mistake in each.mistakes]
-        self.mistakes = sorted(everyones, key=lambda each: (-each["loss"], each["image"]))[:MISTAKES]
-        images = int(confusion.sum())
-        metrics: dict[str, Any] = {
-            "accuracy": int(confusion.trace()) / max(images, 1),
-            "loss": sum(each.loss for each in counted) / max(images, 1),
-            "images": images,
-        }
-        if self.how:
-            metrics[TTA_METRIC] = sum(each.right_by_views for each in counted) / max(images, 1)
-        if len(self.classes) > 5:
-            metrics[TOP5_METRIC] = sum(each.in_top5 for each in counted) / max(images, 1)
-        metrics.update(scores.macro(confusion))
-        bins = np.sum([each.bins for each in counted], axis=0)
-        metrics[CALIBRATION_METRIC] = scores.calibration_error(bins)
-        of_classes = scores.of_classes(confusion)
-        for prefix, score in (("accuracy", "recall"), ("precision", "precision")):
-            names = (f"{prefix}/{name}" for name in self.classes)
-            metrics.update(zip(names, of_classes[score].tolist(), strict=True))
+        """Return the metrics of ``classify/config/metric_table.py`` and ``images``, as numbers."""
+        ranks = [Counted(*each) for each in per_slot_metrics]
+        self.confusion = np.sum([rank.confusion for rank in ranks], axis=0)
+        mistakes = [mistake for rank in ranks for mistake in rank.mistakes]
+        self.mistakes = sorted(mistakes, key=lambda mistake: (-mistake["loss"], mistake["image"]))[:MISTAKES]
+        counts = Counts(
+            self.confusion,
+            loss=sum(rank.loss for rank in ranks),
+            right_by_views=sum(rank.right_by_views for rank in ranks) if self.how else None,
+            in_top5=sum(rank.in_top5 for rank in ranks) if len(self.classes) > 5 else None,
+            bins=np.sum([rank.bins for rank in ranks], axis=0),
+        )
+        metrics = {**computed(counts, self.classes), "images": counts.images}
         if self.throughput:
             metrics[SPEED_METRIC] = self.throughput.since_validation()
         return metrics
+
+
+def _bins(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return float64 (3, BINS): by bin of confidence, the images, their summed confidence, the right ones."""
+    confidence, predicted = logits.softmax(1).max(1)
+    place = (confidence * BINS).long().clamp(max=BINS - 1)
+    counted = torch.stack([torch.ones_like(confidence), confidence, (predicted == labels).float()]).double()
+    return torch.zeros(3, BINS, dtype=torch.float64, device=logits.device).index_add_(1, place, counted)

@@ -1,4 +1,4 @@
-"""What a run is about to do, said in a few lines before the first step."""
+"""A run's first lines: images, network, engine, batch, length, folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deepspeed_trial.local.folder import shown
 
 
 def describe_images(config: TrialConfig) -> str:
-    """How many images of how many classes there are for what."""
+    """Describe the images: their numbers by purpose, classes, size, shards and streaming."""
     data, source = config.data, config.source
     height, width = data.image_size
     tested = f" {source.count('test'):,} to test at the end," if source.has_test else ""
@@ -34,7 +34,7 @@ def describe_images(config: TrialConfig) -> str:
 
 
 def _streaming(config: TrialConfig) -> str:
-    """How images are decoded and shuffled, where that is not at once and all together."""
+    """Describe streaming; empty for images that are decoded before the training and shuffled together."""
     how = Streaming.resolve(config.data, config.source)
     shuffled = f", shuffled {_count(how.window, 'shard')} at a time" if how.window else ""
     kept = ", then kept" if how.keeps else ""
@@ -42,7 +42,7 @@ def _streaming(config: TrialConfig) -> str:
 
 
 def _shards(source: Splits) -> str:
-    """How many shards of which size hold the images, where there are some."""
+    """Describe the shards; empty without shards."""
     parts = [source.source.encoded(part) for part in source.source.parts]
     shards = [shard for images in parts if images for shard in images.shards]
     return f", in {_count(len(shards), 'shard')} of {in_bytes(sum(e.size for e in shards))}" if shards else ""
@@ -51,16 +51,14 @@ def _shards(source: Splits) -> str:
 def describe(
     config: TrialConfig, net: nn.Module, context: TrialContext, checkpoint: str | None, is_test: bool
 ) -> list[str]:
-    """Says in a line each what is trained on what, in which way, how long, and where it is kept.
-
-    Every rank has to call it, for each may hold a part of the network.
+    """Return the first lines of a run; every rank calls it, as a rank may hold a part of the network.
 
     Args:
         config: the trial's.
         net: its network, as the engine has it.
         context: the trial's.
-        checkpoint: the UUID of the one that the run goes on from.
-        is_test: whether there is one step alone.
+        checkpoint: the UUID of the checkpoint that the run resumes.
+        is_test: whether the run is a single step.
     """
     data, engine = config.data, config.deepspeed
     total, trainable = count_parameters(net, config, context.distributed)
@@ -79,18 +77,18 @@ def describe(
         f" {dtype}, ZeRO stage {config.zero_stage}",
         "batch": f"{engine[TOTAL_BATCH]:,} images = micro-batch {engine[MICRO_BATCH]:,}"
         f" x accumulation {engine[ACCUMULATION]:,} x {replicas}",
-        "length": "1 step, for it is a test" if is_test else describe_length(config),
+        "length": "1 step: a test" if is_test else describe_length(config),
     }
     if how := config.hyper.weight_average:
         kind = "lookahead, " if how.lookahead else ""
         period = "every step" if how.every == 1 else f"every {how.every:,} steps"
         decay = f"decay {'up to ' * how.rising}{how.decay:g}"
-        lines["average"] = f"of the weights, which is validated and kept: {kind}{decay}, {period}"
+        lines["average"] = f"of the weights, for validations and exports: {kind}{decay}, {period}"
     if smaller := config.hyper.progressive_resizing:
         height, width = smaller.size(data.image_size)
         lines["images"] += f", at first {height}x{width}"
     if checkpoint:
-        lines["length"] += f"; goes on from checkpoint {checkpoint}"
+        lines["length"] += f"; resumes checkpoint {checkpoint}"
     if context.output:
         lines["folder"] = shown(context.output)
     return [
@@ -100,7 +98,7 @@ def describe(
 
 
 def describe_length(config: TrialConfig) -> str:
-    """How long the training is, in steps and epochs, or as a time."""
+    """Describe the length in steps and epochs, or as a time."""
     if config.hyper.minutes:
         planned = f"in steps as planned on the way, epochs of {config.epoch_steps:,}"
         return f"{config.hyper.minutes:g} minutes, {planned}"
@@ -109,7 +107,7 @@ def describe_length(config: TrialConfig) -> str:
 
 
 def _operations(forward: int | None) -> str:
-    """A forward pass over an image, in words."""
+    """Describe the operations of a forward pass over an image."""
     for unit, size in {"G": 1e9, "M": 1e6, "k": 1e3}.items():
         if forward and forward >= size:
             return f", {forward / size:.3g} {unit}FLOP an image"
@@ -117,10 +115,10 @@ def _operations(forward: int | None) -> str:
 
 
 def count_parameters(net: nn.Module, config: TrialConfig, dist: core.DistributedContext) -> tuple[int, int]:
-    """The parameters of the whole network, all and the trainable ones; every rank has to call it.
+    """Count all parameters of the network, and the trainable ones; every rank calls it.
 
-    A rank holds its stage of a pipeline and its share of the experts. ``ds_numel`` is the size of a parameter
-    that ZeRO 3 has partitioned.
+    A rank holds its stage of a pipeline and its share of the experts. ``ds_numel`` is the whole size of a
+    parameter that ZeRO 3 has partitioned.
     """
     sizes = [0, 0]
     for parameter in net.parameters():

@@ -17,7 +17,7 @@ BASE = pathlib.Path(__file__).with_name("page.html.jinja")
 
 
 def render(template: pathlib.Path, values: dict[str, Any]) -> str:
-    """Gives the page of a template that extends ``page.html.jinja``; what it shows is escaped."""
+    """Render a template that extends ``page.html.jinja``; values are escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([template.parent, BASE.parent]),
         autoescape=True,
@@ -28,10 +28,10 @@ def render(template: pathlib.Path, values: dict[str, Any]) -> str:
 
 
 def write(page: str, target: pathlib.Path) -> None:
-    """Writes a page whole, or not at all.
+    """Write a page, whole or not at all.
 
     Raises:
-        InvalidInput: if the target is no name of a file.
+        InvalidInput: if the target is not the name of a file.
     """
     if not target.name or target.is_dir():
         raise InvalidInput(f"--output: {target}: must be the name of a file, e.g. report.html")
@@ -45,12 +45,12 @@ def write(page: str, target: pathlib.Path) -> None:
 
 
 def inline(png: bytes) -> str:
-    """A picture as a page holds it."""
+    """Encode a picture for a page."""
     return base64.b64encode(png).decode()
 
 
 def as_yaml(value: Any) -> str:
-    """A configuration as a page shows it."""
+    """Format a configuration for a page."""
     out = io.StringIO()
     yaml = YAML()
     yaml.default_flow_style = None
@@ -60,5 +60,5 @@ def as_yaml(value: Any) -> str:
 
 
 def _without_control_characters(value: Any) -> Any:
-    """What a template shows: names of files and classes may hold what a browser would act on."""
+    """Escape control characters of a value: a browser may act on those in names of files and classes."""
     return "\n".join(map(printable, value.split("\n"))) if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""What a finished run leaves: ``summary.json``."""
+"""The summary of a finished run: ``summary.json`` and the last lines on the terminal."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from classify.config.metric_names import METRICS, TTA_METRIC
+from classify.config.metric_table import METRICS, TTA_METRIC
 from classify.models import net_file
-from classify.reports import classification
 from deepspeed_trial.errors import printable
 
-FILE = "summary.json"
-RUN_FILES = (*net_file.NAMES, classification.FILE)  # beside those of every run of `deepspeed_trial`
+FILE, CLASSIFICATION = "summary.json", "classification.json"
+RUN_FILES = (*net_file.NAMES, CLASSIFICATION)  # in addition to the files of any `DeepSpeedTrial`
 
 
 def metrics_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """The part ``validation`` or ``test``, from the metrics that ``ClassificationMetrics`` gives."""
+    """Return the part ``validation`` or ``test``, from the metrics of ``ClassificationMetrics``."""
     return {
         **{name: metrics[name] for name in METRICS if name in metrics},
         "per_class_accuracy": {name: metrics[f"accuracy/{name}"] for name in classes},
@@ -28,7 +27,7 @@ def metrics_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[
 
 
 def test_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """The part ``test`` by that name, or nothing where there was no test."""
+    """Return the part ``test``; nothing without a test."""
     return {"test": metrics_summary(metrics, classes)} if metrics else {}
 
 
@@ -38,7 +37,7 @@ def write(output: pathlib.Path, summary: Mapping[str, Any], chosen: str = "accur
     Args:
         output: the run's folder.
         summary: the summary.
-        chosen: the metric that compares checkpoints, the last to be printed.
+        chosen: the metric that compares checkpoints; its line is the last.
     """
     partial = output / f".{FILE}"
     try:

@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run, on a cluster and off it, through the writer of Determined's context."""
+"""TensorBoard's scalars and figures of a run, on a cluster and off it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ import deepspeed
 import numpy as np
 from typing_extensions import override
 
-from classify.config.metric_names import (
-    CALIBRATION_METRIC,
-    MACRO_METRICS,
-    METRICS,
-    TOP5_METRIC,
-    TTA_METRIC,
-)
+from classify.config.metric_table import tagged
 from classify.engine.trial_config import TrialConfig
 from classify.images.image_set import ImageSet
 from classify.reports import figures
@@ -24,23 +18,22 @@ from classify.reports.metrics import ClassificationMetrics
 from deepspeed_trial.engines import loss_scale
 from deepspeed_trial.events import Callback, steps_done
 
-FIGURES_SHARE = 20  # figures are drawn when at least so many times what they took has passed since
-FIRST_FIGURES = 3.0  # seconds that the first take, for matplotlib has to be imported
+FIGURES_SHARE = 20  # figures take at most a twentieth of the time
+FIRST_FIGURES = 3.0  # seconds of the first figures, which import matplotlib
 
 
 class TensorBoardLog(Callback):
-    """Writes scalars with every report and validation and figures with validations.
+    """Write scalars with every report and validation, and figures with validations.
 
-    Nothing is written within a step. Figures take half a second, as long as a validation of small images,
-    which may come every second: so those are left out that would take more than a twentieth of the time,
-    but for the last.
+    Figures take half a second, as long as a validation of small images. A validation draws them only when 20
+    times the duration of the last ones has passed; the last validation always draws them.
 
     Args:
         context: the trial's.
         engine: its engine.
         metrics: of its validation.
-        validated: gives the images that it validates.
-        config: the trial's, for its parameter groups.
+        validated: returns the validated images.
+        config: the trial's; its parameter groups have learning rates.
     """
 
     def __init__(
@@ -78,7 +71,9 @@ class TensorBoardLog(Callback):
             return
         rate = batch_metrics[-1].get("learning_rate") if batch_metrics else None
         flops = self.config.training_flops
-        self._add({f"learning_rate_of/{each.name}": rate and rate * each.lr_factor for each in self.groups})
+        self._add(
+            {f"learning_rate_of/{group.name}": rate and rate * group.lr_factor for group in self.groups}
+        )
         self._add(
             {
                 "loss/train": avg_metrics.get("loss"),
@@ -94,21 +89,17 @@ class TensorBoardLog(Callback):
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
         if not self.is_chief:
             return
-        of_classes = {
-            f"accuracy_of_class/{name}": metrics[f"accuracy/{name}"] for name in self.metrics.classes
-        }
-        scalars = {
-            "loss/validation": "loss",
-            "accuracy/validation": "accuracy",
-            "accuracy/validation_tta": TTA_METRIC,
-            "accuracy/validation_top5": TOP5_METRIC,
-            **{f"{name}/validation": name for name in (*MACRO_METRICS, CALIBRATION_METRIC)},
-        }
-        self._add({**{name: metrics.get(key) for name, key in scalars.items()}, **of_classes})
+        self._add(tagged(metrics, "validation"))
+        self._add({f"accuracy_of_class/{name}": metrics[f"accuracy/{name}"] for name in self.metrics.classes})
         self._validated_step = steps_done(self.context)
         if time.monotonic() - self._drawn_at >= FIGURES_SHARE * self._took:
             self._draw()
         self.writer.flush()
+
+    @override
+    def on_test_end(self, metrics: dict[str, Any]) -> None:
+        if self.is_chief:
+            self._add(tagged(metrics, "test"))
 
     @override
     def on_trial_shutdown(self) -> None:
@@ -121,16 +112,10 @@ class TensorBoardLog(Callback):
             if value is not None:
                 self.writer.add_scalar(name, float(value), steps_done(self.context))
 
-    @override
-    def on_test_end(self, metrics: dict[str, Any]) -> None:
-        if self.is_chief:
-            names = {TTA_METRIC: "accuracy/test_tta", TOP5_METRIC: "accuracy/test_top5"}
-            self._add({names.get(key, f"{key}/test"): metrics.get(key) for key in METRICS})
-
     def _draw(self) -> None:
         since = time.monotonic()
         metrics, source = self.metrics, self.validated()
-        images = [source.pixels(each["image"]) for each in metrics.mistakes]
+        images = [source.pixels(mistake["image"]) for mistake in metrics.mistakes]
         for name, figure in {
             "confusion_matrix": figures.confusion_figure(metrics.confusion, metrics.classes),
             "hardest_mistakes": figures.mistakes_figure(metrics.mistakes, images, metrics.classes),

@@ -158,7 +158,7 @@ def test_test_mode_takes_one_batch(tmp_path):
     assert made.summary["steps"] == 1
     assert made.summary["validation"]["images"] == 360  # they are one batch
     assert (tmp_path / "checkpoints" / made.summary["checkpoint"] / "metadata.json").exists()
-    assert "length   1 step, for it is a test" in made.stdout.splitlines()
+    assert "length   1 step: a test" in made.stdout.splitlines()
     note = "train.py: note: --test: the schedule begins with a learning rate of 0; the step changes no weight"
     assert made.stderr.splitlines() == [note]
 

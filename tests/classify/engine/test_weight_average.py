@@ -69,7 +69,7 @@ def assert_close(found, expected, tolerance):
 def test_the_average_follows_the_weights_of_the_same_training(runs, tmp_path, name, ranks):
     made, how, weights = runs.straight(name, ranks), options(name), trained(name, ranks, tmp_path)
     assert json.loads((made.output / "net.json").read_text())["provenance"]["weight_average"] == vars(how)
-    assert "\naverage  of the weights, which is validated and kept: " in made.stdout
+    assert "\naverage  of the weights, for validations and exports: " in made.stdout
     ((stopped, checkpoint),) = checkpoints(runs.stopped(name, ranks)).items()
     assert (0 < weights[STEPS][1] < STOP) == (name == "average of some steps")  # fp16 skips the others
     for step, folder in ((stopped, checkpoint), (STEPS, made.output)):

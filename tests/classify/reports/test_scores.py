@@ -7,7 +7,7 @@ import pytest
 import torch
 from sklearn.metrics import precision_recall_fscore_support, top_k_accuracy_score
 
-from classify.config.metric_names import is_metric, metrics_for
+from classify.config.metric_table import is_metric, metrics_for
 from classify.reports.metrics import ClassificationMetrics
 
 CLASSES = tuple("abcdefg")

@@ -1,0 +1,133 @@
+"""The table of a validation's metrics.
+
+The terminal, TensorBoard, ``summary.json``, the HTML report, searches and trackers take its names. A new
+metric that follows from ``Counts`` is a new row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+TTA_METRIC = "accuracy_tta"
+TOP5_METRIC = "top5_accuracy"
+SPEED_METRIC = "images_per_second"  # of the training since the last validation
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of a validation, summed over all ranks.
+
+    Attributes:
+        confusion: int64 (C, C), rows are true classes.
+        loss: the cross-entropy, summed over the images.
+        right_by_views: images that the mean scores of their views classify right; None without views.
+        in_top5: images whose class has one of the five highest scores; None with five classes or fewer.
+        bins: float64 (3, B): by bin of confidence, the images, their summed confidence, the right ones.
+    """
+
+    confusion: np.ndarray
+    loss: float
+    right_by_views: int | None
+    in_top5: int | None
+    bins: np.ndarray
+
+    @property
+    def images(self) -> int:
+        """All images."""
+        return int(self.confusion.sum())
+
+    def mean(self, summed: float | None) -> float | None:
+        """Divide by the number of images; 0 without images, None for None."""
+        return None if summed is None else summed / max(self.images, 1)
+
+    def of_classes(self, score: str) -> np.ndarray:
+        """Return ``f1``, ``recall`` or ``precision`` of every class, (C,); 0 where its divisor is 0."""
+        right = self.confusion.diagonal().astype(np.float64)
+        predicted, true = self.confusion.sum(0), self.confusion.sum(1)
+        if score == "f1":
+            return 2 * right / np.maximum(predicted + true, 1)
+        return right / np.maximum(true if score == "recall" else predicted, 1)
+
+    def macro(self, score: str) -> float:
+        """Return the mean of a score over the classes that have images."""
+        is_there = self.confusion.sum(1) > 0
+        return float(self.of_classes(score)[is_there].mean()) if is_there.any() else 0.0
+
+    def calibration_error(self) -> float:
+        """Return the mean distance between confidence and accuracy: https://arxiv.org/abs/1706.04599."""
+        images, confidence, right = self.bins
+        return float(np.abs(confidence - right).sum() / max(images.sum(), 1))
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A row of the table.
+
+    Attributes:
+        name: in ``metrics.jsonl``, ``summary.json``, ``searcher.metric`` and the trackers.
+        label: in the HTML report.
+        tag: in TensorBoard, where ``{}`` stands for ``validation`` or ``test``.
+        formula: computes the value; None without the counts that it needs.
+        in_percent: the report's headline shows it in percent.
+        smaller_is_better: early stopping waits for a smaller value.
+    """
+
+    name: str
+    label: str
+    tag: str
+    formula: Callable[[Counts], float | None]
+    in_percent: bool = False
+    smaller_is_better: bool = False
+
+
+_TABLE = (
+    Metric("accuracy", "accuracy", "accuracy/{}", lambda c: c.mean(int(c.confusion.trace())), True),
+    Metric(TTA_METRIC, "accuracy (TTA)", "accuracy/{}_tta", lambda c: c.mean(c.right_by_views), True),
+    Metric(TOP5_METRIC, "top-5 accuracy", "accuracy/{}_top5", lambda c: c.mean(c.in_top5), True),
+    Metric("macro_f1", "macro F1", "macro_f1/{}", lambda c: c.macro("f1")),
+    Metric("macro_recall", "macro recall", "macro_recall/{}", lambda c: c.macro("recall")),
+    Metric("macro_precision", "macro precision", "macro_precision/{}", lambda c: c.macro("precision")),
+    Metric(
+        "calibration_error",
+        "calibration error",
+        "calibration_error/{}",
+        Counts.calibration_error,
+        False,
+        True,
+    ),
+    Metric("loss", "loss", "loss/{}", lambda c: c.mean(c.loss), False, True),
+)
+METRICS = {metric.name: metric for metric in _TABLE}
+# Metrics of single classes, as PREFIX + CLASS, and the score that each shows
+PREFIXES = {"accuracy/": "recall", "precision/": "precision"}
+
+
+def computed(counts: Counts, classes: Sequence[str]) -> dict[str, float]:
+    """Compute the table's metrics as far as the counts allow, then the metrics of the classes."""
+    values = {name: metric.formula(counts) for name, metric in METRICS.items()}
+    metrics = {name: value for name, value in values.items() if value is not None}
+    for prefix, score in PREFIXES.items():
+        names = [f"{prefix}{name}" for name in classes]
+        metrics.update(zip(names, counts.of_classes(score).tolist(), strict=True))
+    return metrics
+
+
+def tagged(metrics: Mapping[str, Any], split: str) -> dict[str, Any]:
+    """Return TensorBoard's scalars of the metrics in the table; ``split`` is ``validation`` or ``test``."""
+    return {METRICS[name].tag.format(split): value for name, value in metrics.items() if name in METRICS}
+
+
+def is_metric(value: object) -> bool:
+    """Whether a validation of some classes may report a metric of that name."""
+    return isinstance(value, str) and (value in METRICS or value.startswith(tuple(PREFIXES)))
+
+
+def metrics_for(classes: Sequence[str], has_views: bool) -> list[str]:
+    """Return the metrics that validations of these classes report, without or with test-time augmentation."""
+    views, top5 = 0 if has_views else None, 0 if len(classes) > 5 else None
+    nothing = np.zeros((len(classes),) * 2, dtype=np.int64)
+    return list(computed(Counts(nothing, 0.0, views, top5, np.zeros((3, 1))), classes))
