@@ -1,1 +1,1 @@
-"""A search for hyperparameters on this machine."""
+"""Search for hyperparameters on this machine, and for the fastest configuration."""

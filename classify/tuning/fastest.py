@@ -1,8 +1,8 @@
-"""The fastest configuration, by trying: the micro-batch for ``auto``, and for ``--tune`` more than that.
+"""Search by trying for the fastest micro-batch (``auto``) or the fastest configuration (``--tune``).
 
 A try is a few steps in the real engine and processes (``deepspeed_trial/attempts.py``), with at most two
-micro-batches in an optimizer step; the time of a whole step is made of theirs. What is tried changes how a
-step is computed and not, but for rounding, what: the global batch stays.
+micro-batches in an optimizer step; the time of a whole step follows from theirs. All tries compute the same
+optimizer step, up to rounding: the global batch stays.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from deepspeed_trial.attempts import NO_MEMORY, Attempt
 from deepspeed_trial.errors import InvalidInput, TrainingStopped
 from deepspeed_trial.experiment import Experiment
 
-SURE = 0.85  # of a forecast: what measures at least that much
-STEADY = 0.97  # of a rate: what is between this and its inverse is as fast
-# Of the trial's own hyperparameters, what would have the first steps need less than later ones, or end them.
+SURE = 0.85  # of a forecast: measured memory was never less
+STEADY = 0.97  # rates between this share and its inverse count as equal
+# Hyperparameters that make the first steps smaller than later ones, or that end a training
 PLAIN = {"max_length": {"batches": 1000}, "progressive_resizing": None, "early_stopping": None, "track": None}
 RECOMPUTE, STAGE, OFFLOAD = "checkpoint_activations", "zero_optimization.stage", "offload"
 
 
 @dataclass(frozen=True)
 class Try:
-    """A configuration that was tried, and how it went.
+    """A tried configuration and its result.
 
     Attributes:
-        changes: its ZeRO stage, recomputation and offload, where they are other than the file's.
+        changes: its ZeRO stage, recomputation and offload, if they differ from the file's.
         micro_batch: images of a process at a time.
         accumulation: micro-batches of an optimizer step.
-        images_per_second: of all ranks; 0 where it did not train.
-        peak_memory: MiB of the rank that had most.
-        reason: why it did not train.
+        images_per_second: of all ranks; 0 if it did not train.
+        peak_memory: MiB, the largest of the ranks.
+        reason: of a configuration that did not train.
     """
 
     changes: Mapping[str, Any]
@@ -50,23 +50,23 @@ class Try:
 
     @property
     def outcome(self) -> str:
-        """In words."""
+        """The result in words."""
         if self.reason:
             return self.reason
         return f"{self.images_per_second:,.4g} images/s, {self.peak_memory:,.0f} MiB"
 
 
 class Tries:
-    """Tries configurations of one experiment, each once.
+    """Try configurations of one experiment, none of them twice.
 
     Args:
-        config: resolved; its micro-batch is not looked at.
-        experiment: the same, as it was given.
-        attempt: tries a configuration, given its number and the bytes that a rank will need.
-        tell: called with each try.
+        config: resolved; ``Tries`` ignores its micro-batch.
+        experiment: before it was resolved.
+        attempt: tries a configuration, by its number and a rank's bytes.
+        tell: takes a finished try, to print it.
 
     Attributes:
-        done: the tries, in their order.
+        done: the tries, in order.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class Tries:
         return self.config.batch // self.config.replicas
 
     def best_micro_batch(self, changes: Mapping[str, Any], largest: int | None = None) -> Try | None:
-        """The fastest micro-batch with some changes, from the largest down; None if none trains.
+        """Return the fastest micro-batch with some changes; None if none trains.
 
-        Half is tried after each that has no memory, and until half is slower, or has twice been no faster.
+        Tries halve the largest micro-batch again and again, until a half is slower, or twice no faster.
         """
         best: Try | None = None
         flat = 0
@@ -110,12 +110,12 @@ class Tries:
         return best
 
     def first_micro_batch(self, changes: Mapping[str, Any], largest: int) -> Try | None:
-        """The largest micro-batch of at most so many images that trains; None if none does."""
+        """Return the largest micro-batch up to ``largest`` that trains; None if none trains."""
         all_tried = (self.one(changes, each) for each in halves(self.share, largest))
         return next((tried for tried in all_tried if not tried.reason), None)
 
     def is_limited(self, best: Try | None) -> bool:
-        """Whether memory keeps the micro-batch of the best configuration small."""
+        """Return whether memory limits the micro-batch of the best configuration."""
         changes, micro_batch = (best.changes, best.micro_batch) if best else ({}, 0)
         return any(
             tried.reason.startswith(NO_MEMORY)
@@ -125,7 +125,7 @@ class Tries:
         )
 
     def one(self, changes: Mapping[str, Any], micro_batch: int) -> Try:
-        """One configuration, tried now or before."""
+        """Try a configuration, or return its earlier try."""
         accumulation = self.share // micro_batch
         for before in self.done:
             if (before.changes, before.micro_batch) == (changes, micro_batch):
@@ -153,11 +153,11 @@ class Tries:
         return made
 
     def _needs(self, changes: Mapping[str, Any], tried: Experiment, micro_batch: int) -> int:
-        """Bytes that a rank surely needs beside what it has now, by the forecast; 0 if there is none."""
+        """Return the least bytes that a rank will allocate, by the forecast; 0 without a forecast."""
         key = str(changes)
         if key not in self._forecasters:
             self._forecasters[key] = None
-            with contextlib.suppress(InvalidInput):  # which the try will say
+            with contextlib.suppress(InvalidInput):  # the try fails with the same error
                 processes, device = self.config.processes, self.config.device
                 config = TrialConfig.resolve(tried.hyperparameters, tried.config, processes, device)
                 self._forecasters[key] = Forecaster(config)
@@ -167,7 +167,7 @@ class Tries:
         return int((found.total - found.parts["base"]) * SURE)
 
     def fail(self, advice: str) -> NoReturn:
-        """Says why nothing trains.
+        """Raise the reason why nothing trains.
 
         Raises:
             InvalidInput: if a configuration was refused.
@@ -181,7 +181,7 @@ class Tries:
 
 
 def halves(share: int, largest: int | None = None) -> Iterator[int]:
-    """The micro-batches to try of a process's share of a batch: divisors, each half of the last, or less."""
+    """Give the micro-batches to try: divisors of a process's share of a batch, halves or less."""
     micro_batch = min(share, largest or share)
     while micro_batch:
         if share % micro_batch == 0:
@@ -194,12 +194,12 @@ def halves(share: int, largest: int | None = None) -> Iterator[int]:
 def changed(
     hyperparameters: Mapping[str, Any], changes: Mapping[str, Any], deepspeed: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Hyperparameters with what was found: in whichever of the three forms DeepSpeed's keys stand.
+    """Return hyperparameters with changes, in the form that has DeepSpeed's keys.
 
     Args:
-        hyperparameters: as they are.
-        changes: as of ``Try``.
-        deepspeed: further keys of DeepSpeed's.
+        hyperparameters: the experiment's.
+        changes: see ``Try``.
+        deepspeed: DeepSpeed's keys to set.
     """
     overrides: dict[str, Any] = dict(deepspeed)
     zero: dict[str, Any] = {}
@@ -219,10 +219,10 @@ def changed(
 
 
 def find(tries: Tries) -> Try | None:
-    """The fastest configuration; None if none trains.
+    """Return the fastest configuration; None if none trains.
 
-    First the micro-batch of the file as it is; with that the other ZeRO stages. Where memory keeps
-    micro-batches small, then recomputation, and on a GPU offload, with larger ones.
+    The order: micro-batches with the file's ZeRO stage, then the other stages with the best micro-batch. If
+    memory limits the micro-batch: recomputation, and on a GPU offload, with larger micro-batches.
     """
     config = tries.config
     best = tries.best_micro_batch({})
@@ -250,6 +250,6 @@ def find(tries: Tries) -> Try | None:
 
 
 def _stages(config: TrialConfig) -> list[int]:
-    """The other ZeRO stages that the mode allows; with one process those save nothing, and cost."""
+    """Return the other ZeRO stages that the mode allows: one process saves nothing above stage 0."""
     most = 0 if config.replicas == 1 else 1 if config.stages > 1 else 2 if config.hyper.has_experts else 3
     return [stage for stage in range(most + 1) if stage != config.zero_stage]

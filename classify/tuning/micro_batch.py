@@ -1,4 +1,4 @@
-"""``train_micro_batch_size_per_gpu: auto``: the fastest micro-batch of those that fit, by trying."""
+"""``train_micro_batch_size_per_gpu: auto``: the fastest micro-batch that fits, by trying."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from deepspeed_trial.context import TrialContext
 from deepspeed_trial.errors import InvalidInput, TrainingStopped, printable
 from deepspeed_trial.experiment import Experiment
 
-FILE = "tried.json"  # in a run's folder: what was tried, and chosen; a resumed run takes the same
+FILE = "tried.json"  # in a run's folder: the tries and the choice; a resumed run repeats the choice
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen before the ranks have joined.
+    """A rank's choice, before the ranks join.
 
     Attributes:
         config: the trial's, with another micro-batch.
-        micro_batch: the one chosen; 0 if none trains.
-        tries: those made; None if the choice is that of the run that goes on.
-        error: why none trains.
+        micro_batch: the chosen one; 0 if none trains.
+        tries: the tries; None if a resumed run repeats its choice.
+        error: the reason why none trains.
     """
 
     config: TrialConfig
@@ -40,7 +40,7 @@ class Choice:
     error: InvalidInput | TrainingStopped | None = None
 
     def give(self, context: TrialContext) -> None:
-        """Has the trial get it, the same on all ranks, and writes it into the run's folder.
+        """Give the trial the smallest choice of all ranks, and write the tries into the run's folder.
 
         Raises:
             InvalidInput: if every micro-batch was refused.
@@ -60,7 +60,7 @@ class Choice:
 
 
 def is_asked_for(hyperparameters: Mapping[str, Any]) -> bool:
-    """Whether the micro-batch is to be found by trying; raises ``InvalidInput`` as ``merge`` does."""
+    """Return whether the micro-batch is ``auto``; raise ``InvalidInput`` as ``merge`` does."""
     form = Hyperparameters.parse_form(hyperparameters)
     return form is not None and deepspeed_config.merge(form).tries
 
@@ -68,14 +68,14 @@ def is_asked_for(hyperparameters: Mapping[str, Any]) -> bool:
 def choose(
     trial_class: Callable[..., Any], experiment: Experiment, resumed: pathlib.Path | None
 ) -> Choice | None:
-    """Tries micro-batches, if the configuration says ``auto``; else gives None.
+    """Try micro-batches if the configuration has ``auto``; else return None.
 
-    Every rank calls it before it joins the others. What is wrong with the configuration the trial will say.
+    Every rank calls it before it joins the others. The trial names errors of the configuration, later.
 
     Args:
         trial_class: the trial's.
-        experiment: what it is given.
-        resumed: the folder of the run that may go on.
+        experiment: the experiment.
+        resumed: the folder of a run to resume.
     """
     threads = processes.threads_of_each(1)
     with attempts.forking():
@@ -110,12 +110,12 @@ def _choose(
 
 
 def _of(config: TrialConfig) -> dict[str, Any]:
-    """For what a micro-batch was chosen."""
+    """Return the conditions of a choice."""
     return {"processes": config.processes, TOTAL_BATCH: config.batch}
 
 
 def _kept(file: pathlib.Path, config: TrialConfig) -> int:
-    """The choice of an earlier run; 0 if there is none for as many processes and this batch."""
+    """Return the choice of an earlier run with the same processes and batch; 0 without one."""
     try:
         found = json.loads(file.read_text())
         chosen = found[MICRO_BATCH] if isinstance(found, Mapping) else 0
@@ -130,4 +130,4 @@ def _tell(tried: Try) -> None:
 
 
 def _be_quiet(tried: Try) -> None:
-    """Another rank tells."""
+    """Print nothing: the first rank prints its tries."""

@@ -1,10 +1,14 @@
-"""What the trials of a search have come to."""
+"""The trials of a search, compared: the best, a row of each, the command that trains with its values."""
 
 from __future__ import annotations
 
+import csv
+import os
+import pathlib
 import shlex
 import warnings
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState
@@ -19,13 +23,39 @@ def quiet_optuna() -> None:
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
 
+class Row(NamedTuple):
+    """A trial as ``trials.csv``, the terminal and the page show it.
+
+    Attributes:
+        number: of the trial, from 0.
+        outcome: ``complete``, ``pruned``, ``failed``, ``invalid``, ``running`` or ``waiting``.
+        score: its best validation; None before the first.
+        values: its hyperparameters, in the order of ``Results.names``; None for one that is not drawn yet.
+        steps: optimizer steps; None before its end.
+        images_per_second: of the training.
+        seconds: of wall time; None before its end.
+        reason: of a trial that is not complete.
+        folder: in the search's folder.
+    """
+
+    number: int
+    outcome: str
+    score: float | None
+    values: list[Any]
+    steps: int | None
+    images_per_second: float | None
+    seconds: float | None
+    reason: str | None
+    folder: str
+
+
 @dataclass(frozen=True)
 class Results:
     """A search's trials, compared.
 
     Attributes:
         study: Optuna's record of them.
-        search: what is searched.
+        search: the search.
     """
 
     study: optuna.Study
@@ -33,37 +63,64 @@ class Results:
 
     @property
     def metric(self) -> str:
-        """By which trials are compared."""
+        """The metric that compares trials."""
         return self.search.experiment.metric
 
     @property
     def names(self) -> list[str]:
         """The searched hyperparameters."""
-        return [each.name for each in self.search.ranges]
+        return [searched.name for searched in self.search.ranges]
 
     @property
     def trials(self) -> list[FrozenTrial]:
-        """All, by their numbers."""
+        """All trials by number."""
         return self.study.get_trials(deepcopy=False)
 
+    def row(self, trial: FrozenTrial) -> Row:
+        """Return a trial's row."""
+        found = trial.user_attrs
+        return Row(
+            trial.number,
+            found.get("outcome", trial.state.name.lower()),
+            self.score(trial),
+            [trial.params.get(name) for name in self.names],
+            found.get("steps"),
+            found.get("images_per_second"),
+            trial.duration.total_seconds() if trial.duration else None,
+            found.get("reason"),
+            f"trials/{trial.number:03}",
+        )
+
+    def write_csv(self, file: pathlib.Path) -> None:
+        """Write a row for every trial, whole or not at all."""
+        partial = file.with_name(f".{file.name}")
+        with open(partial, "w", newline="") as out:
+            writer = csv.writer(out)
+            measured = ["steps", "images_per_second", "seconds", "reason", "folder"]
+            writer.writerow(["trial", "outcome", self.metric, *self.names, *measured])
+            for trial in self.trials:
+                number, outcome, score, values, *rest = self.row(trial)
+                writer.writerow([number, outcome, score, *values, *rest])
+        os.replace(partial, file)
+
     def score(self, trial: FrozenTrial) -> float | None:
-        """Its best validation; None before the first."""
+        """Return a trial's best validation; None before the first."""
         values = trial.intermediate_values.values()
         return (min if self.search.experiment.smaller_is_better else max)(values, default=None)
 
     def best(self, trials: list[FrozenTrial]) -> FrozenTrial | None:
-        """The best that was trained to its end; None if none was."""
+        """Return the best of the complete trials; None without one."""
         sign = -1 if self.search.experiment.smaller_is_better else 1
         complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
         return max(complete, key=lambda trial: sign * (self.score(trial) or 0), default=None)
 
     def values(self, trial: FrozenTrial) -> str:
-        """Its hyperparameters, as a line."""
-        each = (f"{self.short(name)} {trial.params[name]!r}" for name in self.names)
-        return ", ".join(each) or "as the file says"
+        """Return a trial's hyperparameters as a line."""
+        values = (f"{self.short(name)} {trial.params[name]!r}" for name in self.names)
+        return ", ".join(values) or "as the file says"
 
     def short(self, name: str) -> str:
-        """The last parts of a dotted path, as many as tell it from the others."""
+        """Return the shortest end of a dotted path that no other searched hyperparameter has."""
         parts = name.split(".")
         for count in range(1, len(parts)):
             short = ".".join(parts[-count:])
@@ -72,13 +129,20 @@ class Results:
         return name
 
     def waiting(self, trials: list[FrozenTrial]) -> int:
-        """How many trials have not begun."""
+        """Count the trials that have not begun."""
         drawn = sum(trial.state == TrialState.WAITING for trial in trials)
         return drawn + len(self.search.missing(trials))
 
     def command(self, trial: FrozenTrial) -> str:
-        """What trains with its hyperparameters."""
+        """Return the command that trains with a trial's hyperparameters."""
         command = ["python3", "train.py", "--config", self.search.file]
         for override in (*self.search.overrides, *self.search.overrides_of(trial.params)):
             command += ["--set", override]
         return shlex.join(redaction.command(command))
+
+
+def shown(value: Any) -> str:
+    """Format a value for a table; None is empty."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""A search under way: trials are started, watched, stopped and replaced."""
+"""A running search: start trials, watch them, prune them, replace invalid ones."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ POLL = 0.1  # seconds between two looks at the trials
 
 
 class SearchRunner:
-    """Runs a search. Its whole state is in Optuna's SQLite file: each trial is waiting, running or ended.
+    """Run a search. Optuna's SQLite file has its whole state: trials wait, run or have ended.
 
     Args:
-        search: what to search.
+        search: the search.
         output: the search's folder.
         source: the dataset.
 
@@ -51,7 +51,7 @@ class SearchRunner:
         self.unit, self.length = search.experiment.max_length
         self.better = min if search.experiment.smaller_is_better else max
         self.running: dict[int, TrialRun] = {}
-        self.devices = list(range(torch.cuda.device_count()))  # that no trial uses
+        self.devices = list(range(torch.cuda.device_count()))  # free ones
         self.used: dict[int, list[int]] = {}
         self.study = optuna.create_study(
             storage=f"sqlite:///{self.output / 'search.db'}",
@@ -63,8 +63,8 @@ class SearchRunner:
         config, shown = search.experiment.config, search.experiment.shown
         described = json.dumps(shown, sort_keys=True, default=str)
         if self._trials() and self.study.user_attrs["experiment"] != described:
-            mend = "give another folder, or the same file and --set"
-            raise InvalidInput(f"--output: {output}: holds another search; {mend}")
+            remedy = "give another folder, or the same file and --set"
+            raise InvalidInput(f"--output: {output}: holds another search; {remedy}")
         overrides = [redaction.override(each) for each in search.overrides]
         said = {"file": search.file, "overrides": overrides, "chosen_on": source.chosen_on}
         for name, value in {"experiment": described, **said}.items():
@@ -77,12 +77,12 @@ class SearchRunner:
         self.display = SearchDisplay(Results(self.study, search), self.output, source.chosen_on)
 
     def run(self) -> int:
-        """Runs all trials that have not ended yet, reports, and gives the exit code."""
+        """Run all trials that have not ended, report, and return the exit code."""
         left_running = self._trials(TrialState.RUNNING)
         handler = signal.signal(signal.SIGTERM, _interrupt)
         try:
             with self.display.live():
-                for left in left_running:  # when the search was interrupted, perhaps while it took a trial
+                for left in left_running:  # by an interrupted search, perhaps without hyperparameters
                     for name, distribution in space.space(self.search.ranges).items():
                         self._writable(left.number)._suggest(name, distribution)
                     self._start(left.number)
@@ -103,8 +103,6 @@ class SearchRunner:
             signal.signal(signal.SIGTERM, handler)
         return self.display.finish()
 
-    # ---------------------------------------------------------------------------------------- the trials
-
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         return self.study.get_trials(deepcopy=False, states=states or None)
 
@@ -115,17 +113,17 @@ class SearchRunner:
         return optuna.trial.Trial(self.study, self._trial(number)._trial_id)
 
     def _enqueue_missing(self) -> None:
-        """Puts the trials that are to be run into the study, those that are not there."""
+        """Add the missing trials to the study; a guided search adds one at a time."""
         known = self._trials()
         missing = self.search.missing(known)
-        if self.search.is_guided:  # one at a time, by the results so far
+        if self.search.is_guided:
             missing = [] if self._trials(TrialState.WAITING) else missing[:1]
         if missing:
             for bracket, drawn in zip(missing, self.search.draws(known), strict=False):
                 self.study.enqueue_trial(drawn, user_attrs={"bracket": bracket})
 
     def refuse_if_all_invalid(self) -> None:
-        """Raises ``InvalidInput`` for a new search of which no trial can run."""
+        """Raise ``InvalidInput`` for a new search if all trials are invalid."""
         if self._trials():
             return
         errors: list[str] = []
@@ -138,7 +136,7 @@ class SearchRunner:
         raise InvalidInput(list(dict.fromkeys(errors))[:10])
 
     def _errors(self, drawn: dict[str, Any]) -> list[str]:
-        """Why a trial with these hyperparameters cannot run, by the trial's own rules."""
+        """Check a trial's hyperparameters by the trial's rules; return a line for each error."""
         overrides = [*self.search.overrides, *self.search.overrides_of(drawn)]
         errors = ErrorList()
         with errors.collecting():
@@ -147,11 +145,9 @@ class SearchRunner:
             TrialConfig.resolve(experiment.hyperparameters, experiment.config, slots, device, self.source)
         return errors.lines
 
-    # ------------------------------------------------------------------------------------- start and watch
-
     def _start_waiting(self) -> None:
         while len(self.running) < self.search.concurrent:
-            self._enqueue_missing()  # also another in the place of an invalid one
+            self._enqueue_missing()  # also to replace an invalid trial
             if not self._trials(TrialState.WAITING):
                 return
             self._start(self.study.ask(space.space(self.search.ranges)).number)
@@ -179,7 +175,7 @@ class SearchRunner:
 
     def _look(self) -> None:
         for number, run in list(self.running.items()):
-            has_ended = run.has_ended  # asked before its last words are read
+            has_ended = run.has_ended  # before reading: an ended trial has written all validations
             self._take_validations(number, run)
             if has_ended:
                 del self.running[number]
@@ -188,7 +184,7 @@ class SearchRunner:
         self.display.update({number: run.steps() for number, run in self.running.items()})
 
     def _take_validations(self, number: int, run: TrialRun) -> None:
-        """Tells Optuna of a trial's new validations, and has the trial stop if it is among the worse."""
+        """Report a trial's new validations to Optuna; stop the trial if Optuna prunes it."""
         frozen = self._trial(number)
         known, stopping = dict(frozen.intermediate_values), "stopping" in frozen.user_attrs
         trial = self._writable(number)
@@ -204,10 +200,8 @@ class SearchRunner:
                 run.stop()
                 stopping = True
 
-    # --------------------------------------------------------------------------------------------- the end
-
     def _judge(self, number: int, run: TrialRun) -> None:
-        """Ends a trial whose processes have."""
+        """Record the end of a trial whose processes have ended."""
         frozen = self._trial(number)
         if run.summary and frozen.intermediate_values:
             self._end(number, TrialState.COMPLETE, "complete", "", run.summary["steps"])
@@ -226,9 +220,9 @@ class SearchRunner:
 
 
 def code_digests() -> dict[str, str]:
-    """The SHA-256 of every file of code that a trial may run, and of the project's DeepSpeed configurations.
+    """Return the SHA-256 of every file of code that a trial may import, and of DeepSpeed's configurations.
 
-    A trial runs the files as they are when it starts.
+    A trial runs the files of the time of its start.
     """
     packages = (each.parent.rglob("*.py") for each in PROJECT.glob("*/__init__.py"))
     others = (PROJECT.glob(pattern) for pattern in ("*.py", "*.json", "experiments/*.json"))

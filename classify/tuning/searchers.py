@@ -1,6 +1,6 @@
-"""What a searcher asks for: how many trials, which are compared, and when the worse are stopped.
+"""The searchers: their fields, the brackets of their trials, and the pruner of the worse trials.
 
-Trials are shared out as Determined 0.38 shares them; Optuna's successive halving decides which go on.
+The brackets are Determined 0.38's; Optuna's successive halving prunes within a bracket.
 Source: https://docs.determined.ai/latest/reference/training/experiment-config-reference.html#searcher
 """
 
@@ -53,10 +53,10 @@ RULES: dict[str, Rule] = {
 
 
 def errors_of(searcher: Mapping[str, Any]) -> list[str]:
-    """A line for each thing that is wrong with a searcher section."""
+    """Return a line for each wrong field of a searcher section."""
     name = searcher.get("name")
     if name is not None and not isinstance(name, str):
-        return []  # experiment_fields.py says so
+        return []  # experiment_fields.py names the error
     if name not in SEARCHERS:
         return [f"searcher.name: {name!r}: unknown searcher; {nearest(name, SEARCHERS)}"]
     found = []
@@ -72,45 +72,46 @@ def errors_of(searcher: Mapping[str, Any]) -> list[str]:
 
 
 def notes(experiment: Experiment, parallel: int) -> list[str]:
-    """A line for each thing that an experiment's searcher asks for and cannot have on this machine."""
-    found, searcher = experiment.notes(), experiment.config["searcher"]
-    found += cluster_notes(experiment.config)
-    most = searcher.get("max_concurrent_trials")
-    if most and most > parallel:
-        found.append(
-            f"searcher.max_concurrent_trials: {most}: {parallel} at a time here; --parallel N runs more"
-        )
-    elif most and most < parallel:
-        found.append(
-            f"searcher.max_concurrent_trials: {most}: fewer than --parallel {parallel}, and so it is kept to"
-        )
-    if searcher.get("stop_once") is False:
-        found.append(
-            "searcher.stop_once: False: a trial that was stopped is not taken up again, as in Determined 0.38"
-        )
-    divisor = searcher.get("divisor")
-    if divisor is not None and divisor != _divisor(searcher):
-        found.append(f"searcher.divisor: {divisor!r}: one in {_divisor(searcher)} goes on here")
-    if searcher.get("max_length") is not None:
-        length = searcher["max_length"]
-        found.append(
-            f"searcher.max_length: {length!r}: is not used; hyperparameters.max_length says the length"
-        )
-    for key in ("source_trial_id", "source_checkpoint_uuid"):
-        if searcher.get(key) is not None:
-            start = "is on a cluster; here trials start from new weights, or hyperparameters.weights: net.pt"
-            found.append(f"searcher.{key}: {searcher[key]!r}: {start}")
-    return found
+    """Return a line for each field that means nothing, or something else, on this machine."""
+    searcher = experiment.config["searcher"]
+    most, divisor = searcher.get("max_concurrent_trials"), searcher.get("divisor")
+    concurrent = (
+        f"{parallel} at a time here; --parallel N runs more"
+        if (most or 0) > parallel
+        else f"runs fewer trials at a time than --parallel {parallel}"
+    )
+    start = "is on a cluster; here trials start from new weights, or hyperparameters.weights: net.pt"
+    means_little = {
+        "max_concurrent_trials": (bool(most) and most != parallel, concurrent),
+        "stop_once": (
+            searcher.get("stop_once") is False,
+            "a pruned trial does not resume, as in Determined 0.38",
+        ),
+        "divisor": (
+            divisor is not None and divisor != _divisor(searcher),
+            f"one in {_divisor(searcher)} continues here",
+        ),
+        "max_length": (
+            searcher.get("max_length") is not None,
+            "is not used; hyperparameters.max_length is the length",
+        ),
+        "source_trial_id": (searcher.get("source_trial_id") is not None, start),
+        "source_checkpoint_uuid": (searcher.get("source_checkpoint_uuid") is not None, start),
+    }
+    lines = [
+        f"searcher.{key}: {searcher[key]!r}: {why}" for key, (is_so, why) in means_little.items() if is_so
+    ]
+    return [*experiment.notes(), *cluster_notes(experiment.config), *lines]
 
 
 @dataclass(frozen=True)
 class Bracket:
-    """Trials that are compared with one another.
+    """Trials that compete.
 
     Attributes:
-        trials: how many there are to be.
-        rungs: at how many lengths they are compared, the whole length the last; 1 stops none.
-        first: the first of those lengths.
+        trials: their number.
+        rungs: the number of lengths at which they are compared, the whole length included; 1 prunes none.
+        first: the first of the lengths.
     """
 
     trials: int
@@ -119,7 +120,7 @@ class Bracket:
 
 
 def brackets(searcher: Mapping[str, Any], grid_size: int) -> list[Bracket]:
-    """The trials of a checked searcher section, those that are stopped soonest first."""
+    """Return the brackets of a checked searcher section, the soonest to prune first."""
     name = searcher["name"]
     if name in ("single", "grid"):
         return [Bracket(grid_size if name == "grid" else 1)]
@@ -148,11 +149,11 @@ def _divisor(searcher: Mapping[str, Any]) -> int:
 
 
 class BracketPruner(BasePruner):
-    """Stops the worse trials of each bracket by Optuna's asynchronous successive halving.
+    """Prune the worse trials of every bracket by Optuna's asynchronous successive halving.
 
     Args:
         searcher: the checked section.
-        brackets: its brackets; a trial's user attribute ``bracket`` says which one it is in.
+        brackets: its brackets; a trial's user attribute ``bracket`` is the index of its bracket.
     """
 
     def __init__(self, searcher: Mapping[str, Any], brackets: Sequence[Bracket]) -> None:
@@ -169,7 +170,7 @@ class BracketPruner(BasePruner):
 
 
 class _OneBracket:
-    """A study of which only one bracket's trials are seen."""
+    """A study that shows the trials of one bracket."""
 
     def __init__(self, study: optuna.Study, bracket: int) -> None:
         self._whole, self._bracket = study, bracket

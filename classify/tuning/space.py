@@ -1,4 +1,4 @@
-"""The ranges among hyperparameters, by Determined 0.38's rules, and the values drawn from them."""
+"""The ranges among hyperparameters, by Determined 0.38's rules, and the draws from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RANGE_KEYS = {
     "categorical": ("vals",),
     "const": ("val",),
 }
-# Keys that no mapping but a range has, so that a mistyped type is told from DeepSpeed's own "type" keys.
+# Keys of ranges alone: with one of them, an unknown type is a typing error and not DeepSpeed's "type" key
 TELLTALES = {"minval", "maxval", "vals", "val"}
 
 
@@ -37,7 +37,7 @@ class Range:
 
     Attributes:
         path: its dotted path in the experiment file.
-        spec: what stands there.
+        spec: the mapping at that path.
     """
 
     path: str
@@ -63,7 +63,7 @@ class Range:
 
     @property
     def grid(self) -> list[Any]:
-        """The values of a grid: all of a category, else ``count`` of them evenly spaced from end to end."""
+        """The values of a grid: all of a category, else ``count`` evenly spaced values."""
         if self.spec["type"] == "categorical":
             return [_scalar(value) for value in self.spec["vals"]]
         low, high, count = self.spec["minval"], self.spec["maxval"], self.spec["count"]
@@ -81,14 +81,14 @@ class Range:
         return [min(max(self.spec["base"] ** float(point), ends.low), ends.high) for point in points]
 
     def override(self, drawn: Any) -> str:
-        """A drawn value as ``--set`` takes it."""
+        """Return the ``--set`` argument of a drawn value."""
         if self.spec["type"] == "categorical":
             drawn = next(value for value in self.spec["vals"] if _scalar(value) == drawn)
         return f"{self.path}={json.dumps(drawn)}"
 
 
 def _scalar(value: Any) -> Any:
-    """Optuna's categories are scalars; a list or mapping is one as its JSON."""
+    """Return a category for Optuna, whose categories are scalars: lists and mappings become JSON."""
     return json.dumps(value) if isinstance(value, (list, dict)) else value
 
 
@@ -98,10 +98,9 @@ def space(ranges: Sequence[Range]) -> dict[str, BaseDistribution]:
 
 
 def draws(ranges: Sequence[Range], grid: bool, seed: int) -> Iterator[dict[str, Any]]:
-    """Gives the hyperparameters of trial 0, 1, ...: every point of a grid, or random ones without end.
+    """Draw the hyperparameters of trial 0, 1, ...: every point of a grid, or random ones without end.
 
-    They are a function of the ranges and the seed alone, so that a search that is taken up again has the
-    same ones.
+    The draws follow from the ranges and the seed alone: a resumed search repeats them.
     """
     if grid:
         names = [each.name for each in ranges]
@@ -116,17 +115,17 @@ def draws(ranges: Sequence[Range], grid: bool, seed: int) -> Iterator[dict[str, 
 def guided_draw(
     ranges: Sequence[Range], seed: int, direction: StudyDirection, known: Sequence[FrozenTrial]
 ) -> dict[str, Any]:
-    """Gives the hyperparameters that Optuna's TPE expects most of, after what the trials so far have shown.
+    """Draw the hyperparameters of the next trial by Optuna's TPE, from the results so far.
 
-    They are a function of the arguments alone: the sampler starts anew for each trial, from the seed and the
-    trial's number. A trial that failed counts as worse than all that did not, and so does one that runs, or
-    those that run at the same time would be much alike.
+    The draw follows from the arguments alone: every trial has a new sampler, with a seed from the search's
+    seed and the trial's number. Failed trials count as worse than finished ones. Running trials do, too:
+    otherwise concurrent trials would be alike.
 
     Args:
         ranges: the search space.
         seed: of the search.
         direction: whether more of the metric is better.
-        known: the trials 0, 1, ... so far; this is the next.
+        known: the trials so far, by number.
     """
     state = np.random.SeedSequence([seed, len(known)]).generate_state(1)
     sampler = optuna.samplers.TPESampler(
@@ -136,7 +135,7 @@ def guided_draw(
     for trial in known:
         study.add_trial(
             optuna.create_trial(
-                # Optuna leaves out trials that failed, and takes those stopped without a value for the worst
+                # Optuna ignores failed trials, and takes pruned ones without a value for the worst
                 state=TrialState.PRUNED if trial.state == TrialState.FAIL else trial.state,
                 value=trial.value if trial.state == TrialState.COMPLETE else None,
                 params=trial.params,
@@ -147,11 +146,11 @@ def guided_draw(
 
 
 def find_ranges(path: str, section: Mapping[str, Any], grid: bool) -> tuple[list[Range], list[str]]:
-    """Gives the ranges of a section, at any depth, and a line for each thing that is wrong with them.
+    """Find the ranges of a section, at any depth; return them and a line for each error.
 
     Args:
         path: the section's dotted path.
-        section: what stands there.
+        section: the mapping at that path.
         grid: whether the ranges need a ``count``.
     """
     found: list[Range] = []

@@ -1,4 +1,4 @@
-"""One trial of a search on this machine: ``train.py`` in a process of its own, or in several."""
+"""One trial of a search on this machine: ``train.py`` in one or more processes."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from deepspeed_trial.stops import STOP_WITH_PID
 _ERROR = re.compile(r"^train\.py: (?!note: )(.*)", re.MULTILINE)
 _RANKS_CODE = re.compile(r"exitcode\s*: (-?\d+)")  # as torchrun reports it
 STDIN = pathlib.Path("/dev/stdin")
-LAST_WORDS = 60  # seconds that a trial has to save its checkpoint when its search ends
+LAST_WORDS = 60  # seconds for a trial to save its checkpoint when the search ends
 
 
 class TrialRun:
-    """A trial's process and what it leaves in its folder.
+    """A trial's process and folder.
 
     Args:
-        folder: the trial's, which is ``--output`` to ``train.py``; what it prints goes into ``FOLDER.log``.
+        folder: the trial's, the ``--output`` of ``train.py``; ``FOLDER.log`` stores its stdout and stderr.
         config: the experiment file.
         overrides: ``--set`` arguments.
         slots: processes to train with.
-        whole: the text of the experiment file, if ``config`` lacks what may not be written.
+        whole: the experiment on stdin of ``train.py``, if the written file hides credentials.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class TrialRun:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, environment: dict[str, str]) -> None:
-        """Starts the trial, or goes on with it where an interrupted search left it, unless it has finished.
+        """Start the trial or resume it from its last checkpoint; do nothing if it has finished.
 
         Args:
-            environment: variables for its processes beside those of this one.
+            environment: additional variables of its processes.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(self.folder / ".lock", timeout=LAST_WORDS):
@@ -70,7 +70,7 @@ class TrialRun:
         command += [part for override in self.overrides for part in ("--set", override)]
         if any(self.folder.glob("checkpoints/[!.]*/")):
             command += ["--resume", "latest"]
-        with open(self.log, "ab") as log, tempfile.TemporaryFile() as whole:  # which has no name
+        with open(self.log, "ab") as log, tempfile.TemporaryFile() as whole:  # without a name
             whole.write(self.whole.encode())
             whole.seek(0)
             self.process = subprocess.Popen(
@@ -79,21 +79,21 @@ class TrialRun:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment, STOP_WITH_PID: str(os.getpid())},
-                start_new_session=True,  # Ctrl-C is for the search, which asks its trials to stop
+                start_new_session=True,  # Ctrl-C reaches the search alone, which stops its trials
             )
 
     @property
     def has_ended(self) -> bool:
-        """Whether no process of it runs any more."""
+        """Whether its processes have ended."""
         return self.process is None or self.process.poll() is not None
 
     def stop(self) -> None:
-        """Asks it to save a checkpoint and end."""
+        """Ask the trial to save a checkpoint and end."""
         if self.process and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends all its processes at once."""
+        """Kill all its processes."""
         if self.process and self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
@@ -108,15 +108,15 @@ class TrialRun:
         return {}
 
     def validations(self) -> list[dict[str, Any]]:
-        """Its validations so far."""
+        """Return its validations so far."""
         return [entry for entry in metrics_log.read(self.folder) if entry["group"] == "validation"]
 
     def steps(self) -> int:
-        """The optimizer steps that it has reported."""
+        """Return the optimizer steps of its last report."""
         return max((entry["steps_completed"] for entry in metrics_log.read(self.folder)), default=0)
 
     def failure(self) -> tuple[str, str]:
-        """How a trial without a summary ended, ``invalid`` or ``failed``, and why."""
+        """Return the outcome of a trial without a summary, ``invalid`` or ``failed``, and the reason."""
         assert self.process
         log, code = self.log.read_text(errors="replace"), self.process.returncode
         if self.slots > 1 and (codes := _RANKS_CODE.findall(log)):
@@ -132,7 +132,7 @@ class TrialRun:
 
 
 def wait_for(runs: Sequence[TrialRun], seconds: float) -> None:
-    """Waits for their ends, and ends those that take longer."""
+    """Wait for trials to end; kill the slower ones after ``seconds``."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and not all(run.has_ended for run in runs):
         time.sleep(0.05)

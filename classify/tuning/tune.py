@@ -1,4 +1,4 @@
-"""``train.py --tune``: tries configurations of an experiment file, and writes the file of the fastest."""
+"""``train.py --tune``: try configurations of an experiment file, and write the file of the fastest."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ TUNED, TRIED = "tuned.yaml", "tried.json"
 
 
 def tune(trial_class: Callable[..., Any], experiment: Experiment, slots: int, output: pathlib.Path) -> None:
-    """Tries, shows a table of the tries, and writes into a folder what they were and the file of the fastest.
+    """Try configurations, print a table, and write the tries and the file of the fastest into a folder.
 
     Args:
         trial_class: the trial's.
-        experiment: what it is given.
+        experiment: the experiment.
         slots: processes, all on this host.
-        output: a folder.
+        output: the folder.
 
     Raises:
-        InvalidInput: if the configuration is wrong, or the folder holds such files already.
-        TrainingStopped: if nothing trains.
+        InvalidInput: if the configuration is wrong, or the folder has the files of another ``--tune``.
+        TrainingStopped: if no configuration trains.
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        raise InvalidInput("--tune: starts its processes itself; run python3 train.py --tune --slots N")
+        raise InvalidInput("--tune: starts the processes; run python3 train.py --tune --slots N")
     threads = processes.threads_of_each(slots)
     with attempts.forking(), locked_folder(output, "run"):
         for file in (output / TUNED, output / TRIED):
             if file.exists():
-                raise InvalidInput(f"--output: {file}: is there already; give another folder")
+                raise InvalidInput(f"--output: {file}: exists; give another folder")
         hyperparameters, device = experiment.hyperparameters, processes.device_type()
         config = TrialConfig.resolve(hyperparameters, experiment.config, slots, device)
 
@@ -68,7 +68,7 @@ def tune(trial_class: Callable[..., Any], experiment: Experiment, slots: int, ou
     launch = "python3" if slots == 1 else f"torchrun --nproc-per-node {slots}"
     print(f"train:   {launch} train.py --config {shlex.quote(printable(shown(output / TUNED)))}")
     if redaction.MARK in str(tuned):
-        what = "stands for what may be a credential; give it again, by --set or in the file"
+        what = "hides a possible credential; give it again, by --set or in the file"
         print(f"train.py: note: {TUNED}: {redaction.MARK} {what}", file=sys.stderr)
 
 
@@ -88,7 +88,7 @@ def _cells(tried: Try, config: TrialConfig) -> list[str]:
 
 
 def _table(tries: Tries, best: Try) -> Table:
-    """The tries, the fastest first."""
+    """Return the tries, the fastest first."""
     table = Table(box=box.SIMPLE)
     for name in ("ZeRO", "micro-batch", "accumulation", "with", "images/s", "MiB a rank"):
         table.add_column(name, justify="left" if name == "with" else "right")

@@ -126,7 +126,7 @@ def test_tuning_writes_its_tries_and_the_fastest_file(tmp_path, monkeypatch, cap
     assert train.main(arguments) == 0
     assert ranks == [["0", "1"]] * 6
     shown, noted = capfd.readouterr()
-    assert "train.py: note: tuned.yaml: *** stands for what may be a credential; " in noted
+    assert "train.py: note: tuned.yaml: *** hides a possible credential; " in noted
     assert "planted_" not in (tmp_path / "t" / tune.TUNED).read_text()
     assert f"\nfastest: {STAGE} 2, {MICRO} 8, gradient_accumulation_steps 2\n" in shown
     assert "\nZeRO 2, micro-batch 8 x 2: 30 images/s, 100 MiB\n" in shown
@@ -137,7 +137,7 @@ def test_tuning_writes_its_tries_and_the_fastest_file(tmp_path, monkeypatch, cap
     resolved = json.loads(capfd.readouterr().out)
     assert (resolved[MICRO], resolved["zero_optimization"]["stage"]) == (8, 2)
     assert train.main(arguments) == 2  # it replaces no file
-    assert capfd.readouterr().err.endswith("tuned.yaml: is there already; give another folder\n")
+    assert capfd.readouterr().err.endswith("tuned.yaml: exists; give another folder\n")
 
 
 def test_contradictions_to_trying_are_refused(monkeypatch, capfd):

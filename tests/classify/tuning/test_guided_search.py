@@ -116,22 +116,7 @@ def test_fields_of_tpe_are_checked_and_a_note_says_that_clusters_have_none(capsy
     assert "no such searcher" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("cores", "slots", "concurrent", "most", "parts"),
-    [
-        (5, 1, 2, 20, ["--parallel 2: 1 of 5 cores idle: every process has 2 threads", "; --parallel 1 uses"]),
-        (6, 1, 4, 20, ["--parallel 4: 2 of 6 cores idle: every process has 1 thread;", "; --parallel 3 uses"]),
-        (8, 2, 3, 20, ["--parallel 3: 2 of 8 cores idle", "; --parallel 4 uses all"]),
-        (8, 2, 3, 3, ["; --parallel 2 uses all"]),
-        (5, 2, 1, 20, ["--parallel 1: 1 of 5 cores idle"]),
-        (6, 1, 3, 20, []),
-        (2, 1, 4, 20, []),  # each has a thread
-    ],
-)  # fmt: skip
-def test_a_note_names_idle_cores(cores, slots, concurrent, most, parts):
-    lines = specification.idle_cores(cores, slots, concurrent, most)
-    assert len(lines) == bool(parts) and all(part in lines[0] for part in parts)
-    # Few trials share all cores
+def test_there_are_never_more_trials_at_a_time_than_asked_for():
     assert specification.load(RANDOM, ["searcher.max_trials=2"], 8).concurrent == 2
     assert specification.load(RANDOM, ["searcher.max_concurrent_trials=3"], 8).concurrent == 3
 
@@ -203,7 +188,7 @@ def rows(page):
 def test_a_search_has_a_page_at_any_time(guided, tmp_path, capsys):
     output, before, made = guided
     cells = [row for row, _ in rows(before)]
-    assert [row[-1] for row in cells] == ["complete", "not ended"]
+    assert [row[-1] for row in cells] == ["complete", "running"]
     assert "1 of 2" in before and 30 <= int(cells[1][-4]) <= 60  # steps
     assert checkpoint.main(["report", str(output)]) == 0
     page = (output / "report.html").read_text()
@@ -226,4 +211,4 @@ def test_a_search_has_a_page_at_any_time(guided, tmp_path, capsys):
     assert f"{tmp_path}/search.db: holds no search that can be read" in capsys.readouterr().err
     assert not list(tmp_path.glob("*report*"))
     assert checkpoint.main(["report", str(output), str(tmp_path)]) == 2
-    assert "a search has a page of its own; give its folder alone" in capsys.readouterr().err
+    assert "a page shows one search; give its folder alone" in capsys.readouterr().err
