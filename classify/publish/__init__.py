@@ -1,1 +1,1 @@
-"""What is trained, for others: files of several forms, a folder as Hugging Face has them, their scores."""
+"""Exported networks: files of several forms, a folder for the Hugging Face Hub, scores."""

@@ -1,4 +1,4 @@
-"""Every form that a trained network may be published in: by which endings it is known, written and read."""
+"""The forms of a published network: their endings, writers and readers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from classify.models import net_file
-from classify.publish import hugging_face, onnx_file, weights
+from classify.publish import hugging_face, network, onnx_file
 from classify.publish.network import Classifier, Trained
 
 Save = Callable[[pathlib.Path, Trained], None]
@@ -18,9 +18,9 @@ class Form(NamedTuple):
     """A form.
 
     Attributes:
-        ending: of its files' names; none for a folder, and for those that are known by no other.
-        write: writes a file or folder of this name, and what describes it, whole or not at all.
-        read: makes a classifier of it.
+        ending: of its files' names; None for a folder, and for the form of files with any other ending.
+        write: writes a file or folder and its description, whole or not at all.
+        read: returns its classifier.
     """
 
     ending: str | None
@@ -29,7 +29,7 @@ class Form(NamedTuple):
 
 
 def _described(save: Save, with_digest: bool = False) -> Save:
-    """Has a file be written with the JSON file beside it."""
+    """Write the JSON file, too."""
 
     def write(path: pathlib.Path, trained: Trained) -> None:
         net_file.write_described(path, trained.description, lambda part: save(part, trained), with_digest)
@@ -38,21 +38,21 @@ def _described(save: Save, with_digest: bool = False) -> Save:
 
 
 FORMS = {
-    "pt": Form(None, _described(weights.save_pt), weights.read),
-    "safetensors": Form(".safetensors", _described(weights.save_safetensors), weights.read),
+    "pt": Form(None, _described(network.save_pt), network.read_weights),
+    "safetensors": Form(".safetensors", _described(network.save_safetensors), network.read_weights),
     "onnx": Form(".onnx", _described(onnx_file.save, with_digest=True), onnx_file.read),
-    "hf": Form(None, hugging_face.write, weights.read),
+    "hf": Form(None, hugging_face.write, network.read_weights),
 }
-OF_INT8 = "onnx"  # the only one that has a form in integers
+OF_INT8 = "onnx"  # the form with integers
 
 
 def by_ending(path: pathlib.Path) -> str:
-    """The form of a file's name; ``pt`` where the ending is of no other."""
+    """Return the form of a file by its ending; ``pt`` for an unknown one."""
     return next((name for name, form in FORMS.items() if path.suffix == form.ending), "pt")
 
 
 def read(path: pathlib.Path) -> Classifier:
-    """Reads a network of any form, ready to classify.
+    """Read a network of any form.
 
     Raises:
         InvalidInput: if the file or its description is missing, damaged or of another network.

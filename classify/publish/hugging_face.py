@@ -1,6 +1,6 @@
 """A folder in the layout of the Hugging Face Hub: weights, configuration, preprocessing, and a model card.
 
-Of timm's networks it is such as timm itself writes and loads. Nothing is uploaded.
+timm loads the folder of one of its networks. Nothing is uploaded.
 Source: https://huggingface.co/docs/hub/model-cards
 """
 
@@ -20,19 +20,19 @@ from torch import nn
 import net as own
 from classify.models import net_file, pretrained, registry, timm_nets
 from classify.models.registry import NetSpec
-from classify.publish import model_card, weights
-from classify.publish.network import Trained
+from classify.publish import model_card
+from classify.publish.network import Trained, save_safetensors
 from deepspeed_trial.errors import InvalidInput
 
 CARD, PREPROCESSING = "README.md", "preprocessor_config.json"
 
 
 def write(path: pathlib.Path, trained: Trained) -> None:
-    """Writes the folder, whole or not at all.
+    """Write the folder, whole or not at all.
 
     Raises:
-        InvalidInput: if the network needs more than a folder can hold, or there is something already.
-        OSError: if the disk does not take it.
+        InvalidInput: if the network needs DeepSpeed, or the folder is not empty.
+        OSError: if the disk is full.
     """
     name = trained.description["net"]["name"]
     if name == registry.MOE:
@@ -46,7 +46,7 @@ def write(path: pathlib.Path, trained: Trained) -> None:
         partial.mkdir()
         description = _without_places(trained.description)
         named = dataclasses.replace(trained, description={"format": "pt", **description})
-        weights.save_safetensors(partial / net_file.IN_A_FOLDER[0], named)
+        save_safetensors(partial / net_file.IN_A_FOLDER[0], named)
         made = trained.module()
         modules = _sources(partial, name)
         _write_config(partial / net_file.IN_A_FOLDER[1], made, description)
@@ -60,7 +60,7 @@ def write(path: pathlib.Path, trained: Trained) -> None:
 
 
 def _without_places(description: Any) -> dict[str, Any]:
-    """A description in which the folder of the images is a name alone: places are of this machine."""
+    """Remove places of this machine: the data's root becomes its name, cache and storage go."""
     provenance = description["provenance"]
     given = provenance.get("data")
     if not isinstance(given, dict) or not isinstance(given.get("root"), str):
@@ -71,12 +71,12 @@ def _without_places(description: Any) -> dict[str, Any]:
 
 
 def _sources(folder: pathlib.Path, name: str) -> list[str]:
-    """Copies the code of a network of ``net.py``; gives the modules that have to be imported for it."""
+    """Copy the code of a network of ``net.py``; return the modules to import."""
     if not pretrained.is_own(name):
         return []
     files = [pathlib.Path(str(inspect.getsourcefile(each))) for each in (own.register, own.NETS[name])]
     for file in dict.fromkeys(files):
-        shutil.copyfile(file, folder / file.name)  # without its mode
+        shutil.copyfile(file, folder / file.name)  # without the file's mode
     return list(dict.fromkeys(file.stem for file in files))
 
 
@@ -106,7 +106,7 @@ def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
 
 
 def _preprocessing(seen: dict[str, Any]) -> dict[str, Any]:
-    """How an image becomes an input, by the keys of the image processors of Hugging Face's transformers."""
+    """Return the preprocessing, in the keys of the image processors of Hugging Face's transformers."""
     return {
         "do_resize": True,
         "size": {"height": seen["resize"][0], "width": seen["resize"][1]},
@@ -122,7 +122,7 @@ def _preprocessing(seen: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(name: str, description: dict[str, Any], modules: list[str]) -> dict[str, Any]:
-    """What the card has to say to make the network: imports, and the expression; none for timm's."""
+    """Return the card's code that makes the network: imports and an expression; timm needs neither."""
     if timm_nets.is_timm(name):
         return {"library": "timm"}
     if modules:

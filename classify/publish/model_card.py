@@ -1,4 +1,4 @@
-"""The model card of a published folder: what the network is, what it reached, how it is loaded.
+"""The model card of a published folder: the network, its scores, the code that loads it.
 
 Source: https://huggingface.co/docs/hub/model-cards
 """
@@ -27,7 +27,7 @@ class Result(NamedTuple):
 
     Attributes:
         split: ``test`` or ``validation``.
-        images: which they are, in words.
+        images: their description.
         metrics: their values by name.
     """
 
@@ -39,12 +39,12 @@ class Result(NamedTuple):
 def write(
     description: Mapping[str, Any], parameters: int, call: Mapping[str, Any], run: pathlib.Path | None
 ) -> str:
-    """The card, in Markdown with a head of metadata in YAML.
+    """Return the card, Markdown with metadata in YAML.
 
     Args:
         description: of the network; see ``net_file.read_description``.
-        parameters: how many it has.
-        call: how it is made, in code.
+        parameters: their number.
+        call: the code that makes the network.
         run: the folder of its run, if it is known.
     """
     provenance = description["provenance"]
@@ -93,29 +93,29 @@ def write(
 
 
 def _text(value: object) -> str:
-    """A name as Markdown shows it, whatever is in it."""
+    """Escape a name for Markdown."""
     return re.sub(r"([\\`*_{}\[\]<>|#&~!])", r"\\\1", printable(value))
 
 
 def _results(run: pathlib.Path | None, provenance: Mapping[str, Any]) -> list[Result]:
-    """What the run says of this checkpoint: of test images first; nothing where it says nothing."""
+    """Return the run's results of this checkpoint, the test's first."""
     if run is None:
         return []
     try:
         finished = FinishedRun.read(run)
-    except InvalidInput:  # it has not finished, or lacks a file
+    except InvalidInput:  # it has not finished, or a file is missing
         return []
     summary, images = finished.summary, finished.summary["validation"]["images"]
     chosen = finished.chosen_on
     split = "validation" if chosen.startswith("validation") else "test"
     words = f"{images:,} {chosen}"
     if split == "test":
-        words += ", by which it was also validated while it trained"
+        words += ", which also validated the training"
     if summary.get("checkpoint") == provenance.get("checkpoint"):
         tested = summary.get("test") or {}
         results = [Result(split, words, _known(summary["validation"]))]
         if "accuracy" in tested:
-            words = f"{tested['images']:,} test images, by which nothing was chosen"
+            words = f"{tested['images']:,} test images, which chose nothing"
             results.insert(0, Result("test", words, _known(tested)))
         return results
     of_step = [

@@ -1,8 +1,9 @@
-"""A trained network on its way into a file, and out of one."""
+"""A trained network before its export and after its import; files of weights, ``.pt`` and ``.safetensors``."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,13 +21,13 @@ from deepspeed_trial.input_files import refused, regular_file
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained network that is to be written.
+    """A trained network before its export.
 
     Attributes:
         weights: by name, in fp32.
-        description: what its JSON file says; see ``net_file.read_description``.
-        calibration: inputs (B, 3, H, W) float32 of training images, by which int8 is scaled; None for fp32.
-        run: the folder of its run, if it is known, which has what it reached.
+        description: see ``net_file.read_description``.
+        calibration: inputs (B, 3, H, W) float32 of training images, which scale int8; None for fp32.
+        run: the folder of its run, with its scores, if it is known.
     """
 
     weights: Mapping[str, Tensor]
@@ -35,11 +36,11 @@ class Trained:
     run: pathlib.Path | None = None
 
     def module(self) -> nn.Module:
-        """The network, in evaluation mode, on the CPU and in fp32."""
+        """Build the network, in evaluation mode, on the CPU and in fp32."""
         return net_file.build(self.description, self.weights)
 
     def program(self) -> torch.export.ExportedProgram:
-        """The network as ``torch.export`` traces it, for any number of inputs.
+        """Trace the network by ``torch.export``, for any number of inputs.
 
         Raises:
             InvalidInput: if it cannot be traced.
@@ -52,18 +53,18 @@ class Trained:
         net = self.module()
         try:
             return torch.export.export(net, (example,), dynamic_shapes=({0: batch},))
-        except Exception as error:  # torch's, or the network's own
+        except Exception as error:  # of torch, or of the network's code
             what = f"torch.export cannot trace {name} ({one_line(error)[:300]})"
             raise InvalidInput(f"--format: {what}; use pt, safetensors or hf") from error
 
 
 @dataclass(frozen=True)
 class Classifier:
-    """A network out of a file of any form.
+    """A network from a file of any form.
 
     Attributes:
-        description: what its JSON file says.
-        classify: gives logits (B, C) float32 of inputs (B, 3, H, W) float32, on the CPU.
+        description: see ``net_file.read_description``.
+        classify: maps inputs (B, 3, H, W) float32 to logits (B, C) float32, on the CPU.
     """
 
     description: dict[str, Any]
@@ -72,7 +73,7 @@ class Classifier:
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Has what a library logs within be silent up to warnings; its errors are raised."""
+    """Silence a library's log up to warnings; errors still raise."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -82,18 +83,62 @@ def without_warnings() -> Iterator[None]:
 
 
 def read_described(path: pathlib.Path) -> dict[str, Any]:
-    """What the JSON file beside a file says that is no ``state_dict``, if it is of this very file.
+    """Read the description of a file that is no ``state_dict``, after checking the file's digest.
 
-    So that a damaged or foreign file does not get to a library that takes it for a program.
+    A damaged or foreign file must not reach a library that runs it as a program.
 
     Raises:
-        InvalidInput: if either is missing or damaged, or they are not of one export.
+        InvalidInput: if a file is missing or damaged, or both are not of one export.
     """
-    mend = "give a file that export has written, with its JSON file"
-    with refused(str(path), mend):
+    with refused(str(path), "give a file of checkpoint.py export, with its JSON file"):
         digest = sha256(regular_file(path))
     description = net_file.read_description(path)
     if description["provenance"].get(net_file.DIGEST) != digest:
         what = f"is not the file that its JSON file describes (provenance.{net_file.DIGEST})"
-        raise InvalidInput(f"{path}: {what}; export the network anew")
+        raise InvalidInput(f"{path}: {what}; export the network again")
     return description
+
+
+def save_pt(path: pathlib.Path, trained: Trained) -> None:
+    """Write weights by ``torch.save``; raise ``OSError`` if the disk is full."""
+    net_file.save(path, trained.weights)
+
+
+def save_safetensors(path: pathlib.Path, trained: Trained) -> None:
+    """Write weights and their description as safetensors; raise ``OSError`` if the disk is full."""
+    from safetensors.torch import save
+
+    tensors = {name: weight.contiguous() for name, weight in trained.weights.items()}
+    # Not save_file, which makes files that only their owner may read
+    path.write_bytes(save(tensors, as_text(trained.description)))
+
+
+def as_text(description: Mapping[str, Any]) -> dict[str, str]:
+    """Return a description for formats of UTF-8 texts: other values as JSON."""
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value) for key, value in description.items()
+    }
+    return {_utf8(key): _utf8(value) for key, value in texts.items()}
+
+
+def _utf8(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
+def read_weights(path: pathlib.Path) -> Classifier:
+    """Read a file or folder of weights; it computes in its dtype, as in validation.
+
+    Raises:
+        InvalidInput: if the file or its description is missing, damaged or of another network.
+    """
+    net, description = net_file.read(path)
+    dtype = getattr(torch, description["dtype"])
+    channels_last = registry.prefers_channels_last(description["net"]["name"])
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    net = net.to(dtype)
+
+    @torch.no_grad()
+    def classify(inputs: Tensor) -> Tensor:
+        return registry.logits(net(inputs.to(dtype, memory_format=form))).float()
+
+    return Classifier(description, classify)

@@ -1,4 +1,4 @@
-"""``net.onnx``: the network in ONNX, in fp32 or with integers of 8 bits, computed by ONNX Runtime.
+"""``net.onnx``: the network in ONNX, in fp32 or in integers of 8 bits, for ONNX Runtime.
 
 Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html
 """
@@ -14,15 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from classify.publish.network import Classifier, Trained, read_described, without_warnings
-from classify.publish.weights import as_text
+from classify.publish.network import Classifier, Trained, as_text, read_described, without_warnings
 from deepspeed_trial.errors import InvalidInput, one_line
 
 INPUT, OUTPUT = "images", "logits"
 
 
 def save(path: pathlib.Path, trained: Trained) -> None:
-    """Writes a network for any number of inputs (B, 3, H, W), normalised already.
+    """Write a network for any number of normalised inputs (B, 3, H, W).
 
     Raises:
         InvalidInput: if it cannot be traced, or has no counterpart in ONNX.
@@ -51,9 +50,9 @@ def save(path: pathlib.Path, trained: Trained) -> None:
 
 
 def _quantize(path: pathlib.Path, trained: Trained) -> None:
-    """Makes int8 of the weights and uint8 of what flows between layers, scaled by calibration images.
+    """Convert weights to int8 and activations to uint8, scaled by calibration images.
 
-    Weights have 7 bits, for AVX2 and AVX-512 without VNNI add products of two in 16 bits, which would clip.
+    Weights have 7 bits: AVX2 and AVX-512 without VNNI add two products in 16 bits, which 8 bits would clip.
     """
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -81,13 +80,13 @@ def _quantize(path: pathlib.Path, trained: Trained) -> None:
             )
     except OSError:
         raise
-    except Exception as error:  # ONNX Runtime has many, without a class of their own
+    except Exception as error:  # ONNX Runtime's have no common class
         what = f"ONNX Runtime cannot quantize {trained.description['net']['name']}"
         raise InvalidInput(f"--int8: {what} ({one_line(error)[:300]}); leave it out") from error
 
 
 def read(path: pathlib.Path) -> Classifier:
-    """Reads what ``save`` has written, for ONNX Runtime on the CPU with as many threads as torch has.
+    """Read a file of ``save`` for ONNX Runtime on the CPU, with torch's number of threads.
 
     Raises:
         InvalidInput: if the file or its description is missing, damaged or of another network.
@@ -108,9 +107,9 @@ def read(path: pathlib.Path) -> Classifier:
         tried = session.run(None, {given.name: np.zeros((2, *wanted[0]), np.float32)})[0]
         if (tried.shape, tried.dtype) != ((2, *wanted[1]), np.float32):
             raise ValueError(f"gives {tried.dtype} of {tried.shape} for 2 images")
-    except Exception as error:  # ONNX Runtime has many, without a class of their own
+    except Exception as error:  # ONNX Runtime's have no common class
         what = f"is not the classifier that its JSON file describes ({one_line(error)[:300]})"
-        raise InvalidInput(f"{path}: {what}; export the network anew") from error
+        raise InvalidInput(f"{path}: {what}; export the network again") from error
 
     def classify(inputs: Tensor) -> Tensor:
         return torch.from_numpy(session.run(None, {given.name: inputs.contiguous().numpy()})[0])
@@ -119,7 +118,7 @@ def read(path: pathlib.Path) -> Classifier:
 
 
 def _refuse_other_files(path: pathlib.Path) -> None:
-    """Raise ``ValueError`` if weights of a network are in further files; ``save`` writes none."""
+    """Raise ``ValueError`` if a network has weights in other files; ``save`` writes none."""
     import onnx
 
     model = onnx.load(path, load_external_data=False)

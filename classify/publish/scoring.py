@@ -1,4 +1,4 @@
-"""Images classified by a network out of a file of any form, and the network judged by them."""
+"""Classify images by an exported network, and validate the network."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from classify.reports.metrics import ClassificationMetrics
 from classify.reports.summary import metrics_summary
 from deepspeed_trial.errors import ErrorList, InvalidInput
 
-BATCH, PIXELS = 500, 2**25  # images classified at a time, and the pixels that they may have together
-FOR_INT8 = 512  # training images by which int8 is scaled
+BATCH, PIXELS = 500, 2**25  # the most images, and the most pixels, classified at a time
+FOR_INT8 = 512  # training images that scale int8
 
 
 def probabilities(
@@ -60,7 +60,7 @@ def classify(classifier: Classifier, images: Tensor, how: TestTimeAugmentation |
 def validation(
     classifier: Classifier, images: ImageSet, how: TestTimeAugmentation | None = None
 ) -> dict[str, Any]:
-    """The metrics of a split of images, as ``summary.json`` has them."""
+    """Return the metrics of a split of images, in the form of ``summary.json``."""
     metrics = ClassificationMetrics(images.classes, how=how)
     for chosen in torch.arange(len(images)).split(_batch_of(classifier.description)):
         (inputs,) = inputs_of(classifier.description, images.select(chosen), len(chosen))
@@ -70,7 +70,7 @@ def validation(
 
 
 def calibration(description: Mapping[str, Any], images: ImageSet) -> Iterator[Tensor]:
-    """Inputs (B, 3, H, W) float32 of 512 training images, evenly spaced, or of all where there are fewer."""
+    """Give inputs (B, 3, H, W) float32 of 512 evenly spaced training images, or of all if they are fewer."""
     chosen = torch.linspace(0, len(images) - 1, min(FOR_INT8, len(images))).long()
     return inputs_of(description, images.select(chosen), 64)
 
@@ -82,20 +82,20 @@ def open_images(
     description: Mapping[str, Any],
     net: pathlib.Path,
 ) -> ImageSet:
-    """The images of an experiment, in the size that a network wants.
+    """Open the images of an experiment in a network's size.
 
     Args:
         config: the experiment file.
-        overrides: ``PATH=VALUE`` each.
-        split: ``train``, ``val`` or ``test``; None for the last that the data has.
+        overrides: ``PATH=VALUE`` texts.
+        split: ``train``, ``val`` or ``test``; None for the data's last one.
         description: of the network.
-        net: the network's file, for an error line.
+        net: the network's file.
 
     Raises:
         InvalidInput: if the data is missing, damaged, of other classes, or without such a split.
     """
     settings = DataSettings.parse(experiment_file.read(config, overrides).get("data"))
-    stored = tuple(description["input"]["resize"])  # whatever size the experiment file names now
+    stored = tuple(description["input"]["resize"])  # and not the experiment file's size
     settings = dataclasses.replace(settings, image_size=stored, resize=None)
     splits = settings.open_source()
     split = split or splits.names[-1]
@@ -105,13 +105,13 @@ def open_images(
         )
     source = data.load(settings, split, splits)
     if list(source.classes) != description["classes"]:
-        differ = f"its classes ({', '.join(source.classes[:12])}) are not those of {net}"
-        raise InvalidInput(f"data: {config}: {differ}; give its own data")
+        differ = f"its classes ({', '.join(source.classes[:12])}) differ from the classes of {net}"
+        raise InvalidInput(f"data: {config}: {differ}; give the data of the network")
     return source
 
 
 def views_of(text: str | None, description: Mapping[str, Any]) -> TestTimeAugmentation | None:
-    """What ``--tta`` asks for, of images of the described size; raises ``InvalidInput``."""
+    """Parse ``--tta`` for images of the described size; raise ``InvalidInput``."""
     if text is None:
         return None
     how = views.parse(text, "--tta")
@@ -120,13 +120,13 @@ def views_of(text: str | None, description: Mapping[str, Any]) -> TestTimeAugmen
 
 
 def _batch_of(description: Mapping[str, Any]) -> int:
-    """Return how many images are classified at a time."""
+    """Return the number of images to classify at a time."""
     height, width = description["input"]["resize"]
     return max(1, min(BATCH, PIXELS // (height * width)))
 
 
 def inputs_of(description: Mapping[str, Any], images: Tensor, batch: int) -> Iterator[Tensor]:
-    """Gives inputs (B, 3, H, W) float32 of images (N, 3, h, w) uint8."""
+    """Give inputs (B, 3, H, W) float32 of images (N, 3, h, w) uint8."""
     seen = description["input"]
     size = [seen["height"], seen["width"]]
     for part in images.split(batch):

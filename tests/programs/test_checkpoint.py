@@ -163,7 +163,7 @@ def test_a_model_card_has_the_results_of_its_checkpoint(which, steps, run, main,
     card = ModelCard.load(folder / "README.md")
     (result,) = card.data.eval_results
     assert (result.metric_type, result.metric_value, result.dataset_split) == ("accuracy", wanted, "test")
-    assert result.metric_name.startswith("accuracy of 80 test images, by which it was also validated")
+    assert result.metric_name.startswith("accuracy of 80 test images, which also validated")
     assert f"| accuracy | {wanted:.4f} |" in card.text and f"| steps | {steps}, of 32 images" in card.text
 
 
@@ -244,7 +244,7 @@ def test_a_report_shows_names_as_text(run, main, tmp_path):
     no_image=(["predict", "{run}/net.pt", f"{PROJECT}/README.md"], "README.md: not a readable image"),
     other_classes=(
         ["evaluate", "{run}/net.pt", *DIGITS],
-        "its classes (0, 1, 2, 3, 4, 5, 6, 7, 8, 9) are not those of",
+        "its classes (0, 1, 2, 3, 4, 5, 6, 7, 8, 9) differ from the classes of",
     ),
     no_run=(["report", "{tmp}", "--output", "{tmp}/out.pt"], "is not the folder of a run"),
     no_name=(["report", "{run}", "--output", ""], "--output: .: must be the name of a file"),

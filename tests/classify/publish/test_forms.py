@@ -294,7 +294,7 @@ def test_another_or_a_missing_file_is_one_line(form, damage, line, error):
     a_folder=(["full"], "full: must be the name of a file"),
     classes=(
         ["net.onnx", "--int8", *DIGITS, "--set", "data={dataset: imagefolder, root: ROOT}"],
-        "its classes (a, b) are not those of",
+        "its classes (a, b) differ from the classes of",
     ),
 )
 def test_impossible_exports_are_refused(arguments, line, digits, tmp_path, capsys):
