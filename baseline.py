@@ -3,7 +3,7 @@
     one process:  python3 baseline.py
     N processes:  torchrun --nproc-per-node N baseline.py     (DistributedDataParallel, on GPUs or CPU cores)
 
-The defaults are those of the PyTorch tutorial "Training a Classifier": SGD, batch 4, 2 epochs.
+The defaults come from the PyTorch tutorial "Training a Classifier": SGD, batch 4, 2 epochs.
 Source: https://pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html
 
 Several processes train under ``DistributedDataParallel``. ``DataParallel`` is obsolete: it keeps to one
@@ -58,12 +58,12 @@ OPTIONS = {
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = command_line.parser(__doc__, "const.yaml", "the images and the seed")
     add = parser.add_argument
     add("--output", type=pathlib.Path, metavar="FOLDER", help="the run's folder (runs/baseline-<time>)")
     add("--epochs", type=int, default=2, help="(%(default)s)")
-    add("--max-steps", type=int, help="stop after so many optimizer steps")
+    add("--max-steps", type=int, help="stop after N optimizer steps", metavar="N")
     add("--batch-size", type=int, default=4, help="images a step, over all processes (%(default)s)")
     add("--accumulate", type=int, default=1, help="micro-batches a step on each process (%(default)s)")
     add("--optimizer", choices=("SGD", "Adam"), default="SGD", help="(%(default)s)")
@@ -71,14 +71,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--momentum", type=float, default=0.9, help="of SGD (%(default)s)")
     add("--schedule", choices=("constant", "step", "cosine"), default="constant", help="(%(default)s)")
     add("--amp", choices=tuple(DTYPES), help="mixed precision")
-    add("--patience", type=int, help="stop after so many epochs without a lower validation loss")
-    add("--min-improvement", type=float, default=0.0, help="by which it has to be lower (%(default)s)")
+    add("--patience", type=int, help="stop after N epochs without a lower validation loss", metavar="N")
+    add(
+        "--min-improvement",
+        type=float,
+        default=0.0,
+        help="the least decrease that counts as lower (%(default)s)",
+    )
     add("--weights", metavar="FILE", help="start from this state_dict")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains as the command line says and gives the exit code."""
+    """Train; return the exit code."""
     try:
         train(parse(argv))
     except InvalidInput as error:
@@ -87,11 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Trains in the five steps of the tutorial: data, network, loss and optimizer, training, evaluation."""
+    """Train in the five steps of the tutorial: data, network, loss and optimizer, training, evaluation."""
     experiment, settings, source, weights = check(args)
     rank, world_size, device = start()
-    if rank == 0:
-        make_folder(args)
+    make_folder(args, rank)
     torch.manual_seed(experiment.seed)
 
     # 1. Data.
@@ -101,11 +105,7 @@ def train(args: argparse.Namespace) -> None:
 
     # 2. Network.
     plain = Net(len(train_set.classes))
-    if weights:
-        label = f"--weights: {args.weights}"
-        skipped = state_dicts.load_pretrained(plain, weights, label)
-        if skipped and rank == 0:
-            print(printable(state_dicts.describe_skipped_weights(skipped, label)), file=sys.stderr)
+    load_weights(plain, weights, args.weights, rank)
     plain.to(device)
     net: nn.Module = DistributedDataParallel(plain) if world_size > 1 else plain
 
@@ -114,7 +114,6 @@ def train(args: argparse.Namespace) -> None:
     optimizer = make_optimizer(args, net)
     schedule = make_schedule(args, optimizer, len(sampler.step_sizes))
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
-
     losses: list[Tensor] = []
     last = (args.max_steps or 0) * args.accumulate
     patience = Patience(args.patience, args.min_improvement)
@@ -135,46 +134,31 @@ def train(args: argparse.Namespace) -> None:
                 optimizer.zero_grad()
                 schedule.step()
                 if rank == 0 and len(losses) % 2000 == 0:  # as often as the tutorial
-                    mean = torch.stack(losses[-2000:]).mean().item()  # waits for the device
+                    mean = torch.stack(losses[-2000:]).mean()
                     print(f"{where}  micro-batch {len(losses)}  loss {mean:.4f}", flush=True)
                 if len(losses) == last:
                     break
         training_seconds += time.perf_counter() - epoch_started
 
         # 5. Evaluation.
-        validation = evaluate(net, test_set, rank, world_size, device)
+        scores = evaluate(net, test_set, rank, world_size, device)
         if rank == 0:
-            accuracy, loss_shown = (f"{name} {validation[name]:.4f}" for name in ("accuracy", "loss"))
-            print(f"{where}  {loss_shown}  {accuracy}", flush=True)
-        if patience.update(validation["loss"]) or len(losses) == last:
+            print(f"{where}  loss {scores['loss']:.4f}  accuracy {scores['accuracy']:.4f}", flush=True)
+        if patience.update(scores["loss"]) or len(losses) == last:
             break
 
     if rank == 0:
-        steps = len(losses) // args.accumulate
-        images = sum(sampler.step_sizes) * steps / len(sampler.step_sizes)
-        weights = state_dicts.of_module(plain)
-        summarized = {
-            "steps": steps,
-            "epochs": epoch + 1,
-            "world_size": world_size,
-            "zero_stage": 0,
-            "dtype": str(DTYPES.get(args.amp, torch.float32)).removeprefix("torch."),
-            "seconds": time.perf_counter() - started,
-            "images_per_second": images / max(training_seconds, 1e-9),
-            "validation": validation,
-            "weights_sha256": state_dicts.sha256(weights),
-            "checkpoint": None,
-        }
-        of_steps = torch.stack(losses).view(-1, args.accumulate).mean(1).tolist()
-        save(args.output, weights, of_steps, summarized)
+        images = sum(sampler.step_sizes) / len(sampler.step_sizes) * (len(losses) // args.accumulate)
+        rate = images / max(training_seconds, 1e-9)
+        save(args, plain, losses, scores, epoch + 1, time.perf_counter() - started, rate)
 
 
 def check(args: argparse.Namespace) -> tuple[Experiment, DataSettings, Splits, dict[str, Tensor] | None]:
-    """Checks the options, before any image is decoded; gives the experiment, its data and the first weights.
+    """Check the options before decoding an image; return the experiment, its data and the first weights.
 
     Raises:
-        InvalidInput: with a line for each that cannot be meant; if there is none, for each that does not go
-            with the images.
+        InvalidInput: with a line for every invalid option; without any, for every one that does not fit the
+            images.
     """
     check_ranks()
     errors = ErrorList()
@@ -208,7 +192,7 @@ def check(args: argparse.Namespace) -> tuple[Experiment, DataSettings, Splits, d
 
 
 def start() -> tuple[int, int, torch.device]:
-    """Joins the processes that torchrun started, and gives this one's rank, their number and its device."""
+    """Join the processes of torchrun; return this process's rank, their number, and this one's device."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -220,17 +204,29 @@ def start() -> tuple[int, int, torch.device]:
     return rank, world_size, device
 
 
-def make_folder(args: argparse.Namespace) -> None:
-    """Makes the run's folder; raises ``InvalidInput`` where that cannot be, or a run would be replaced."""
+def make_folder(args: argparse.Namespace, rank: int) -> None:
+    """Make the run's folder, on the first rank; raise ``InvalidInput`` if that fails, or it has a run."""
+    if rank != 0:
+        return
     args.output = args.output or default_output("baseline")
     try:
         args.output.mkdir(parents=True, exist_ok=True)
         reason = why_unusable(args.output, resumes=False)
     except OSError as error:
-        mend = f"cannot be made ({one_line(error)}); give another folder"
-        raise InvalidInput(f"--output: {args.output}: {mend}") from error
+        what = f"cannot be made ({one_line(error)}); give another folder"
+        raise InvalidInput(f"--output: {args.output}: {what}") from error
     if reason:
         raise InvalidInput(reason)
+
+
+def load_weights(net: nn.Module, weights: dict[str, Tensor] | None, file: str, rank: int) -> None:
+    """Load the weights that fit, if there are any; name the others."""
+    if weights is None:
+        return
+    label = f"--weights: {file}"
+    skipped = state_dicts.load_pretrained(net, weights, label)
+    if skipped and rank == 0:
+        print(printable(state_dicts.describe_skipped_weights(skipped, label)), file=sys.stderr)
 
 
 def make_optimizer(args: argparse.Namespace, net: nn.Module) -> optim.Optimizer:
@@ -252,14 +248,14 @@ def make_schedule(
 
 
 def autocast(args: argparse.Namespace, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Lets torch choose which operations of the forward pass run in 16 bits, if that is asked for."""
+    """With ``--amp``, let torch choose the operations of the forward pass that run in 16 bits."""
     return torch.autocast(device.type, dtype=DTYPES[args.amp]) if args.amp else contextlib.nullcontext()
 
 
 def batches(
     source: ImageSet, sampler: MicroBatchSampler, rank: int, world_size: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's micro-batches of one epoch, as the trial's ranks see them."""
+    """Give this rank's micro-batches of an epoch, in the order of the trial's ranks."""
     mine = [indices for i, indices in enumerate(sampler) if i % world_size == rank]
     loader = DataLoader(MicroBatchDataset(source), batch_sampler=mine, collate_fn=whole_micro_batch)
     for images, labels in loader:
@@ -270,7 +266,7 @@ def batches(
 def evaluate(
     net: nn.Module, test_set: ImageSet, rank: int, world_size: int, device: torch.device
 ) -> dict[str, Any]:
-    """Accuracy, loss and per-class accuracy over every test image, counted on all ranks."""
+    """Return accuracy, loss and per-class accuracy over every test image, counted on all ranks."""
     net.eval()
     counts = ClassificationMetrics(test_set.classes)
     sampler = MicroBatchSampler(len(test_set), 256 * world_size, world_size)
@@ -282,15 +278,37 @@ def evaluate(
 
 
 def save(
-    output: pathlib.Path, weights: dict[str, Tensor], losses: list[float], summarized: dict[str, Any]
+    args: argparse.Namespace,
+    net: nn.Module,
+    losses: list[Tensor],
+    validation: dict[str, Any],
+    epochs: int,
+    seconds: float,
+    images_per_second: float,
 ) -> None:
-    """Writes the run's folder as ``train.py`` does, and prints the accuracies."""
-    torch.save(weights, output / "net.pt")
-    entries = [{"group": "training", "steps_completed": i, "loss": loss} for i, loss in enumerate(losses, 1)]
-    (output / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    for name, accuracy in summarized["validation"]["per_class_accuracy"].items():
+    """Write the run's folder as ``train.py`` does, and print the accuracies."""
+    weights = state_dicts.of_module(net)
+    torch.save(weights, args.output / "net.pt")
+    of_steps = torch.stack(losses).view(-1, args.accumulate).mean(1).tolist()
+    entries = [
+        {"group": "training", "steps_completed": i, "loss": loss} for i, loss in enumerate(of_steps, 1)
+    ]
+    (args.output / "metrics.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    for name, accuracy in validation["per_class_accuracy"].items():
         print(f"  {printable(name):<12} {accuracy:7.2%}")
-    summary.write(output, summarized)
+    summarized = {
+        "steps": len(of_steps),
+        "epochs": epochs,
+        "world_size": int(os.environ.get("WORLD_SIZE", 1)),
+        "zero_stage": 0,
+        "dtype": str(DTYPES.get(args.amp, torch.float32)).removeprefix("torch."),
+        "seconds": seconds,
+        "images_per_second": images_per_second,
+        "validation": validation,
+        "weights_sha256": state_dicts.sha256(weights),
+        "checkpoint": None,
+    }
+    summary.write(args.output, summarized)
 
 
 if __name__ == "__main__":

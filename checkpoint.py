@@ -1,4 +1,4 @@
-"""Uses what a run has left: takes the trained network out, classifies images with it, judges it, and reports.
+"""Use a finished run: export its network, classify images, validate the network, write a report.
 
     a file for plain PyTorch:  python3 checkpoint.py export RUN_OR_CHECKPOINT net.pt [--format FORMAT]
     of integers of 8 bits:     python3 checkpoint.py export RUN net-int8.onnx --int8 --config FILE
@@ -6,14 +6,14 @@
     classify images:           python3 checkpoint.py predict net.pt IMAGE_OR_FOLDER... [--json]
     on a page of this machine: python3 checkpoint.py serve net.pt [--port N]
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
-    by several views:          the last two with --tta mirror,shift=1 (test-time augmentation)
+    by several views:          predict and evaluate with --tta mirror,shift=1 (test-time augmentation)
     look at runs, or a search: python3 checkpoint.py report RUN [RUN...] [--output report.html]
     images and shards kept:    python3 checkpoint.py caches [FOLDER...] [--clear]
 
-RUN is the folder of a run of train.py; a checkpoint is a folder in its checkpoints/, or one that
-`det checkpoint download` has written. It may be of any mode and any number of processes. Decoded images
-are kept in hidden files of the data's folder, one for each split and size; --clear removes them.
-Exit codes: 0 done, 2 a path or value that cannot be used, 1 anything else.
+RUN is the folder of a run of train.py; a checkpoint is a folder in its checkpoints/, or a folder of
+`det checkpoint download`, of any mode and any number of processes. Hidden files of the data's folder hold
+decoded images, one for each split and size; --clear removes them. Exit codes: 0 done, 2 an unusable path
+or value, 1 anything else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from classify.config import command_line
 from deepspeed_trial.errors import DISK_FULL, InvalidInput, TrainingStopped, one_line, print_errors, printable
@@ -37,67 +37,56 @@ CONFIG = "const.yaml"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="export|predict|serve|evaluate|report|caches"
     )
+    path = {"type": pathlib.Path}
 
-    one = commands.add_parser("export", help="write a network that plain PyTorch loads")
-    one.add_argument("source", metavar="RUN_OR_CHECKPOINT", type=pathlib.Path)
-    one.add_argument("target", metavar="FILE_OR_FOLDER", type=pathlib.Path)
-    one.add_argument(
+    command = commands.add_parser("export", help="write a network that plain PyTorch loads")
+    add: Any = command.add_argument
+    add("source", metavar="RUN_OR_CHECKPOINT", **path)
+    add("target", metavar="FILE_OR_FOLDER", **path)
+    add(
         "--format", choices=FORMATS, help="(by FILE's ending, else pt); hf: a folder for the Hugging Face Hub"
     )
-    one.add_argument(
-        "--checkpoint", default="latest", metavar="latest|best|UUID", help="of a run (%(default)s)"
-    )
-    one.add_argument("--int8", action="store_true", help="of ONNX: integers of 8 bits")
-    command_line.add_experiment_options(one, CONFIG, "whose training images scale --int8")
+    add("--checkpoint", default="latest", metavar="latest|best|UUID", help="of a run (%(default)s)")
+    add("--int8", action="store_true", help="of ONNX: integers of 8 bits")
+    command_line.add_experiment_options(command, CONFIG, "whose training images scale --int8")
 
-    one = commands.add_parser("predict", help="classify image files")
-    one.add_argument("net", metavar="NET", type=pathlib.Path)
-    one.add_argument("images", metavar="IMAGE_OR_FOLDER", nargs="+", type=pathlib.Path)
-    one.add_argument(
-        "--json", action="store_true", help="print a JSON list with the probability of every class"
-    )
+    command = commands.add_parser("predict", help="classify image files")
+    add = command.add_argument
+    add("net", metavar="NET", **path)
+    add("images", metavar="IMAGE_OR_FOLDER", nargs="+", **path)
+    add("--json", action="store_true", help="print a JSON list with the probability of every class")
+    _add_tta(command)
 
-    _add_tta(one)
+    command = commands.add_parser("serve", help="serve a page of this machine to drop images on")
+    add = command.add_argument
+    add("net", metavar="NET", **path)
+    add("--port", type=int, default=7860, metavar="N", help="of 127.0.0.1 (%(default)s)")
 
-    one = commands.add_parser("serve", help="a page of this machine to drop images on")
-    one.add_argument("net", metavar="NET", type=pathlib.Path)
-    one.add_argument("--port", type=int, default=7860, metavar="N", help="of 127.0.0.1 (%(default)s)")
+    command = commands.add_parser("evaluate", help="validate a network")
+    add = command.add_argument
+    add("net", metavar="NET", **path)
+    _add_tta(command)
+    add("--split", choices=("train", "val", "test"), help="(the data's last: test, else val)")
+    command_line.add_experiment_options(command, CONFIG)
+    add("--json", action="store_true", help="print the validation as in summary.json")
 
-    one = commands.add_parser("evaluate", help="validate a network")
-    one.add_argument("net", metavar="NET", type=pathlib.Path)
-    _add_tta(one)
-    one.add_argument(
-        "--split",
-        choices=("train", "val", "test"),
-        help="which images (test, or val where there are no others)",
-    )
-    command_line.add_experiment_options(one, CONFIG)
-    one.add_argument("--json", action="store_true", help="print the validation as in summary.json")
+    command = commands.add_parser("report", help="write a page about runs, or a search")
+    add = command.add_argument
+    add("runs", metavar="RUN", nargs="+", **path)
+    add("--output", metavar="FILE", help="(report.html in the first run's folder)", **path)
 
-    one = commands.add_parser("report", help="write a page about runs, or a search")
-    one.add_argument("runs", metavar="RUN", nargs="+", type=pathlib.Path)
-    one.add_argument(
-        "--output", metavar="FILE", type=pathlib.Path, help="(report.html in the first run's folder)"
-    )
-
-    one = commands.add_parser(
-        "caches", help="list the decoded images and fetched shards that are kept, or remove them"
-    )
-    one.add_argument(
-        "folders",
-        metavar="FOLDER",
-        nargs="*",
-        type=pathlib.Path,
-        help="data.root or data.cache.folder of a run (data, and the user's cache)",
-    )
-    one.add_argument("--clear", action="store_true", help="remove them")
+    command = commands.add_parser("caches", help="list or remove decoded images and fetched shards")
+    add = command.add_argument
+    folders = "data.root or data.cache.folder of a run (data, and the user's cache)"
+    add("folders", metavar="FOLDER", nargs="*", help=folders, **path)
+    add("--clear", action="store_true", help="remove them")
     return parser.parse_args(argv)
 
 
@@ -107,7 +96,7 @@ def _add_tta(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Does what the command line says and gives the exit code."""
+    """Run the command; return the exit code."""
     args = parse(argv)
     commands = {"export": export, "predict": predict, "evaluate": evaluate, "report": report}
     try:
@@ -119,7 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"checkpoint.py: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"checkpoint.py: a path cannot be used ({one_line(error)}); mend that", file=sys.stderr)
+        print(
+            f"checkpoint.py: a path cannot be used ({one_line(error)}); repair or change it", file=sys.stderr
+        )
         return 1 if error.errno in DISK_FULL else 2
     except KeyboardInterrupt:
         print("checkpoint.py: interrupted", file=sys.stderr)
@@ -128,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Writes a checkpoint's network in a form of its own, with what describes it."""
+    """Write a checkpoint's network and its description in a form."""
     from classify.models import net_file, state_dicts
     from classify.publish import forms, scoring
     from classify.publish.network import Trained
@@ -136,11 +127,10 @@ def export(args: argparse.Namespace) -> None:
 
     form = args.format or forms.by_ending(args.target)
     if args.target.suffix == ".json" or (args.target.is_dir() and form != "hf"):
-        raise InvalidInput(
-            f"{args.target}: must be the name of a file that does not end in .json, e.g. net.pt"
-        )
+        what = "must be the name of a file that does not end in .json, e.g. net.pt"
+        raise InvalidInput(f"{args.target}: {what}")
     ending = forms.FORMS[form].ending
-    if ending and args.target.suffix != ending:  # by which it is known when it is read
+    if ending and args.target.suffix != ending:  # the reader goes by the ending
         raise InvalidInput(f"{args.target}: must end in {ending}, as --format {form} does; rename it")
     if args.int8 and form != forms.OF_INT8:
         raise InvalidInput(f"--int8: is not for {form}; give a file that ends in .onnx")
@@ -152,7 +142,7 @@ def export(args: argparse.Namespace) -> None:
     whole = folder / net_file.NAMES[0]
     state = state_dicts.read(str(whole))
     description = net_file.read_description(whole)
-    net_file.build(description, state, str(whole))  # raises where they do not go together
+    net_file.build(description, state, str(whole))  # raises if the weights do not fit the description
     digest = state_dicts.sha256(dict(sorted(state.items())))
     description["provenance"].update(checkpoint=folder.name, weights_sha256=digest)
     calibration = None
@@ -167,7 +157,7 @@ def export(args: argparse.Namespace) -> None:
     files = printable(f"{args.target}, {net_file.beside(args.target)}")
     print(f"{files}: checkpoint {folder.name}, {steps:,} steps")
     if args.int8:
-        print(f"what int8 loses: checkpoint.py evaluate {printable(args.target)} --config {args.config}")
+        print(f"accuracy of int8: checkpoint.py evaluate {printable(args.target)} --config {args.config}")
 
 
 def predict(args: argparse.Namespace) -> None:
@@ -225,7 +215,7 @@ def _print_predictions(files: Sequence[pathlib.Path], probabilities: Tensor, cla
 
 
 def evaluate(args: argparse.Namespace) -> None:
-    """Judges a network on the experiment's test images, or others of it, as the trial does."""
+    """Validate a network as the trial does, on the test images or another split."""
     from classify.publish import forms, scoring
     from classify.reports.summary import scores
 
@@ -243,7 +233,7 @@ def evaluate(args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    """Writes one page about runs, or about a search."""
+    """Write a page about runs, or about a search."""
     if any((run / "search.db").is_file() for run in args.runs):
         from classify.tuning.search_page import write
     else:

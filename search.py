@@ -1,11 +1,11 @@
-"""Runs the search of an experiment file on this machine, as a cluster would, with Optuna.
+"""Run the search of an experiment file on this machine, as a cluster would, with Optuna.
 
     on this machine:   python3 search.py --config experiments/search-asha.yaml
     on a cluster:      det experiment create experiments/search-asha.yaml .
 
     several at once:   --parallel N
     another value:     --set data.dataset=digits --set searcher.max_trials=12
-    to go on:          the same command with the same --output
+    to continue:       the same command with the same --output
     a page about it:   python3 checkpoint.py report OUTPUT     (also while it runs)
     plots of it:       optuna-dashboard sqlite:///OUTPUT/search.db  (pip install optuna-dashboard)
     better guesses:    --set searcher.name=tpe                 (on this machine alone)
@@ -38,7 +38,7 @@ DEFAULT_CONFIG = "experiments/search-asha.yaml"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = command_line.parser(__doc__, DEFAULT_CONFIG)
     parser.add_argument(
         "--output",
@@ -51,7 +51,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Searches as the command line says and gives the exit code."""
+    """Search; return the exit code."""
     args = parse(argv)
     output = args.output or default_output(args.config)
     quiet_optuna()
@@ -61,24 +61,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = registry.input_size(hyperparameters.get("net"), hyperparameters.get("weights"))
         settings = DataSettings.parse(search.experiment.config.get("data"), size)
         source = settings.open_source()
-        for split in source.names:  # listed, before a folder is made
+        for split in source.names:  # before the search makes its folder
             source.count(split)
         with locked_folder(output, "search"):
             runner = SearchRunner(search, output, source)
             runner.refuse_if_all_invalid()
-            for split in source.names:  # decoded once for all trials, none of which can go without
+            for split in source.names:  # decode once for all trials
                 data.load(settings, split, source)
             return runner.run()
     except InvalidInput as error:
         return print_errors("search.py", error)
     except (OSError, SQLAlchemyError, StorageInternalError) as error:
         reason = one_line(getattr(error, "orig", None) or error)
-        line = f"{output}: the state of the search cannot be kept there ({reason})"
-        print(f"search.py: {printable(line)}; mend that, then the same command goes on", file=sys.stderr)
+        line = f"{output}: cannot store the state of the search ({reason}); repair the disk or the file"
+        print(f"search.py: {printable(line)}; then the same command continues", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        mend = f"the same command with --output {printable(output)} goes on"
-        print(f"search.py: interrupted; {mend}", file=sys.stderr)
+        remedy = f"continue with the same command and --output {printable(output)}"
+        print(f"search.py: interrupted; {remedy}", file=sys.stderr)
         return 130
 
 

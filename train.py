@@ -1,4 +1,4 @@
-"""Trains a ``CIFARTrial``: on a Determined cluster, on GPUs, or on the CPU cores of this machine.
+"""Train a ``CIFARTrial``: on a Determined cluster, on GPUs, or on the CPU cores of this machine.
 
     one process:       python3 train.py --config const.yaml
     one host, N ranks: deepspeed --num_gpus N train.py --config distributed.yaml     (GPUs or CPU cores)
@@ -8,7 +8,7 @@
     another value:     --set data.dataset=digits
                        --set hyperparameters.overwrite_deepspeed_args.optimizer.params.lr=0.01
     one batch:         --test
-    what is fastest:   --tune [--slots N]      (ZeRO stages, micro-batches: OUTPUT/tuned.yaml)
+    find the fastest:  --tune [--slots N]      (ZeRO stages, micro-batches: OUTPUT/tuned.yaml)
     look at steps:     --profile            (OUTPUT/profile.txt, and a trace for TensorBoard)
     in short:          --epochs 20 --lr 0.001 --batch-size 64 --net resnet18
     only check:        --check [--slots N]     (prints the DeepSpeed configuration that would be used)
@@ -16,7 +16,7 @@
 
 The run's folder (--output) holds summary.json, metrics.jsonl, the checkpoints, and net.pt: the trained
 weights as a plain fp32 state_dict. A signal ends the run with a checkpoint; --resume latest --output FOLDER
-goes on from it. Exit codes: 0 done, 2 bad configuration or data, 130 interrupted, 1 anything else.
+continues. Exit codes: 0 done, 2 bad configuration or data, 130 interrupted, 1 anything else.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from classify.config import command_line  # all else after the first line, for torch takes seconds to import
+from classify.config import command_line  # other modules after the first line: torch takes seconds to import
 
 if TYPE_CHECKING:
     from classify.engine.trial_config import TrialConfig
@@ -40,19 +40,17 @@ if TYPE_CHECKING:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = command_line.parser(__doc__, "const.yaml")
     add = parser.add_argument
     command_line.add_short_forms(parser)
-    add("--resume", metavar="latest|auto|UUID", help="go on from a checkpoint of --output; auto: or begin")
+    add("--resume", metavar="latest|auto|UUID", help="from a checkpoint of --output; auto: or begin")
     add("--output", type=command_line.folder, metavar="FOLDER", help="its folder (runs/<config>-<time>)")
     add("--test", action="store_true", help="train, validate and save one batch")
     meaning = "check, print the DeepSpeed configuration, train nothing; images: open every image, too"
     add("--check", nargs="?", const="settings", choices=("settings", "images"), help=meaning)
     add("--profile", action="store_true", help="record a few steps with torch's profiler")
-    add(
-        "--migrate", metavar="FILE", help="with --check: write a DeepSpeed configuration of another year anew"
-    )
+    add("--migrate", metavar="FILE", help="with --check: update a DeepSpeed configuration of another year")
     add("--tune", action="store_true", help="try ZeRO stages and micro-batches, and write the fastest")
     add("--slots", type=int, metavar="N", help="with --check or --tune: for N processes")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher
@@ -60,19 +58,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains as the command line says and gives the exit code."""
+    """Train; return the exit code."""
     args = parse(argv)
     if not args.check and (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
         print("starting: importing torch, DeepSpeed and Determined", flush=True)
     try:
         return do(args)
     except KeyboardInterrupt:
-        print("train.py: interrupted; what was saved before is as it was", file=sys.stderr)
+        print("train.py: interrupted; earlier checkpoints are unchanged", file=sys.stderr)
         return 130
 
 
 def do(args: argparse.Namespace) -> int:
-    """Checks or trains; gives the exit code, also for errors of one line."""
+    """Check, tune or train; print errors; return the exit code."""
     with command_line.importing():
         from deepspeed_trial.errors import InvalidInput, TrainingStopped, is_said_here, print_errors
         from deepspeed_trial.meeting import check_ranks
@@ -92,7 +90,7 @@ def do(args: argparse.Namespace) -> int:
 
 
 def load(args: argparse.Namespace) -> Experiment:
-    """Reads the experiment file; where a field is wrong, names what else is."""
+    """Read the experiment file; name the errors of all its sections."""
     from classify.config import experiment_fields, experiment_file
     from deepspeed_trial.errors import InvalidInput, add_new
 
@@ -107,7 +105,7 @@ def load(args: argparse.Namespace) -> Experiment:
     try:
         return experiment_fields.check(config)
     except InvalidInput as error:
-        from classify.engine.config_parts import errors_of  # which takes seconds
+        from classify.engine.config_parts import errors_of  # takes seconds
 
         hparams = config.get("hyperparameters")
         if not isinstance(hparams, dict):
@@ -117,7 +115,7 @@ def load(args: argparse.Namespace) -> Experiment:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Checks the experiment file for a number of processes and prints the DeepSpeed configuration."""
+    """Check the experiment file for a number of processes, and print the DeepSpeed configuration."""
     from deepspeed_trial import redaction
     from deepspeed_trial.errors import printable
 
@@ -128,7 +126,7 @@ def check(args: argparse.Namespace) -> int:
             print(f"train.py: {printable(line)}", file=sys.stderr)
         args.overrides.append(f"hyperparameters.deepspeed_config={json.dumps(args.migrate)}")
     experiment = load(args)
-    with command_line.importing():  # after the file was checked, for these take seconds
+    with command_line.importing():  # after the check of the file: imports take seconds
         import data
         from classify.engine import memory_forecast
         from classify.engine.deepspeed_keys import MICRO_BATCH
@@ -157,7 +155,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def slots_of(args: argparse.Namespace, experiment: Experiment) -> int:
-    """The processes that ``--slots`` or the experiment file names."""
+    """Return the number of processes, from ``--slots`` or the experiment file."""
     from deepspeed_trial.errors import InvalidInput
 
     if args.slots is not None and args.slots < 1:
@@ -166,7 +164,7 @@ def slots_of(args: argparse.Namespace, experiment: Experiment) -> int:
 
 
 def tune(args: argparse.Namespace) -> int:
-    """Tries configurations in processes of their own, and writes the fastest."""
+    """Try configurations in new processes, and write the file of the fastest."""
     experiment = load(args)
     slots = slots_of(args, experiment)
     from classify.tuning import tune
@@ -178,14 +176,14 @@ def tune(args: argparse.Namespace) -> int:
 
 
 def notes(experiment: Experiment, config: TrialConfig) -> list[str]:
-    """What works, but may surprise, in a line each."""
+    """Return a line for each setting that works and may surprise."""
     steps = config.steps
     on_length = [] if steps is None else experiment.length_notes(steps, config.epoch_steps, config.batch)
     return [*experiment.notes(), *config.notes, *on_length]
 
 
 def print_notes(lines: list[str]) -> None:
-    """Prints each as a line on stderr."""
+    """Print notes on stderr."""
     from deepspeed_trial.errors import printable
 
     for line in lines:
@@ -193,27 +191,26 @@ def print_notes(lines: list[str]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Trains, and off a cluster writes the summary and prints the accuracy."""
+    """Train, and write the summary of a local run; return the exit code."""
     from deepspeed_trial.cluster import cluster_experiment
     from deepspeed_trial.errors import InvalidInput, printable
     from deepspeed_trial.local.folder import default_output
 
     if args.migrate:
-        raise InvalidInput(f"--migrate: {args.migrate}: goes with --check")
+        raise InvalidInput(f"--migrate: {args.migrate}: needs --check")
     if args.slots is not None:
-        mend = "is for --check and --tune; torchrun or deepspeed starts the processes"
-        raise InvalidInput(f"--slots: {args.slots}: {mend}")
+        remedy = "is for --check and --tune; torchrun or deepspeed starts the processes"
+        raise InvalidInput(f"--slots: {args.slots}: {remedy}")
     experiment = cluster_experiment() or load(args)
     if args.resume and not args.output:
-        raise InvalidInput(f"--resume: {args.resume}: of which run? give its folder as --output")
-    with command_line.importing():  # after the file was checked, for these take seconds
+        raise InvalidInput(f"--resume: {args.resume}: needs --output, the folder of the run")
+    with command_line.importing():  # after the check of the file: imports take seconds
         import torch._dynamo  # noqa: F401 - as torch's first optimizer does
 
         from classify.images.splits import UNREADABLE
-        from classify.reports import overview, summary, tracked_files
+        from classify.reports import summary
         from classify.tuning import micro_batch
         from deepspeed_trial.machine import peak_memory
-        from deepspeed_trial.schedules import learning_rate
         from deepspeed_trial.trainer import Trainer, find_checkpoint, init
         from model_def import CIFARTrial
 
@@ -224,41 +221,52 @@ def run(args: argparse.Namespace) -> int:
         output=args.output or default_output(args.config),
         resumes=None if args.resume == "auto" else bool(args.resume),
         writes=(*summary.RUN_FILES, micro_batch.FILE, UNREADABLE),
-        enable_tensorboard_logging=False,  # the trial has reports of its own
+        enable_tensorboard_logging=False,  # the trial writes its reports
     ) as context:
         checkpoint = find_checkpoint(context, args.resume)
         if choice:
             choice.give(context)
         trial = CIFARTrial(context)
-        is_chief, output = context.distributed.rank == 0, context.output
-        lines = overview.describe(trial.config, trial.model_engine.module, context, checkpoint, args.test)
-        if is_chief:
-            print(*lines, sep="\n", flush=True)
-            print_notes(notes(experiment, trial.config))
-            if output and (left_out := trial.config.source.left_out):
-                (output / UNREADABLE).write_text("".join(f"{line}\n" for line in left_out))
-            if args.test and not learning_rate(trial.model_engine):
-                print_notes(
-                    ["--test: the schedule begins with a learning rate of 0; the step changes no weight"]
-                )
+        announce(trial, experiment, checkpoint, args.test)
         # Train
         fit = Trainer(trial, context).fit(
             **experiment.fit_arguments(trial.model_engine.train_batch_size(), trial.config.steps),
             latest_checkpoint=checkpoint,
             test_mode=args.test,
         )
+        is_chief, output = context.distributed.rank == 0, context.output
         if fit.interrupted:
             if is_chief:
-                print(f"stopped; go on with --resume latest --output {printable(output)}", file=sys.stderr)
+                again = f"--resume latest --output {printable(output)}"
+                print(f"stopped with a checkpoint; continue with {again}", file=sys.stderr)
             return 130
-        # Wait for the chief's last figures, or Determined's launcher takes a rank that has ended for dead
+        # Wait for the chief's last figures: Determined's launcher takes a rank that has ended for dead
         peaks = context.distributed.allgather(round(peak_memory(), 1))
-        if output is None:  # on a cluster the last checkpoint has the network, and the master the metrics
-            if context.tracking.names:
-                context.tracking.add_files(tracked_files.of_trial(trial.hooks.write_network, is_chief))
-            return 0
-        summarise(trial, fit, experiment.metric, peaks)
+        if output:
+            summarise(trial, fit, experiment.metric, peaks)
+        elif (
+            context.tracking.names
+        ):  # on a cluster the checkpoint has the network, and the master the metrics
+            context.tracking.add_files(summary.network_file(trial.hooks.write_network, is_chief))
     return 0
+
+
+def announce(trial: CIFARTrial, experiment: Experiment, checkpoint: str | None, is_test: bool) -> None:
+    """Print the first lines and the notes of a run, and list its unreadable images; every rank calls it."""
+    from classify.images.splits import UNREADABLE
+    from classify.reports import overview
+    from deepspeed_trial.schedules import learning_rate
+
+    context, config = trial.context, trial.config
+    lines = overview.describe(config, trial.model_engine.module, context, checkpoint, is_test)
+    if context.distributed.rank != 0:
+        return
+    print(*lines, sep="\n", flush=True)
+    print_notes(notes(experiment, config))
+    if context.output and (left_out := config.source.left_out):
+        (context.output / UNREADABLE).write_text("".join(f"{line}\n" for line in left_out))
+    if is_test and not learning_rate(trial.model_engine):
+        print_notes(["--test: the schedule begins with a learning rate of 0; the step changes no weight"])
 
 
 def summarise(trial: CIFARTrial, fit: FitResult, metric: str, peaks: list[float]) -> None:
@@ -267,8 +275,8 @@ def summarise(trial: CIFARTrial, fit: FitResult, metric: str, peaks: list[float]
     Args:
         trial: after its training.
         fit: the result of the training.
-        metric: the last to be printed.
-        peaks: MiB that each rank has taken at most.
+        metric: its score is the last line.
+        peaks: the most MiB of every rank.
     """
     from classify.models import state_dicts
     from classify.reports import summary, utilisation

@@ -82,7 +82,7 @@ def test_a_stopped_run_resumes_to_the_same_bits(runs: Runs, name, ranks):
     assert stopped.code == 130, stopped.stderr
     step = max(checkpoints(stopped))
     assert step == row.stop if ranks == 1 else row.stop <= step <= row.stop + 1
-    assert "go on with --resume latest" in stopped.stderr or row.program != "train.py"
+    assert "continue with --resume latest" in stopped.stderr or row.program != "train.py"
     assert not (stopped.output / "summary.json").exists()
     resumed = runs.resumed(name, ranks)
     assert resumed.code == 0, resumed.stderr

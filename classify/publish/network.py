@@ -1,4 +1,4 @@
-"""A trained network before its export and after its import; files of weights, ``.pt`` and ``.safetensors``."""
+"""A trained network before its export and after its import; files of weights: ``.pt``, ``.safetensors``."""
 
 from __future__ import annotations
 

@@ -1,3 +1,3 @@
-"""What a run shows: metrics, figures, TensorBoard, and the HTML report."""
+"""Reports of a run: metrics, figures, TensorBoard, the HTML page."""
 
-import deepspeed_trial  # noqa: F401 - before anything here imports deepspeed: see there
+import deepspeed_trial  # noqa: F401 - first: it must come before deepspeed

@@ -1,16 +1,18 @@
-"""The summary of a finished run: ``summary.json`` and the last lines on the terminal."""
+"""The files of a finished run: ``summary.json``, and on a cluster the network for trackers."""
 
 from __future__ import annotations
 
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from classify.config.metric_table import METRICS, TTA_METRIC
 from classify.models import net_file
-from deepspeed_trial.errors import printable
+from deepspeed_trial.errors import one_line, printable
 
 FILE, CLASSIFICATION = "summary.json", "classification.json"
 RUN_FILES = (*net_file.NAMES, CLASSIFICATION)  # in addition to the files of any `DeepSpeedTrial`
@@ -61,3 +63,20 @@ def scores(metrics: Mapping[str, Any], chosen: str = "accuracy", which: str = ""
     names = [name for name in (TTA_METRIC, "accuracy") if name != chosen]
     values = {name: value_of(metrics, name) for name in (*names, chosen)}
     return [f"{which}{printable(name)} {value:.4f}" for name, value in values.items() if value is not None]
+
+
+def network_file(write_network: Callable[[pathlib.Path], Any], is_chief: bool) -> list[pathlib.Path]:
+    """Write a trial's network into a temporary folder, for trackers; every rank calls it.
+
+    Args:
+        write_network: writes the network on the chief.
+        is_chief: whether this rank is the chief.
+    """
+    folder = tempfile.mkdtemp() if is_chief else ""  # the tracker sends its files later
+    net = pathlib.Path(folder) / net_file.NAMES[0]
+    try:
+        write_network(net)
+    except OSError as error:
+        print(printable(f"note: {net}: not written ({one_line(error)})"), file=sys.stderr)
+        return []
+    return [net, net_file.beside(net)]
