@@ -32,7 +32,7 @@ from deepspeed_trial.out_of_memory import explain_out_of_memory
 if TYPE_CHECKING:
     from torch import Tensor
 
-FORMATS = ("pt", "safetensors", "onnx", "hf")  # of classify/publish/forms.py
+FORMATS = ("pt", "safetensors", "onnx", "hf")  # of workbench/publish/forms.py
 CONFIG = "const.yaml"
 
 
@@ -121,9 +121,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def export(args: argparse.Namespace) -> None:
     """Write a checkpoint's network and its description in a form."""
     from classify.models import net_file, state_dicts
-    from classify.publish import forms, scoring
-    from classify.publish.network import Trained
     from deepspeed_trial.checkpoints.files import locate
+    from workbench.publish import forms, scoring
+    from workbench.publish.network import Trained
 
     form = args.format or forms.by_ending(args.target)
     if args.target.suffix == ".json" or (args.target.is_dir() and form != "hf"):
@@ -167,7 +167,7 @@ def predict(args: argparse.Namespace) -> None:
         InvalidInput: after that, with a line for each file that cannot be read as an image.
     """
     from classify.images.sources.image_folder import find_images
-    from classify.publish import forms, scoring
+    from workbench.publish import forms, scoring
 
     classifier = forms.read(args.net)
     how = scoring.views_of(args.tta, classifier.description)
@@ -194,8 +194,8 @@ def predict(args: argparse.Namespace) -> None:
 
 def serve(args: argparse.Namespace) -> None:
     """Serve a page that classifies the images that a person of this machine drops on it."""
-    from classify.publish import forms
-    from classify.publish import serve as page
+    from workbench.publish import forms
+    from workbench.publish import serve as page
 
     page.run(forms.read(args.net), args.net.resolve().name, args.port)
 
@@ -216,8 +216,8 @@ def _print_predictions(files: Sequence[pathlib.Path], probabilities: Tensor, cla
 
 def evaluate(args: argparse.Namespace) -> None:
     """Validate a network as the trial does, on the test images or another split."""
-    from classify.publish import forms, scoring
     from classify.reports.summary import scores
+    from workbench.publish import forms, scoring
 
     classifier = forms.read(args.net)
     how = scoring.views_of(args.tta, classifier.description)
@@ -235,9 +235,9 @@ def evaluate(args: argparse.Namespace) -> None:
 def report(args: argparse.Namespace) -> None:
     """Write a page about runs, or about a search."""
     if any((run / "search.db").is_file() for run in args.runs):
-        from classify.tuning.search_page import write
+        from workbench.search.search_page import write
     else:
-        from classify.reports.html_report import write
+        from workbench.reports.html_report import write
     target = args.output or args.runs[0] / "report.html"
     write(args.runs, target)
     print(printable(target))

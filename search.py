@@ -28,11 +28,11 @@ import data
 from classify.config import command_line
 from classify.images.settings import DataSettings
 from classify.models import registry
-from classify.tuning import specification
-from classify.tuning.results import quiet_optuna
-from classify.tuning.runner import SearchRunner
 from deepspeed_trial.errors import InvalidInput, one_line, print_errors, printable
 from deepspeed_trial.local.folder import default_output, locked_folder
+from workbench.search import specification
+from workbench.search.results import quiet_optuna
+from workbench.search.runner import SearchRunner
 
 DEFAULT_CONFIG = "experiments/search-asha.yaml"
 

@@ -167,9 +167,9 @@ def tune(args: argparse.Namespace) -> int:
     """Try configurations in new processes, and write the file of the fastest."""
     experiment = load(args)
     slots = slots_of(args, experiment)
-    from classify.tuning import tune
     from deepspeed_trial.local.folder import default_output
     from model_def import CIFARTrial
+    from workbench import tune
 
     tune.tune(CIFARTrial, experiment, slots, args.output or default_output(f"tune-{args.config}"))
     return 0
@@ -312,7 +312,7 @@ def summarise(trial: CIFARTrial, fit: FitResult, metric: str, peaks: list[float]
     }
     summary.write(output, values, metric)
     if context.tracking.names:
-        from classify.reports import html_report  # not in the upload to a cluster
+        from workbench.reports import html_report  # not in the upload to a cluster
 
         context.tracking.add_files(html_report.tracked_files(output))
 

@@ -18,14 +18,15 @@ MAY_IMPORT = {
         "classify.models": "deepspeed_trial classify.config net",
         "classify.engine": "deepspeed_trial classify.config classify.images classify.models",
         "classify.reports": "deepspeed_trial classify.config classify.images classify.models classify.engine",
-        "classify.publish": "deepspeed_trial classify.config classify.images classify.models classify.reports net data",
-        "classify.tuning": "deepspeed_trial classify.config classify.images classify.engine classify.reports",
+        "classify.tuning": "deepspeed_trial classify.config classify.engine",
+        "workbench": "deepspeed_trial net data classify.config classify.images classify.models classify.engine"
+        " classify.reports classify.tuning",
     }.items()
 }
 PROGRAMS = {"train", "search", "shards", "checkpoint", "baseline"}
 FILES = [
     file
-    for pattern in ("*.py", "deepspeed_trial/**/*.py", "classify/**/*.py")
+    for pattern in ("*.py", "deepspeed_trial/**/*.py", "classify/**/*.py", "workbench/**/*.py")
     for file in PROJECT.glob(pattern)
 ]
 

@@ -76,7 +76,7 @@ def test_the_upload_is_small_and_whole(tmp_path):
     assert experiments | {*NEEDED} <= items.keys()
     sizes = [len(item.content or "") for item in items.values()]  # in base64
     assert max(sizes) < 40_000 and sum(sizes) < 1_500_000  # code, and no more; the master takes 95 MB
-    unwanted = ("tests", "runs", "data/", ".venv", ".git/", "docs", "benchmarks")
+    unwanted = ("tests", "runs", "data/", ".venv", ".git/", "docs", "benchmarks", "workbench")
     assert not [path for path in items if path.startswith(unwanted) or "__pycache__" in path]
 
 

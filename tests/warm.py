@@ -36,8 +36,8 @@ torch.utils.tensorboard
 deepspeed.module_inject.auto_ep_layer deepspeed.moe.layer deepspeed.ops.triton_ops deepspeed.runtime.pipe.engine
 deepspeed.runtime.superoffload deepspeed.runtime.zero.muon.muon_optimizer
 train baseline checkpoint search shards model_def line_trial deepspeed_trial.trainer deepspeed_trial.local.progress
-classify.models.state_dicts classify.models.timm_nets classify.publish.onnx_file classify.reports.figures
-classify.reports.html_report classify.reports.overview classify.reports.summary
+classify.models.state_dicts classify.models.timm_nets workbench.publish.onnx_file classify.reports.figures
+workbench.reports.html_report classify.reports.overview classify.reports.summary
 classify.reports.utilisation classify.tuning.micro_batch
 """.split()
 MEETING = {

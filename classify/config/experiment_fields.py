@@ -98,7 +98,7 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
     read = {k: config.get(k) or {} for k in sections if k not in wrong}
     for section, known in SECTIONS.items():
         errors += _unknown_keys(f"{section}.", read.get(section, {}), known)
-    if not search:  # or classify/tuning/searchers.py checks it
+    if not search:  # or workbench/search/searchers.py checks it
         errors += _searcher_errors(read.get("searcher", {}))
     for field in ("min_validation_period", "min_checkpoint_period"):
         if config.get(field) is not None:

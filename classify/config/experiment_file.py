@@ -29,7 +29,7 @@ def load(path: str, overrides: Iterable[str] = (), search: bool = False) -> Expe
         path: the file.
         overrides: ``PATH=VALUE`` each: puts VALUE, read as YAML, in the place of what stands at the dotted
             PATH.
-        search: leave ranges among the hyperparameters; ``classify/tuning/space.py`` checks them.
+        search: leave ranges among the hyperparameters; ``workbench/search/space.py`` checks them.
 
     Raises:
         InvalidInput: if the file or an override cannot be read, or with a line for each field that is wrong.

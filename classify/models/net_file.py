@@ -2,7 +2,7 @@
 
 ``net.pt`` is a ``state_dict`` of fp32 tensors: ``Net().load_state_dict(torch.load("net.pt",
 weights_only=True))``. ``net.json`` has the network's arguments, the class names, how an image becomes an
-input, and where it all came from. A file of another kind (``classify/publish/forms.py``) has its own,
+input, and where it all came from. A file of another kind (``workbench/publish/forms.py``) has its own,
 ``net.onnx.json``.
 """
 

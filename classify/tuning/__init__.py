@@ -1,1 +1,1 @@
-"""Search for hyperparameters on this machine, and for the fastest configuration."""
+"""The fastest micro-batch, and the fastest configuration, by trying."""

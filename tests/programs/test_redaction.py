@@ -14,10 +14,10 @@ import search
 import train
 from classify.config import experiment_file
 from classify.images.settings import DataSettings
-from classify.tuning import runner, trial_run
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.experiment import Experiment
+from workbench.search import runner, trial_run
 
 PLANTED = re.compile(rb"planted_\w*")
 FILE = """

@@ -17,9 +17,9 @@ from classify.engine.learning_rate import counts_steps, planned
 from classify.engine.optimizer_rules import TORCH_SCHEDULES, schedule_maker
 from classify.engine.trial_config import TrialConfig
 from classify.models import registry
-from classify.tuning import specification
 from deepspeed_trial.plan import Plan
 from deepspeed_trial.schedules import GroupSchedule, PlannedSchedule
+from workbench.search import specification
 
 RATE = 0.0123
 OPTIMIZER = {"type": "Adam", "params": {"lr": 0.1}}

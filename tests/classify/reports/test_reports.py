@@ -14,8 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
 
 import checkpoint
-from classify.reports import html_report, summary
-from classify.reports.finished_run import FinishedRun
+from classify.reports import summary
+from workbench.reports import html_report
+from workbench.reports.finished_run import FinishedRun
 
 DIGITS = ROWS["zero0"].arguments
 

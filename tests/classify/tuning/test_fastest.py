@@ -9,11 +9,12 @@ from support import DIGITS, error_line, execute, launcher, overrides, run, train
 import train
 from classify.config import experiment_file
 from classify.engine.trial_config import TrialConfig
-from classify.tuning import fastest, micro_batch, tune
+from classify.tuning import fastest, micro_batch
 from classify.tuning.fastest import RECOMPUTE, STAGE, Tries, changed, halves
 from deepspeed_trial import attempts
 from deepspeed_trial.attempts import NO_MEMORY, Attempt
 from deepspeed_trial.errors import TrainingStopped
+from workbench import tune
 
 ARGS = "hyperparameters__overwrite_deepspeed_args"
 AUTO = {f"{ARGS}__train_micro_batch_size_per_gpu": "auto"}

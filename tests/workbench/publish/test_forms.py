@@ -23,8 +23,8 @@ import data
 from classify.images.settings import DataSettings
 from classify.models import net_file, registry
 from classify.models.registry import NetSpec
-from classify.publish import forms, scoring
-from classify.publish.network import Trained
+from workbench.publish import forms, scoring
+from workbench.publish.network import Trained
 
 DIGITS = ["--config", str(PROJECT / "experiments/digits.yaml")]
 CLASSES = [str(digit) for digit in range(10)]

@@ -17,11 +17,12 @@ from matplotlib.figure import Figure
 from classify.config.metric_table import METRICS, PREFIXES
 from classify.images.decode import open_image
 from classify.models import net_file
-from classify.reports import figures, page, summary
-from classify.reports.finished_run import FinishedRun
+from classify.reports import figures, summary
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import one_line, printable
 from deepspeed_trial.local import metrics_log
+from workbench.reports import page
+from workbench.reports.finished_run import FinishedRun
 
 TEMPLATE = pathlib.Path(__file__).with_name("report.html.jinja")
 TRACKED = (*net_file.NAMES, summary.FILE, metrics_log.FILE, "run.json")

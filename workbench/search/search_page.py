@@ -12,12 +12,12 @@ from optuna.exceptions import StorageInternalError
 from optuna.trial import TrialState
 from sqlalchemy.exc import SQLAlchemyError
 
-from classify.reports import page
-from classify.tuning import specification
-from classify.tuning.results import Results, Row, quiet_optuna, shown
-from classify.tuning.space import Range
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.local import metrics_log
+from workbench.reports import page
+from workbench.search import specification
+from workbench.search.results import Results, Row, quiet_optuna, shown
+from workbench.search.space import Range
 
 TEMPLATE = pathlib.Path(__file__).with_name("search.html.jinja")
 SEARCHERS = {

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from classify.tuning.specification import Search
 from deepspeed_trial import redaction
+from workbench.search.specification import Search
 
 
 def quiet_optuna() -> None:

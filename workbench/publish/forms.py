@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from classify.models import net_file
-from classify.publish import hugging_face, network, onnx_file
-from classify.publish.network import Classifier, Trained
+from workbench.publish import hugging_face, network, onnx_file
+from workbench.publish.network import Classifier, Trained
 
 Save = Callable[[pathlib.Path, Trained], None]
 

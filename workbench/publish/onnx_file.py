@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from classify.publish.network import Classifier, Trained, as_text, read_described, without_warnings
 from deepspeed_trial.errors import InvalidInput, one_line
+from workbench.publish.network import Classifier, Trained, as_text, read_described, without_warnings
 
 INPUT, OUTPUT = "images", "logits"
 

@@ -21,14 +21,14 @@ from classify.config import experiment_file
 from classify.config.project import PROJECT
 from classify.engine.trial_config import TrialConfig
 from classify.images.splits import Splits
-from classify.tuning import searchers, space
-from classify.tuning.display import SearchDisplay
-from classify.tuning.results import Results
-from classify.tuning.specification import Search
-from classify.tuning.trial_run import LAST_WORDS, TrialRun, wait_for
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import ErrorList, InvalidInput
 from deepspeed_trial.processes import device_type
+from workbench.search import searchers, space
+from workbench.search.display import SearchDisplay
+from workbench.search.results import Results
+from workbench.search.specification import Search
+from workbench.search.trial_run import LAST_WORDS, TrialRun, wait_for
 
 POLL = 0.1  # seconds between two looks at the trials
 

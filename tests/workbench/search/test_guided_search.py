@@ -16,8 +16,8 @@ from support import PROJECT, error_line, run, started, wait_until
 import checkpoint
 import train
 from classify.images.settings import DataSettings
-from classify.tuning import search_page, space, specification
-from classify.tuning.runner import SearchRunner
+from workbench.search import search_page, space, specification
+from workbench.search.runner import SearchRunner
 
 RANDOM = str(PROJECT / "experiments/search-random.yaml")
 ARGS = "hyperparameters.overwrite_deepspeed_args"

@@ -18,10 +18,10 @@ from classify.images import views
 from classify.images.decode import decode_image
 from classify.images.image_set import ImageSet
 from classify.images.settings import DataSettings
-from classify.publish.network import Classifier
 from classify.reports.metrics import ClassificationMetrics
 from classify.reports.summary import metrics_summary
 from deepspeed_trial.errors import ErrorList, InvalidInput
+from workbench.publish.network import Classifier
 
 BATCH, PIXELS = 500, 2**25  # the most images, and the most pixels, classified at a time
 FOR_INT8 = 512  # training images that scale int8

@@ -15,8 +15,8 @@ from support import error_line, free_port, started, time_limit, wait_until
 from written_networks import write_checkpoint
 
 import checkpoint
-from classify.publish import forms, serve
 from net import Net
+from workbench.publish import forms, serve
 
 CLASSES = ["a", "b\x1b", "c"]
 

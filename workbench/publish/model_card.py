@@ -15,8 +15,8 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from classify.config.metric_table import METRICS
 from classify.images.settings import DataSettings
-from classify.reports.finished_run import FinishedRun
 from deepspeed_trial.errors import InvalidInput, printable
+from workbench.reports.finished_run import FinishedRun
 
 TEMPLATE = pathlib.Path(__file__).with_name("model_card.md.jinja")
 TASK = "image-classification"

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from classify.images.decode import decode, open_image
-from classify.publish import scoring
-from classify.publish.network import Classifier
-from classify.reports import page
 from deepspeed_trial.errors import InvalidInput, one_line, printable
+from workbench.publish import scoring
+from workbench.publish.network import Classifier
+from workbench.reports import page
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")  # this machine's, to a browser on it

@@ -15,10 +15,10 @@ from optuna.trial import FrozenTrial, TrialState
 
 from classify.config import experiment_fields, experiment_file
 from classify.images.settings import DataSettings
-from classify.tuning import searchers, space
-from classify.tuning.space import Range
 from deepspeed_trial.errors import ErrorList, printable
 from deepspeed_trial.experiment import Experiment
+from workbench.search import searchers, space
+from workbench.search.space import Range
 
 
 @dataclass(frozen=True)

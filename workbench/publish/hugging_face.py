@@ -20,9 +20,9 @@ from torch import nn
 import net as own
 from classify.models import net_file, pretrained, registry, timm_nets
 from classify.models.registry import NetSpec
-from classify.publish import model_card
-from classify.publish.network import Trained, save_safetensors
 from deepspeed_trial.errors import InvalidInput
+from workbench.publish import model_card
+from workbench.publish.network import Trained, save_safetensors
 
 CARD, PREPROCESSING = "README.md", "preprocessor_config.json"
 

@@ -18,12 +18,12 @@ from support import PROJECT, error_line, execute, run
 
 import search
 from classify.images.settings import DataSettings
-from classify.tuning import display, runner, searchers, specification
-from classify.tuning.display import SearchDisplay
-from classify.tuning.results import Results, quiet_optuna
-from classify.tuning.runner import SearchRunner
-from classify.tuning.trial_run import TrialRun
 from deepspeed_trial.errors import InvalidInput
+from workbench.search import display, runner, searchers, specification
+from workbench.search.display import SearchDisplay
+from workbench.search.results import Results, quiet_optuna
+from workbench.search.runner import SearchRunner
+from workbench.search.trial_run import TrialRun
 
 GRID, ASHA = (str(PROJECT / f"experiments/search-{name}.yaml") for name in ("grid", "asha"))
 RATE = "overwrite_deepspeed_args.optimizer.params.lr"

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from classify.tuning import results
-from classify.tuning.results import Results
 from deepspeed_trial.errors import printable
 from deepspeed_trial.local.folder import shown
+from workbench.search import results
+from workbench.search.results import Results
 
 SHOWN = 24  # trials in the table on a terminal
 STYLES = {"complete": "green", "pruned": "yellow", "failed": "bold red", "invalid": "red", "running": "cyan"}

@@ -1,0 +1,1 @@
+"""Search for hyperparameters on this machine."""
