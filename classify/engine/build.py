@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from classify.engine import memory
 from classify.engine.learning_rate import counts_steps, planned
-from classify.engine.memory_step import keeps_freed_memory
+from classify.engine.memory_forecast import keeps_freed_memory
 from classify.engine.optimizer_rules import schedule_maker
 from classify.engine.parameter_groups import are_plain, freeze, optimizer_groups
 from classify.engine.trial_config import TrialConfig
