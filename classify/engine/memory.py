@@ -18,7 +18,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt
 
 
 def keep_freed_memory(keeps: bool) -> None:
-    """Has the C library of this process keep the blocks that a step frees, or return the large ones.
+    """Tell the C library of this process to keep the blocks that a step frees, or to return large ones.
 
     The next step needs the same again, and from the system they cost a page fault every 4 KiB: kept,
     ``Net`` trains 1.2 times as fast in micro-batches of 256 and 1,024 images. They are returned in runs
@@ -35,7 +35,7 @@ def keep_freed_memory(keeps: bool) -> None:
 
 
 def advise(config: TrialConfig, engine: Any | None, images_on_gpu: int) -> str:
-    """What would need less memory, the cheapest first, in one line.
+    """Advise in one line on ways to need less memory, the cheapest first.
 
     Args:
         config: the trial's.
@@ -74,7 +74,7 @@ def advise(config: TrialConfig, engine: Any | None, images_on_gpu: int) -> str:
 
 
 def _next_stage(config: TrialConfig, largest: int) -> str:
-    """What the next ZeRO stages would save."""
+    """Advise on the next ZeRO stage, with the sizes at all of them."""
     stage = config.zero_stage
     sizes = [sum(model_states(config, each).values()) / MIB for each in range(4)]
     others = ", ".join(f"{each}: {sizes[each]:,.0f}" for each in range(stage + 1, largest + 1))
