@@ -50,7 +50,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     meaning = "check, print the DeepSpeed configuration, train nothing; images: open every image, too"
     add("--check", nargs="?", const="settings", choices=("settings", "images"), help=meaning)
     add("--profile", action="store_true", help="record a few steps with torch's profiler")
-    add("--migrate", metavar="FILE", help="with --check: update a DeepSpeed configuration of another year")
     add("--tune", action="store_true", help="try ZeRO stages and micro-batches, and write the fastest")
     add("--slots", type=int, metavar="N", help="with --check or --tune: for N processes")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher
@@ -105,13 +104,13 @@ def load(args: argparse.Namespace) -> Experiment:
     try:
         return experiment_fields.check(config)
     except InvalidInput as error:
-        from classify.engine.config_parts import errors_of  # takes seconds
+        from classify.engine.trial_config import section_errors  # takes seconds
 
         hparams = config.get("hyperparameters")
         if not isinstance(hparams, dict):
             raise
         experiment_fields.take_constants("hyperparameters", hparams, search=False)
-        raise InvalidInput(add_new(error.errors, errors_of(hparams, config))) from None
+        raise InvalidInput(add_new(error.errors, section_errors(hparams, config))) from None
 
 
 def check(args: argparse.Namespace) -> int:
@@ -119,12 +118,6 @@ def check(args: argparse.Namespace) -> int:
     from deepspeed_trial import redaction
     from deepspeed_trial.errors import printable
 
-    if args.migrate:
-        from classify.engine.migration import migrate_file
-
-        for line in migrate_file(args.migrate):
-            print(f"train.py: {printable(line)}", file=sys.stderr)
-        args.overrides.append(f"hyperparameters.deepspeed_config={json.dumps(args.migrate)}")
     experiment = load(args)
     with command_line.importing():  # after the check of the file: imports take seconds
         import data
@@ -132,7 +125,6 @@ def check(args: argparse.Namespace) -> int:
         from classify.engine.deepspeed_keys import MICRO_BATCH
         from classify.engine.trial_config import TrialConfig
         from classify.reports.overview import describe_images, describe_length
-        from classify.tuning import micro_batch
         from deepspeed_trial.machine import memory_limit
         from deepspeed_trial.processes import device_type
 
@@ -141,7 +133,7 @@ def check(args: argparse.Namespace) -> int:
     if args.check == "images":
         data.check_images(config.data, config.source)
     print_notes(notes(experiment, config))
-    if micro_batch.is_asked_for(experiment.hyperparameters):
+    if config.tries:
         print_notes([f"{MICRO_BATCH}: 'auto': found by trying before the first step; the largest is shown"])
     print(f"train.py: images {printable(describe_images(config))}", file=sys.stderr)
     if config.hyper.minutes:
@@ -196,8 +188,6 @@ def run(args: argparse.Namespace) -> int:
     from deepspeed_trial.errors import InvalidInput, printable
     from deepspeed_trial.local.folder import default_output
 
-    if args.migrate:
-        raise InvalidInput(f"--migrate: {args.migrate}: needs --check")
     if args.slots is not None:
         remedy = "is for --check and --tune; torchrun or deepspeed starts the processes"
         raise InvalidInput(f"--slots: {args.slots}: {remedy}")

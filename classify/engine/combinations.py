@@ -1,6 +1,6 @@
-"""What does not go together: the network, its mode, the processes and the DeepSpeed configuration.
+"""Conflicts among the network, its mode, the processes and the DeepSpeed configuration.
 
-The constraints of Determined's DeepSpeed guide and DeepSpeed's own. Source:
+The constraints of Determined's DeepSpeed guide and of DeepSpeed. Source:
 https://docs.determined.ai/latest/model-dev-guide/api-guides/apis-howto/deepspeed/deepspeed.html
 """
 
@@ -15,125 +15,135 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from classify.config.hyperparameters import EXPERTS_ONLY, Hyperparameters
 from classify.engine.deepspeed_keys import HYPER, MICRO_BATCH, errors_of_whole
-from classify.engine.optimizer_rules import is_muon, optimizer_class, optimizer_names, rules
-from classify.engine.replaced_keys import gpu_errors
+from classify.engine.optimizer_rules import is_muon, optimizer_class, optimizer_names, rules, section_at
 from classify.models.registry import MOE, NetSpec, on_meta_device
 from classify.models.stages import layers_of
 from deepspeed_trial.errors import InvalidInput, add_new
 from deepspeed_trial.machine import is_installed
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Keys that DeepSpeed has for GPUs alone, where their values switch them on
+FOR_GPUS = (
+    "zero_optimization.zero_quantized_weights",
+    "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_optimization.zenflow",
+    "zero_optimization.offload_optimizer.super_offload",
+    "compile.deepcompile",
+    "aio.use_gds",
+    "data_efficiency.data_routing.random_ltd.enabled",
+)
 
 
-# ----------------------------------------------------------------------- what a DeepSpeed configuration says
+# ------------------------------------------------------------------------------- readers of a configuration
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:
-    """The ZeRO stage that a configuration asks for."""
-    section = config.get("zero_optimization")
-    return section.get("stage", 0) if isinstance(section, Mapping) else 0
+    """Return the ZeRO stage."""
+    return section_at(config, "zero_optimization").get("stage", 0)
 
 
 def offloads(config: Mapping[str, Any], what: str) -> bool:
     """Whether ``offload_optimizer`` or ``offload_param`` is on."""
-    section = (config.get("zero_optimization") or {}).get(what) or {}
-    return section.get("device", "none") not in (None, "none")
+    return section_at(config, "zero_optimization", what).get("device", "none") not in (None, "none")
 
 
 def enabled(config: Mapping[str, Any], section: str) -> bool:
-    """Whether ``{enabled: true}`` stands in a section."""
-    return bool((config.get(section) or {}).get("enabled", False))
+    """Whether a section says ``{enabled: true}``."""
+    return bool(section_at(config, section).get("enabled", False))
 
 
 def dtype_name(config: Mapping[str, Any]) -> str:
-    """What DeepSpeed calls the floating-point type of the weights: a key of ``DTYPES``."""
+    """Return the floating-point type of the weights: a key of ``DTYPES``."""
     if enabled(config, "fp16"):
         return "fp16"
     return "bf16" if enabled(config, "bf16") or enabled(config, "bfloat16") else "fp32"
 
 
-# --------------------------------------------------------------------- the hyperparameters and the processes
+def _optimizer_name(config: Mapping[str, Any]) -> str:
+    return section_at(config, "optimizer").get("type", "")
+
+
+# ---------------------------------------------------------------------- the hyperparameters and the processes
 
 
 def network_errors(hyper: Hyperparameters, processes: int) -> list[str]:
-    """What among the trial's own hyperparameters does not go together, or not with so many processes."""
-    errors = [*_net_errors(hyper), *_expert_errors(hyper, processes)]
+    """Return the conflicts among the trial's own hyperparameters, and with the number of processes."""
+    errors = [f"{HYPER}{line}" for line in (*_net_errors(hyper), *_expert_errors(hyper, processes))]
     stages = hyper.pipe_parallel_size
     if processes % stages:
-        what = f"does not divide {processes} processes; use a divisor"
-        errors.append(f"{HYPER}pipe_parallel_size: {stages}: {what}")
+        reason = f"does not divide {processes} processes; use a divisor"
+        errors.append(f"{HYPER}pipe_parallel_size: {stages}: {reason}")
     if hyper.channels_last and stages > 1:
-        what = "stages of a pipeline exchange plain tensors; set it to false"
-        errors.append(f"{HYPER}channels_last: True: {what}")
+        reason = "stages of a pipeline exchange plain tensors; set it to false"
+        errors.append(f"{HYPER}channels_last: True: {reason}")
     if stages > 1 and not errors:
         errors += _pipeline_errors(hyper, stages)
     if hyper.test_time_augmentation and stages > 1:
-        what = "does not go with a pipeline; use checkpoint.py evaluate --tta, or pipe_parallel_size: 1"
-        errors.append(f"{HYPER}test_time_augmentation: {what}")
+        reason = "does not go with a pipeline; use checkpoint.py evaluate --tta, or pipe_parallel_size: 1"
+        errors.append(f"{HYPER}test_time_augmentation: {reason}")
     if "partition_method" in hyper.given and stages == 1:
-        what = "does nothing without a pipeline; set hyperparameters.pipe_parallel_size: 2 or more"
-        errors.append(f"{HYPER}partition_method: {hyper.partition_method!r}: {what}")
+        reason = "does nothing without a pipeline; set hyperparameters.pipe_parallel_size: 2 or more"
+        errors.append(f"{HYPER}partition_method: {hyper.partition_method!r}: {reason}")
     return errors
 
 
 def _net_errors(hyper: Hyperparameters) -> Iterator[str]:
-    """What the network does not go with."""
-    name = hyper.net
+    """Yield the conflicts of the network, from the name of the hyperparameter on."""
+    name, smaller = hyper.net, "use smaller micro-batches"
     if hyper.moe and name not in ("net", MOE):
-        yield f"{HYPER}moe: True: {name} has no experts; use net: {MOE}, or moe: false"
+        yield f"moe: True: {name} has no experts; use net: {MOE}, or moe: false"
     if hyper.moe is False and name == MOE:
-        yield f"{HYPER}moe: False: but net is {MOE}; use net: net"
+        yield f"moe: False: but net is {MOE}; use net: net"
     if hyper.net_args and hyper.has_experts:
-        yield f"{HYPER}net_args: experts have hyperparameters of their own, such as num_experts; use those"
+        yield "net_args: experts have hyperparameters of their own, such as num_experts; use those"
     if hyper.layer_decay and hyper.head_only is True:
-        yield f"{HYPER}layer_decay: {hyper.layer_decay}: does nothing with head_only: true; remove one"
+        yield f"layer_decay: {hyper.layer_decay}: does nothing with head_only: true; remove one"
     if hyper.checkpoint_activations and hyper.has_experts:
-        yield f"{HYPER}checkpoint_activations: True: does not go with experts; use smaller micro-batches"
+        yield f"checkpoint_activations: True: does not go with experts; {smaller}"
     if hyper.checkpoint_activations and hyper.pipe_parallel_size > 1:
-        yield f"{HYPER}checkpoint_activations: True: does not go with a pipeline; use smaller micro-batches"
+        yield f"checkpoint_activations: True: does not go with a pipeline; {smaller}"
 
 
 def _expert_errors(hyper: Hyperparameters, processes: int) -> Iterator[str]:
+    """Yield the conflicts of the experts, from the name of the hyperparameter on."""
     if not hyper.has_experts:
         for key in EXPERTS_ONLY if hyper.moe is None else ():
             if key in hyper.given:
-                value = getattr(hyper, key)
-                yield f"{HYPER}{key}: {value!r}: does nothing without moe; set {HYPER}moe: true"
+                yield f"{key}: {getattr(hyper, key)!r}: does nothing without moe; set {HYPER}moe: true"
         return
     ranks = hyper.ep_world_size
     if processes % ranks:
-        yield f"{HYPER}ep_world_size: {ranks}: does not divide {processes} processes; use a divisor"
+        yield f"ep_world_size: {ranks}: does not divide {processes} processes; use a divisor"
     for experts in hyper.num_experts:
         if experts % ranks:
-            what = f"does not divide among ep_world_size {ranks} ranks; use a multiple of {ranks}"
-            yield f"{HYPER}num_experts: {experts}: {what}"
+            reason = f"does not divide among ep_world_size {ranks} ranks; use a multiple of {ranks}"
+            yield f"num_experts: {experts}: {reason}"
         if experts < hyper.top_k:
-            yield f"{HYPER}top_k: {hyper.top_k}: more than num_experts {experts}; use 1"
+            yield f"top_k: {hyper.top_k}: more than num_experts {experts}; use 1"
     if hyper.pipe_parallel_size > 1:
-        what = "mixture of experts does not go with a pipeline; set pipe_parallel_size: 1 or moe: false"
-        yield f"{HYPER}moe: true: {what}"
+        reason = "mixture of experts does not go with a pipeline; set pipe_parallel_size: 1 or moe: false"
+        yield f"moe: true: {reason}"
 
 
 def _pipeline_errors(hyper: Hyperparameters, stages: int) -> list[str]:
-    key = f"{HYPER}pipe_parallel_size: {stages}:"
+    key, net = f"{HYPER}pipe_parallel_size: {stages}:", hyper.net
     try:
-        layers = layers_of(on_meta_device(NetSpec(hyper.net, 10, (224, 224), hyper.net_args)))
+        layers = layers_of(on_meta_device(NetSpec(net, 10, (224, 224), hyper.net_args)))
     except InvalidInput as error:
         return error.errors
     if layers is None:
-        return [
-            f"{key} {hyper.net} is no sequence of layers; use net, an nn.Sequential, alexnet or a vgg, or 1"
-        ]
+        return [f"{key} {net} is no sequence of layers; use net, an nn.Sequential, alexnet or a vgg, or 1"]
     if stages > len(layers):
-        return [f"{key} {hyper.net} has {len(layers)} layers; use at most {len(layers)}"]
+        return [f"{key} {net} has {len(layers)} layers; use at most {len(layers)}"]
     return []
 
 
-# ------------------------------------------------------------------------------- the DeepSpeed configuration
+# -------------------------------------------------------------------------------- the DeepSpeed configuration
 
 
 def combination_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: str) -> list[str]:
-    """What of a configuration, whose keys are right by themselves, does not go together."""
+    """Return the conflicts of a configuration in which every key is right alone."""
     errors = [
         *_stage_errors(config, hyper),
         *_group_errors(config, hyper),
@@ -141,13 +151,13 @@ def combination_errors(config: Mapping[str, Any], hyper: Hyperparameters, device
         *_precision_errors(config),
         *_average_errors(config, hyper),
         *_monitor_errors(config),
-        *(error for what in ("offload_optimizer", "offload_param") for error in _nvme_errors(config, what)),
+        *_nvme_errors(config),
     ]
     return add_new(errors, _device_errors(config, hyper, device)) or errors_of_whole(config)
 
 
 def _stage_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[str]:
-    """What the ZeRO stage does not go with."""
+    """Yield the conflicts of the ZeRO stage."""
     stage, pipeline = zero_stage(config), hyper.pipe_parallel_size > 1
     at = f"zero_optimization.stage: {stage}:"
     if pipeline and stage > 1:
@@ -161,58 +171,59 @@ def _stage_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator
     if hyper.has_experts and stage == 3:
         yield f"{at} mixture of experts does not go with ZeRO stage 3; set it to 2 or less, or moe to false"
     if hyper.has_experts and stage > 0 and not hyper.moe_param_group:
-        what = f"ZeRO stage {stage} needs a group of parameters each for experts; set it to true"
-        yield f"{HYPER}moe_param_group: False: {what}"
+        reason = f"ZeRO stage {stage} needs experts in parameter groups of their own; set it to true"
+        yield f"{HYPER}moe_param_group: False: {reason}"
 
 
 def _group_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[str]:
-    """What of the parameter groups the optimizer does not take."""
-    name = (config.get("optimizer") or {}).get("type", "")
-    if not is_muon(config):
-        for index, entry in enumerate(hyper.parameter_groups or ()):
-            if "muon" in entry:
-                what = f"does nothing with {name}; use optimizer.type: Muon, or remove it"
-                yield f"{HYPER}parameter_groups[{index}].muon: {entry['muon']!r}: {what}"
-    stage = zero_stage(config)
-    grouped = hyper.parameter_groups or hyper.weight_decay_on != "all" or hyper.layer_decay or hyper.head_only
-    if stage and grouped and name.lower() == "adagrad":
-        what = f"at ZeRO stage {stage} DeepSpeed has Adagrad in one group; use stage 0, or another optimizer"
-        yield f"optimizer.type: {name!r}: {what}"
+    """Yield the conflicts of the optimizer with the parameter groups."""
+    name, stage, entries = _optimizer_name(config), zero_stage(config), hyper.parameter_groups or ()
     cls = optimizer_class(name)
-    if cls is None or "weight_decay" in rules(cls):
-        return
-    mend = f"{name} has no weight decay; remove it, or use another optimizer"
-    if hyper.weight_decay_on != "all":
-        yield f"{HYPER}weight_decay_on: {hyper.weight_decay_on!r}: {mend}"
-    for index, entry in enumerate(hyper.parameter_groups or ()):
-        if "weight_decay" in entry:
-            yield f"{HYPER}parameter_groups[{index}].weight_decay: {entry['weight_decay']!r}: {mend}"
+    if not is_muon(config):
+        remedy = f"does nothing with {name}; use optimizer.type: Muon, or remove it"
+        yield from _group_keys(entries, "muon", remedy)
+    grouped = entries or hyper.weight_decay_on != "all" or hyper.layer_decay or hyper.head_only
+    if stage and grouped and name.lower() == "adagrad":
+        reason = (
+            f"at ZeRO stage {stage} DeepSpeed has Adagrad in one group; use stage 0, or another optimizer"
+        )
+        yield f"optimizer.type: {name!r}: {reason}"
+    if cls is not None and "weight_decay" not in rules(cls):
+        remedy = f"{name} has no weight decay; remove it, or use another optimizer"
+        if hyper.weight_decay_on != "all":
+            yield f"{HYPER}weight_decay_on: {hyper.weight_decay_on!r}: {remedy}"
+        yield from _group_keys(entries, "weight_decay", remedy)
+
+
+def _group_keys(entries: tuple[Mapping[str, Any], ...], key: str, remedy: str) -> Iterator[str]:
+    for index, entry in enumerate(entries):
+        if key in entry:
+            yield f"{HYPER}parameter_groups[{index}].{key}: {entry[key]!r}: {remedy}"
 
 
 def _muon_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[str]:
-    """What DeepSpeed's Muon does not go with."""
+    """Yield the conflicts of DeepSpeed's Muon."""
     if not is_muon(config):
         return
     stage, clipping = zero_stage(config), config.get("gradient_clipping", 0)
     if stage and clipping:
-        what = f"at ZeRO stage {stage} DeepSpeed would clip Muon's updates, not the gradients"
-        yield f"gradient_clipping: {clipping}: {what}; set it to 0"
+        reason = f"at ZeRO stage {stage} DeepSpeed would clip Muon's updates, not the gradients"
+        yield f"gradient_clipping: {clipping}: {reason}; set it to 0"
     if stage and hyper.has_experts:
-        what = "DeepSpeed's Muon does not know experts with ZeRO"
-        yield f"zero_optimization.stage: {stage}: {what}; set it to 0, or use another optimizer"
+        reason = "DeepSpeed's Muon does not know experts with ZeRO; set it to 0, or use another optimizer"
+        yield f"zero_optimization.stage: {stage}: {reason}"
     if stage == 1 and dtype_name(config) == "bf16":
-        what = "DeepSpeed's Muon takes no convolutions there in bf16"
-        yield f"zero_optimization.stage: 1: {what}; use stage 0, 2 or 3"
-    schedule = config.get("scheduler") or {}
-    if stage == 3 and (schedule.get("params") or {}).get("cycle_momentum"):
-        what = "DeepSpeed's Muon keeps its momentum at ZeRO stage 3; set it to false"
-        yield f"scheduler.params.cycle_momentum: True: {what}"
+        reason = "DeepSpeed's Muon takes no convolutions there in bf16; use stage 0, 2 or 3"
+        yield f"zero_optimization.stage: 1: {reason}"
+    if stage == 3 and section_at(config, "scheduler", "params").get("cycle_momentum"):
+        reason = "DeepSpeed's Muon keeps its momentum at ZeRO stage 3; set it to false"
+        yield f"scheduler.params.cycle_momentum: True: {reason}"
 
 
 def _precision_errors(config: Mapping[str, Any]) -> Iterator[str]:
-    """What the precision does not go with."""
-    stage, dtype = zero_stage(config), dtype_name(config)
-    sums = (config.get("data_types") or {}).get("grad_accum_dtype")
+    """Yield the conflicts of the precision."""
+    stage, dtype, name = zero_stage(config), dtype_name(config), _optimizer_name(config)
+    sums = section_at(config, "data_types").get("grad_accum_dtype")
     at = f"data_types.grad_accum_dtype: {sums!r}:"
     if sums not in (None, *DTYPES):
         yield f"{at} must be one of {', '.join(DTYPES)}"
@@ -220,67 +231,70 @@ def _precision_errors(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"{at} without ZeRO it has to be {dtype}; remove it"
     if enabled(config, "fp16") and (enabled(config, "bf16") or enabled(config, "bfloat16")):
         yield "bf16.enabled: True: fp16 is enabled too; set one of them to false"
-    name = (config.get("optimizer") or {}).get("type", "")
     if name.lower() == "adagrad" and stage < 2 and dtype in ("fp16", "bf16")[stage:]:
         first = 1 if enabled(config, "fp16") else 2
-        what = f"DeepSpeed has {name} with {dtype} from ZeRO stage {first} on"
-        yield f"zero_optimization.stage: {stage}: {what}; use that, or another optimizer"
+        reason = f"DeepSpeed has {name} with {dtype} from ZeRO stage {first} on"
+        yield f"zero_optimization.stage: {stage}: {reason}; use that, or another optimizer"
 
 
 def _average_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[str]:
-    """Where an average of the weights has no fp32 weights in memory to follow."""
+    """Yield the modes in which an average finds no fp32 weights in memory."""
     if hyper.weight_average is None:
         return
-    section = config.get("zero_optimization") or {}
-    for what in ("offload_optimizer", "offload_param"):
-        if (section.get(what) or {}).get("device") == "nvme":
-            yield f"zero_optimization.{what}.device: 'nvme': does not go with weight_average; use device: cpu"
-    if (section.get("offload_optimizer") or {}).get("super_offload"):
-        key = "zero_optimization.offload_optimizer.super_offload"
-        yield f"{key}: True: does not go with weight_average; set it to false"
-    if section.get("zenflow"):
+    zero = section_at(config, "zero_optimization")
+    for key in ("offload_optimizer", "offload_param"):
+        if section_at(zero, key).get("device") == "nvme":
+            yield f"zero_optimization.{key}.device: 'nvme': does not go with weight_average; use device: cpu"
+    if section_at(zero, "offload_optimizer").get("super_offload"):
+        at = "zero_optimization.offload_optimizer.super_offload"
+        yield f"{at}: True: does not go with weight_average; set it to false"
+    if zero.get("zenflow"):
         yield "zero_optimization.zenflow: does not go with weight_average; remove one of them"
     for name in ("fp16", "bf16", "bfloat16"):
         key = f"{name.replace('bfloat', 'bf')}_master_weights_and_grads"
-        if (config.get(name) or {}).get(key):
+        if section_at(config, name).get(key):
             yield f"{name}.{key}: True: weight_average needs fp32 weights; set it to false"
 
 
 def _device_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: str) -> Iterator[str]:
-    """What a CPU cannot do."""
+    """Yield the features that a CPU lacks."""
     if device != "cpu":
         return
-    yield from gpu_errors(config)
+    for path in FOR_GPUS:
+        *sections, key = path.split(".")
+        if value := section_at(config, *sections).get(key):
+            yield f"{path}: {value!r}: needs a GPU; remove it to train on a CPU"
     if hyper.sync_batchnorm:
         yield f"{HYPER}sync_batchnorm: True: torch computes it on GPUs alone; set it to false"
-    name = (config.get("optimizer") or {}).get("type", "")
+    name = _optimizer_name(config)
     if name.lower() in DEEPSPEED_OPTIMIZERS and optimizer_class(name) is None and not is_muon(config):
         yield f"optimizer.type: {name!r}: needs a GPU; on a CPU use one of {', '.join(optimizer_names())}"
 
 
 def _monitor_errors(config: Mapping[str, Any]) -> Iterator[str]:
-    """Where DeepSpeed's own monitors lack their packages, at which it ends with a traceback."""
+    """Yield DeepSpeed's monitors whose packages are missing: DeepSpeed would end with a traceback."""
     for section, package in {"wandb": "wandb", "comet": "comet_ml"}.items():
         if enabled(config, section) and not is_installed(package):
             yield f"{section}.enabled: True: needs a package; pip install {package}, or set it to false"
 
 
-def _nvme_errors(config: Mapping[str, Any], what: str) -> Iterator[str]:
-    section = (config.get("zero_optimization") or {}).get(what) or {}
-    if section.get("device") != "nvme":
-        return
-    key = f"zero_optimization.{what}"
-    if not section.get("nvme_path"):
-        yield f"{key}.nvme_path: {section.get('nvme_path')!r}: missing; give a folder on the NVMe disk"
-    elif ctypes.util.find_library("aio") is None:
-        mend = "DeepSpeed finds no libaio on this machine; install it or use device: cpu"
-        yield f"{key}.device: 'nvme': {mend}"
+def _nvme_errors(config: Mapping[str, Any]) -> Iterator[str]:
+    for key in ("offload_optimizer", "offload_param"):
+        section = section_at(config, "zero_optimization", key)
+        if section.get("device") != "nvme":
+            continue
+        if not section.get("nvme_path"):
+            reason = "missing; give a folder on the NVMe disk"
+            yield f"zero_optimization.{key}.nvme_path: {section.get('nvme_path')!r}: {reason}"
+        elif ctypes.util.find_library("aio") is None:
+            reason = "DeepSpeed finds no libaio on this machine; install it or use device: cpu"
+            yield f"zero_optimization.{key}.device: 'nvme': {reason}"
 
 
 def capacity_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> list[str]:
-    """Checks that experts are not asked to take more images than there are in a micro-batch."""
+    """Check that a micro-batch has as many images as each expert must take at least."""
     micro, capacity = config[MICRO_BATCH], hyper.min_capacity
     if not hyper.has_experts or capacity <= micro:
         return []
-    what = f"more than a micro-batch of {micro} images; use at most {micro}"
-    return [f"{HYPER}min_capacity: {capacity}: {what}"]
+    reason = f"more than a micro-batch of {micro} images; use at most {micro}"
+    return [f"{HYPER}min_capacity: {capacity}: {reason}"]

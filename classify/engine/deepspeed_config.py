@@ -7,8 +7,9 @@ The three forms of Determined's DeepSpeed usage guide: ``deepspeed_config: FILE`
 from __future__ import annotations
 
 import copy
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from deepspeed.runtime import constants
@@ -18,7 +19,6 @@ from determined.pytorch.deepspeed import overwrite_deepspeed_config
 from classify.config.hyperparameters import Hyperparameters
 from classify.config.project import PROJECT
 from classify.config.rules import RATE
-from classify.engine import batch_sizes
 from classify.engine.combinations import (
     capacity_errors,
     combination_errors,
@@ -29,32 +29,40 @@ from classify.engine.combinations import (
 )
 from classify.engine.deepspeed_keys import (
     ACCUMULATION,
+    BATCH_KEYS,
     HYPER,
     MICRO_BATCH,
+    REMOVED,
     TOTAL_BATCH,
     key_errors,
     known_keys,
     nearest_key,
 )
-from classify.engine.learning_rate import configured_errors, follow_learning_rate, follow_length, section_at
-from classify.engine.migration import resolve_auto
-from classify.engine.optimizer_rules import is_muon, optimizer_class, rules, schedule_class
-from classify.engine.replaced_keys import REPLACED, says
+from classify.engine.learning_rate import configured_errors, follow_learning_rate, follow_length
+from classify.engine.optimizer_rules import is_muon, optimizer_class, rules, schedule_class, section_at
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.input_files import regular_file
 
-# The file's parameters carry over to another optimizer or schedule as far as that one takes them.
+# Another optimizer or schedule keeps those of the file's parameters that it takes, too.
 INHERITING = {"optimizer": optimizer_class, "scheduler": schedule_class}
-Steps = Callable[[int, int], int]  # from train_batch_size and the micro-batches in it to all optimizer steps
+AUTO = "auto"  # of Hugging Face's integration: https://huggingface.co/docs/transformers/deepspeed
+# Values for "auto", by the key's path
+AUTO_VALUES = {
+    "optimizer.params.lr": 0.001,
+    "scheduler.params.warmup_num_steps": 0.1,
+    "gradient_clipping": 1.0,
+}
+AUTO_BATCH = 16
+Steps = Callable[[int, int], int]  # (train_batch_size, micro-batches in it) -> steps of the training
 
 
 class Merged(NamedTuple):
-    """A DeepSpeed configuration whose keys and values are right by themselves.
+    """A DeepSpeed configuration in which every key and value is right alone.
 
     Attributes:
         config: the configuration.
-        overrides: what of it overrode its file.
-        tries: whether the micro-batch is to be found by trying.
+        overrides: the part that overrides the file.
+        tries: whether tries find the micro-batch: see ``asks_for_tries``.
     """
 
     config: dict[str, Any]
@@ -63,47 +71,59 @@ class Merged(NamedTuple):
 
 
 def merge(hyper: Hyperparameters) -> Merged:
-    """Makes one configuration of any of the three forms, and checks every key and value by itself.
+    """Merge any of the three forms into one configuration, and check every key and value alone.
 
     Raises:
-        InvalidInput: with one line for each that is wrong.
+        InvalidInput: with one line for each error.
     """
     errors: list[str] = []
     base, overrides = _forms(hyper, errors)
     _inherit(base, overrides)
     errors += _merge_errors(base, overrides)
     config = overwrite_deepspeed_config(base, overrides)
-    _modernise(config)
-    tries = batch_sizes.is_to_be_tried(config)
+    _update_old_keys(config)
+    tries = _leaves_micro_batch_open(config)
     resolve_auto(config)
     _raise(errors + key_errors(config, HYPER if hyper.deepspeed_config is None else ""))
     return Merged(config, overrides, tries)
 
 
+def asks_for_tries(hyper: Hyperparameters) -> bool:
+    """Whether ``train_micro_batch_size_per_gpu`` is ``auto``, so that tries find the fastest micro-batch.
+
+    The batch sizes are top-level keys: they need no merge.
+
+    Raises:
+        InvalidInput: if the file cannot be read.
+    """
+    base, overrides = _forms(hyper, [])
+    return _leaves_micro_batch_open({**base, **overrides})
+
+
 def resolve(
     merged: Merged, hyper: Hyperparameters, processes: int, device: str, steps: Steps | None = None
 ) -> dict[str, Any]:
-    """Makes the configuration that ``deepspeed.initialize`` takes, and checks it before anything is built.
+    """Return the configuration for ``deepspeed.initialize``, checked before anything is built.
 
     Args:
         merged: from ``merge``.
         hyper: the hyperparameters, which go together.
-        processes: how many there are.
+        processes: the number of processes.
         device: ``cpu`` or ``cuda``.
-        steps: gives the optimizer steps of the whole training; None if that is not known.
+        steps: returns the optimizer steps of the training; None if its length is not known.
 
     Returns:
-        The configuration with all three batch fields, the schedule's peak and length, and an optimizer
+        The configuration with all three batch sizes, the schedule's peak and length, and an optimizer
         that the device runs without compiling.
 
     Raises:
-        InvalidInput: with one line for each thing that does not go together.
+        InvalidInput: with one line for each conflict.
     """
     config, overrides, tries = merged
-    # What goes together, and the batch sizes
+    # Conflicts, and the batch sizes
     replicas = processes // hyper.pipe_parallel_size
     errors = combination_errors(config, hyper, device)
-    errors += batch_sizes.resolve(config, replicas) or capacity_errors(config, hyper)
+    errors += resolve_batch_sizes(config, replicas) or capacity_errors(config, hyper)
     if tries and (hyper.pipe_parallel_size > 1 or hyper.has_experts):
         errors.append(f"{MICRO_BATCH}: 'auto': pipelines and experts are built for one size; give a number")
     _raise(errors)
@@ -126,19 +146,18 @@ def _raise(errors: list[str]) -> None:
         raise InvalidInput(errors)
 
 
-# ----------------------------------------------------------------------------------------- forms and merging
+# ------------------------------------------------------------------------------------------ forms and merging
 
 
 def _forms(hyper: Hyperparameters, errors: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The base configuration and what overrides it, from whichever form the hyperparameters have."""
+    """Return the base configuration and its overrides, from any of the three forms."""
     inline, source = copy.deepcopy(dict(hyper.inline)), hyper.deepspeed_config
     overrides = copy.deepcopy(dict(hyper.overwrite_deepspeed_args or {}))
     if source is None:
         if overrides:
-            mend = "name a file there, e.g. ds_config.json"
             raise InvalidInput(
                 "hyperparameters.overwrite_deepspeed_args: overwrites nothing without"
-                f" hyperparameters.deepspeed_config; {mend}"
+                " hyperparameters.deepspeed_config; name a file there, e.g. ds_config.json"
             )
         return {}, inline
     errors += [f"hyperparameters.{k}: {v!r}: {_why_not_inline(k)}" for k, v in inline.items()]
@@ -155,7 +174,7 @@ def _why_not_inline(key: str) -> str:
 
 
 def _read(source: str) -> dict[str, Any]:
-    """Reads a DeepSpeed configuration file; a relative path is of the working directory or the project."""
+    """Read a DeepSpeed configuration file, in the working directory or else the project's folder."""
     path = source if os.path.exists(source) else PROJECT / source
     at = f"hyperparameters.deepspeed_config: {source!r}"
     try:
@@ -163,27 +182,34 @@ def _read(source: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise InvalidInput(f"{at}: no such file; give the path of a JSON file") from None
     except (ValueError, OSError, RecursionError) as error:  # malformed, a key twice, not readable, too deep
-        raise InvalidInput(f"{at}: not a JSON file ({one_line(error)}); mend it") from error
+        raise InvalidInput(f"{at}: not a JSON file ({one_line(error)}); correct it") from error
     if not isinstance(config, dict):
-        raise InvalidInput(f"{at}: holds no JSON object; mend it")
+        raise InvalidInput(f"{at}: holds no JSON object; correct it")
     return config
 
 
 def _inherit(base: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Takes from the base what another optimizer or schedule has no use for."""
-    for key, find in INHERITING.items():
+    """Remove from the base the parameters that another optimizer or schedule does not take."""
+    for key, find_class in INHERITING.items():
         kind = section_at(overrides, key).get("type")
         old = section_at(base, key)
         if isinstance(kind, str) and kind != old.get("type") and isinstance(old.get("params"), dict):
-            cls = find(kind)
-            # DeepSpeed's own for GPUs do not say what they take; all take these.
+            cls = find_class(kind)
+            # DeepSpeed's optimizers for GPUs declare no parameters; all take these two
             takes = rules(cls) if cls else dict.fromkeys(("lr", "weight_decay"), RATE)
-            kept = {k: v for k, v in old["params"].items() if k in takes and takes[k].is_valid(v)}
-            base[key]["params"] = kept
+            base[key]["params"] = {
+                name: value
+                for name, value in old["params"].items()
+                if name in takes and takes[name].is_valid(value)
+            }
 
 
 def _merge_errors(base: Any, overrides: dict[str, Any], path: str = "") -> list[str]:
-    """Takes out mappings that would overwrite a single value, which Determined's merging cannot do."""
+    """Remove mappings that would override a single value, for Determined cannot merge them.
+
+    Returns:
+        A line for each.
+    """
     errors = []
     for key, value in list(overrides.items()):
         if isinstance(value, Mapping) and key in base:
@@ -197,36 +223,114 @@ def _merge_errors(base: Any, overrides: dict[str, Any], path: str = "") -> list[
     return errors
 
 
-def _modernise(config: dict[str, Any]) -> None:
-    """Puts what older configurations say into today's keys, and leaves out sections that say nothing."""
+def _update_old_keys(config: dict[str, Any]) -> None:
+    """Write the offloads of old configurations in today's keys, and remove sections that are off."""
     zero = config.get("zero_optimization")
-    if isinstance(zero, dict) and isinstance(zero.get("cpu_offload"), bool) and zero.pop("cpu_offload"):
-        zero.setdefault("offload_optimizer", {"device": "cpu"})
+    for old, new in {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}.items():
+        if isinstance(zero, dict) and isinstance(zero.get(old), bool) and zero.pop(old):
+            zero.setdefault(new, {"device": "cpu"})
     for key, value in list(config.items()):
-        if value is None or (key in REPLACED and not says(value)):
+        is_off = value is False or (isinstance(value, Mapping) and not value.get("enabled", value))
+        if value is None or (is_off and key in REMOVED):
             del config[key]
+
+
+# ------------------------------------------------------------------------------------------------------- auto
+
+
+def resolve_auto(config: dict[str, Any]) -> list[str]:
+    """Replace every ``"auto"`` by a value, and return the paths of those keys.
+
+    A key without a value in ``AUTO_VALUES`` is removed, so that DeepSpeed or the training's length decides.
+    """
+    paths = sorted(_remove_autos(config))
+    for path in AUTO_VALUES.keys() & set(paths):
+        *sections, key = path.split(".")
+        inner = config
+        for section in sections:
+            inner = inner[section]
+        inner[key] = AUTO_VALUES[path]
+    batch = {TOTAL_BATCH, MICRO_BATCH}
+    if batch & set(paths) and not batch & config.keys():
+        config[TOTAL_BATCH] = AUTO_BATCH
+    return paths
+
+
+def _remove_autos(config: dict[str, Any], path: str = "") -> Iterator[str]:
+    for key, value in list(config.items()):
+        if isinstance(value, dict):
+            yield from _remove_autos(value, f"{path}{key}.")
+        elif value == AUTO:
+            del config[key]
+            yield f"{path}{key}"
+
+
+# ------------------------------------------------------------------------------------------------ batch sizes
+
+
+def _leaves_micro_batch_open(config: Mapping[str, Any]) -> bool:
+    """Whether the total batch is a number, the micro-batch ``auto``, and the accumulation open."""
+    total, micro, accumulation = (config.get(key) for key in BATCH_KEYS)
+    return total not in (None, AUTO) and micro == AUTO and accumulation in (None, AUTO)
+
+
+def resolve_batch_sizes(config: dict[str, Any], replicas: int) -> list[str]:
+    """Fill in the missing batch sizes for the data-parallel size ``replicas``, or return an error line.
+
+    train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel size.
+    """
+    given = {key: config[key] for key in BATCH_KEYS if config.get(key) is not None}
+    total, micro, accumulation = (given.get(key) for key in BATCH_KEYS)
+    if total is None:
+        assert micro is not None
+        accumulation = accumulation or 1
+        total = micro * accumulation * replicas
+    elif micro is None:
+        accumulation = accumulation or 1
+        micro = total // (accumulation * replicas)
+    else:
+        accumulation = accumulation or total // (micro * replicas)
+    if micro * accumulation * replicas != total:
+        return [_indivisible(given, replicas)]
+    config.update(zip(BATCH_KEYS, (total, micro, accumulation), strict=True))
+    return []
+
+
+def _indivisible(given: dict[str, int], replicas: int) -> str:
+    """Return the error of a ``train_batch_size`` that does not divide, with the nearest values that do."""
+    total = given[TOTAL_BATCH]
+    others = {key: value for key, value in given.items() if key != TOTAL_BATCH}
+    factors = [f"{replicas} {'process' if replicas == 1 else 'processes'}"]
+    factors += [f"{key} {value}" for key, value in others.items()]
+    unit = replicas * math.prod(others.values())
+    if len(given) == len(BATCH_KEYS):
+        reason = f"is not {' x '.join(factors)}; use {unit}, or leave one of the three out"
+        return f"{TOTAL_BATCH}: {total}: {reason}"
+    below = total // unit * unit
+    values = f"{below} or {below + unit}" if below else str(unit)
+    return f"{TOTAL_BATCH}: {total}: does not divide among {' x '.join(factors)}; use {values}"
 
 
 # --------------------------------------------------------------------------- defaults other than DeepSpeed's
 
 
 def _avoid_compiling(config: dict[str, Any], device: str) -> None:
-    """On a CPU takes torch's Adam, where DeepSpeed would first compile a kernel of its own for a minute."""
+    """Take torch's Adam on a CPU: DeepSpeed would first compile its kernel for a minute."""
     optimizer = config["optimizer"]
-    if optimizer["type"].lower() in ("adam", "adamw", "muon"):  # which has Adam for the rest
+    if optimizer["type"].lower() in ("adam", "adamw", "muon"):  # Muon includes an Adam
         params = optimizer.setdefault("params", {})
         if device == "cpu":
             params.setdefault("torch_adam", True)
         elif not params.get("torch_adam"):
-            params.pop("fused", None)  # as DeepSpeed's own kernels are
+            params.pop("fused", None)  # DeepSpeed's kernels always are
     if device == "cpu" and offloads(config, "offload_optimizer"):
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     if optimizer["type"].lower() not in DEEPSPEED_OPTIMIZERS:
-        config.setdefault("zero_allow_untested_optimizer", True)  # all of torch's step element by element
+        config.setdefault("zero_allow_untested_optimizer", True)  # torch's step element by element
 
 
 def _suit_muon(config: dict[str, Any]) -> None:
-    """With Muon clips nothing unless told to, and has ZeRO 3 reduce whole gradients, or DeepSpeed refuses."""
+    """With Muon, clip nothing by default, and let ZeRO 3 reduce whole gradients, as DeepSpeed demands."""
     if not is_muon(config):
         return
     config.setdefault("gradient_clipping", 0.0)
@@ -235,7 +339,7 @@ def _suit_muon(config: dict[str, Any]) -> None:
 
 
 def _disable_throughput_timer(config: dict[str, Any]) -> None:
-    """Leaves DeepSpeed's throughput timer off, which waits for the device twice in every micro-batch."""
+    """Turn off DeepSpeed's throughput timer, which waits for the device twice in every micro-batch."""
     timers = config.setdefault("timers", {})
     throughput = timers.setdefault("throughput", {}) if isinstance(timers, dict) else None
     if isinstance(throughput, dict):
@@ -243,21 +347,21 @@ def _disable_throughput_timer(config: dict[str, Any]) -> None:
 
 
 def _cast_buffers(config: dict[str, Any]) -> None:
-    """Keeps running statistics in the dtype of the weights, as batch normalization wants them.
+    """Keep running statistics in the dtype of the weights, as batch normalization demands.
 
-    DeepSpeed leaves buffers in fp32 since 0.19; before, it knew no other way.
+    DeepSpeed leaves buffers in fp32 since 0.19; before, it always cast them.
     """
     if hasattr(constants, "BUFFER_DTYPE") and dtype_name(config) != "fp32":
         config.setdefault("data_types", {}).setdefault("buffer_dtype", dtype_name(config))
 
 
 def _reduce_bf16_in_fp32(config: dict[str, Any]) -> None:
-    """Sums gradients in fp32 over ranks, with ZeRO also over micro-batches: bf16 loses more with every rank.
+    """Sum gradients in fp32 over ranks, with ZeRO also over micro-batches: bf16 loses bits with every rank.
 
     Source: https://github.com/deepspeedai/DeepSpeed/issues/3979
     """
     if not (enabled(config, "bf16") or enabled(config, "bfloat16")):
         return
     config.setdefault("communication_data_type", "fp32")
-    if zero_stage(config) > 0:  # without ZeRO the engine accumulates in the dtype of the weights only
+    if zero_stage(config) > 0:  # without ZeRO the engine accumulates in the weights' dtype
         config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")

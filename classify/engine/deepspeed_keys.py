@@ -1,6 +1,6 @@
-"""What makes a key of a DeepSpeed configuration, or its value, wrong by itself.
+"""Checks of a DeepSpeed configuration, key by key.
 
-Keys, types and ranges are those of the installed DeepSpeed and torch, asked rather than copied.
+The installed DeepSpeed and torch say which keys, types and ranges are right.
 """
 
 from __future__ import annotations
@@ -18,17 +18,27 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from classify.config.hyperparameters import RULES
 from classify.config.rules import ANY, BOOL, Rule, is_count, is_number, whole
 from classify.engine.optimizer_rules import optimizer_errors, scheduler_errors
-from classify.engine.replaced_keys import replaced_errors, today
 from deepspeed_trial.errors import nearest, one_line
 
 HYPER = "hyperparameters."
-TOTAL_BATCH, MICRO_BATCH, ACCUMULATION = (
+TOTAL_BATCH, MICRO_BATCH, ACCUMULATION = BATCH_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )
-BATCH_KEYS = (TOTAL_BATCH, MICRO_BATCH, ACCUMULATION)
-# The sections that DeepSpeed describes by a pydantic model, which checks them, and where it keeps it.
+# Features that DeepSpeed has removed: a file may still switch them off.
+REMOVED = """amp autotuning compression_training curriculum_learning eigenvalue elasticity graph_harvesting
+    nebula progressive_layer_drop quantize_training sparse_attention sparse_gradients""".split()
+# Keys that DeepSpeed ignores or cannot train with here, and the remedy.
+REPLACED = {
+    "autotuning": "DeepSpeed's launcher alone reads it; use search.py --config experiments/search-speed.yaml",
+    "fp32_allreduce": "write communication_data_type: fp32",
+    "allgather_size": "write zero_optimization.allgather_bucket_size",
+    "aio.thread_count": "write intra_op_parallelism",
+    "tensor_parallel": "is for language models; remove it",
+    "datastates_ckpt": "needs another package, and this project writes its checkpoints itself; remove it",
+}
+# Sections that a pydantic model describes, and the attribute of DeepSpeedConfig that has it.
 _MODELS = {
     "zero_optimization": "zero_config",
     "fp16": "float16_config",
@@ -37,8 +47,8 @@ _MODELS = {
     "comms_logger": "comms_config",
     "compile": "compile_config",
 }
-# The expected kind of value, by the first word of a type of pydantic's errors.
-_PLAIN = {
+# The messages for the types of pydantic's errors, by the type's first word.
+_EXPECTED = {
     "bool": "must be true or false",
     "int": "must be a whole number",
     "float": "must be a number",
@@ -46,14 +56,14 @@ _PLAIN = {
     "dict": "must be a mapping",
     "model": "must be a mapping",
 }
-# Keys of sections, which a person may write without the section.
+# Nested keys that a person may write without their sections.
 _NESTED = (
     "optimizer.params.lr",
     "optimizer.params.weight_decay",
     "optimizer.params.momentum",
     "zero_optimization.stage",
 )
-# What DeepSpeed takes unchecked, and fails at in training.
+# Values that DeepSpeed takes unchecked, and fails at in training.
 _UNCHECKED: dict[str, Rule] = {
     "fp16.initial_scale_power": Rule(
         lambda v: is_count(v, 0) and v <= 62, "must be a whole number from 0 to 62"
@@ -62,15 +72,12 @@ _UNCHECKED: dict[str, Rule] = {
     "flops_profiler.module_depth": whole(-1),
     "flops_profiler.top_modules": whole(1),
     "flops_profiler.detailed": BOOL,
-    "zero_optimization.legacy_stage1": Rule(lambda v: v is False, "DeepSpeed has it no more; remove it"),
+    "zero_optimization.legacy_stage1": Rule(lambda v: v is False, "DeepSpeed removed it; remove it"),
 }
 
 
-# ------------------------------------------------------------------------------------------ asking DeepSpeed
-
-
 class _Recorder(dict):
-    """A configuration that notes every key it is asked for."""
+    """A configuration that records every key that DeepSpeed asks for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,7 +92,7 @@ class _Recorder(dict):
         return super().__contains__(key)
 
     def keys(self) -> Any:
-        return self  # so that "key in config.keys()" is noted too
+        return self  # so that "key in config.keys()" is recorded, too
 
     def __copy__(self) -> _Recorder:
         return self
@@ -93,19 +100,17 @@ class _Recorder(dict):
 
 @functools.cache
 def known_keys(section: str | None = None) -> frozenset[str]:
-    """The keys that the installed DeepSpeed reads, found by watching it read a configuration.
+    """Return the keys that the installed DeepSpeed reads, recorded while it reads a configuration.
 
     Args:
-        section: a top-level key whose own keys are asked for; empty if DeepSpeed does not say.
+        section: a top-level key, to return the keys inside it; empty if DeepSpeed reads none of them by name.
     """
     recorder = _Recorder()
-    with contextlib.suppress(
-        Exception
-    ):  # an empty configuration lacks a batch size; not every key is a section
+    # DeepSpeed refuses an empty configuration, and a mapping where it expects a value
+    with contextlib.suppress(Exception):
         DeepSpeedConfig(_Recorder({MICRO_BATCH: 1, section: recorder}) if section else recorder)
-    return frozenset(
-        recorder.asked if section else recorder.asked | set(BATCH_KEYS) | {"optimizer", "scheduler"}
-    )
+    top = set() if section else {*BATCH_KEYS, "optimizer", "scheduler"}
+    return frozenset(recorder.asked | top)
 
 
 @functools.cache
@@ -114,29 +119,29 @@ def _defaults() -> Any:
 
 
 def errors_of_whole(config: Mapping[str, Any]) -> list[str]:
-    """What DeepSpeed itself refuses of the whole, but for the batch sizes, which depend on the processes."""
+    """Return DeepSpeed's refusal of the whole configuration; the batch sizes are checked elsewhere."""
     whole = {key: value for key, value in config.items() if key not in BATCH_KEYS}
     try:
         DeepSpeedConfig({**whole, MICRO_BATCH: 1})
     except Exception as error:
-        what = "DeepSpeed refuses the combination of keys that are right alone"
-        return [f"deepspeed_config: {what} ({one_line(error)}); change the keys in this message"]
+        reason = "DeepSpeed refuses the combination of keys that are right alone"
+        return [f"deepspeed_config: {reason} ({one_line(error)}); change the keys in this message"]
     return []
 
 
-# ------------------------------------------------------------------------------------------------ the checks
-
-
 def key_errors(config: Mapping[str, Any], path: str = "") -> list[str]:
-    """Checks every key and value by itself, at every level.
+    """Check every key and value alone, at every level.
 
     Args:
         config: the configuration.
-        path: what stands before its keys, if they are among the hyperparameters themselves.
+        path: the prefix of the keys in error lines, such as ``hyperparameters.``.
     """
-    errors, config = replaced_errors(config), today(config)
+    errors = []
     for key, value in config.items():
-        errors += _value_errors(key, value) if key in known_keys() else [_unknown(key, value, path)]
+        if key in REPLACED:
+            errors.append(f"{key}: {value!r}: {REPLACED[key]}")
+        else:
+            errors += _value_errors(key, value) if key in known_keys() else [_unknown(key, value, path)]
     return errors + _batch_errors(config) + optimizer_errors(config) + scheduler_errors(config)
 
 
@@ -145,23 +150,23 @@ def _unknown(key: str, value: Any, path: str) -> str:
     if rest and head in known_keys():
         nested = functools.reduce(lambda inner, part: {part: inner}, reversed(key.split(".")), value)
         return f"{key}: {value!r}: DeepSpeed knows no dotted keys; write it nested: {json.dumps(nested)}"
-    who = "unknown key" if path else "DeepSpeed knows no such key"
-    return f"{path}{key}: {value!r}: {who}; {nearest_key(key, path)}"
+    reason = "unknown key" if path else "DeepSpeed knows no such key"
+    return f"{path}{key}: {value!r}: {reason}; {nearest_key(key, path)}"
 
 
 def nearest_key(key: str, path: str) -> str:
-    """Says which hyperparameter or key of DeepSpeed's a mistyped one may be, and where it stands.
+    """Suggest the hyperparameter or the key of DeepSpeed's that a mistyped key may be, with its section.
 
     Args:
-        key: the mistyped one.
-        path: what stands before DeepSpeed's keys.
+        key: the mistyped key.
+        path: the prefix of DeepSpeed's keys.
     """
     known = [*RULES, *known_keys(), *_NESTED]
     return nearest(key, known, {**dict.fromkeys(known, path), **dict.fromkeys(RULES, HYPER)})
 
 
 def _batch_errors(config: Mapping[str, Any]) -> list[str]:
-    """Checks the batch sizes, which are resolved later, each by itself."""
+    """Check the value of each batch size; their product is checked later."""
     given = {key: config[key] for key in BATCH_KEYS if config.get(key) is not None}
     if not {TOTAL_BATCH, MICRO_BATCH} & given.keys():
         return [f"{TOTAL_BATCH}: missing; give it or {MICRO_BATCH}"]
@@ -170,7 +175,7 @@ def _batch_errors(config: Mapping[str, Any]) -> list[str]:
 
 
 def _value_errors(key: str, value: Any) -> list[str]:
-    """Checks one top-level key other than the optimizer, the scheduler and the batch sizes."""
+    """Check a top-level key that is neither the optimizer, the scheduler nor a batch size."""
     if key in ("optimizer", "scheduler", *BATCH_KEYS):
         return []
     if key == "steps_per_print":
@@ -183,16 +188,15 @@ def _value_errors(key: str, value: Any) -> list[str]:
     if isinstance(default, float) and not is_number(value):
         return [f"{key}: {value!r}: must be a number of at least 0"]
     if isinstance(value, Mapping):
-        errors = _section_errors(key, value)
-        if errors:
-            return errors
-    elif key in _MODELS:
+        return _section_errors(key, value) or _refused_alone(key, value)
+    if key in _MODELS:
         example = "{stage: 1}" if key == "zero_optimization" else "{enabled: true}"
         return [f"{key}: {value!r}: must be a mapping, e.g. {example}"]
     return _refused_alone(key, value)
 
 
 def _section_errors(section: str, values: Mapping[str, Any]) -> list[str]:
+    """Check the keys of a section, as far as DeepSpeed does not check them itself."""
     errors = []
     for key, value in values.items():
         rule = _UNCHECKED.get(f"{section}.{key}", ANY)
@@ -201,51 +205,50 @@ def _section_errors(section: str, values: Mapping[str, Any]) -> list[str]:
     known: frozenset[str] = frozenset() if section in _MODELS else known_keys(section)
     if errors or not known:
         return errors
-    unknown = {key: value for key, value in values.items() if key not in known}
-    return [
-        f"{section}.{key}: {value!r}: DeepSpeed knows no such key; {nearest(key, known)}"
-        for key, value in unknown.items()
-    ]
+    return [_unknown_in(section, key, value, known) for key, value in values.items() if key not in known]
+
+
+def _unknown_in(section: str, key: str, value: Any, known: frozenset[str] | list[str]) -> str:
+    remedy = REPLACED.get(f"{section}.{key}") or (nearest(key, known) if known else "remove it")
+    return f"{section}.{key}: {value!r}: DeepSpeed knows no such key; {remedy}"
 
 
 def _refused_alone(key: str, value: Any) -> list[str]:
-    """What DeepSpeed refuses of a configuration with this key alone."""
+    """Return DeepSpeed's refusal of a configuration with this key alone."""
     try:
         DeepSpeedConfig({MICRO_BATCH: 1, key: value})
     except pydantic.ValidationError as error:
         return [_in_one_line(key, detail) for detail in error.errors()]
     except Exception as error:  # DeepSpeed's own checks raise errors of many types
         if key in ("fp16", "bf16") and isinstance(error, AssertionError):
-            return []  # what goes with which stage; the whole is yet to be checked
+            return []  # depends on the ZeRO stage: errors_of_whole
         if isinstance(error, AttributeError) and not isinstance(value, Mapping):
             return [f"{key}: {value!r}: must be a mapping of DeepSpeed's keys; change or remove it"]
-        return [f"{key}: {value!r}: DeepSpeed refuses it ({one_line(error)}); mend or remove it"]
+        return [f"{key}: {value!r}: DeepSpeed refuses it ({one_line(error)}); change or remove it"]
     return []
 
 
-def _without_repeats(detail: Any) -> str:
-    """Return pydantic's message in the words of this project's other errors.
-
-    Pydantic lists a choice twice that has two names, such as ZeRO's stage 3.
-    """
-    if rule := _PLAIN.get(detail["type"].partition("_")[0]):
-        return rule
-    choices = str(detail.get("ctx", {}).get("expected", ""))
-    if detail["type"] != "enum":
-        return str(detail["msg"])
-    *others, last = dict.fromkeys(re.split(r", | or ", choices))
-    return str(detail["msg"]).replace(choices, f"{', '.join(others)} or {last}" if others else last)
-
-
 def _in_one_line(section: str, detail: Any) -> str:
-    inner = [str(each) for each in detail["loc"]]
+    """Return an error of pydantic's as this project words its errors."""
+    inner = [str(part) for part in detail["loc"]]
     path = ".".join([section, *(inner[1:] if inner[:1] == [section] else inner)])
-    value, message = detail["input"], _without_repeats(detail)
+    value = detail["input"]
     if detail["type"] == "extra_forbidden":
         model: Any = type(getattr(_defaults(), _MODELS.get(section, ""), None))
         fields = getattr(model, "model_fields", {}) if path.count(".") == 1 else {}
         known = [field.alias or name for name, field in fields.items()]
-        hint = nearest(inner[-1], known) if known else "remove it"
-        return f"{path}: {value!r}: DeepSpeed knows no such key; {hint}"
-    message = message.removeprefix("Value error, ").removeprefix(f"{path} ")
+        parent, _, last = path.rpartition(".")
+        return _unknown_in(parent, last, value, known)
+    message = _message(detail).removeprefix("Value error, ").removeprefix(f"{path} ")
     return f"{path}: {value!r}: {message[:1].lower()}{message[1:]}; change it"
+
+
+def _message(detail: Any) -> str:
+    if expected := _EXPECTED.get(detail["type"].partition("_")[0]):
+        return expected
+    choices = str(detail.get("ctx", {}).get("expected", ""))
+    if detail["type"] != "enum":
+        return str(detail["msg"])
+    # pydantic lists a choice twice that has two names, such as ZeRO's stage 3
+    *others, last = dict.fromkeys(re.split(r", | or ", choices))
+    return str(detail["msg"]).replace(choices, f"{', '.join(others)} or {last}" if others else last)

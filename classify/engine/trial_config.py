@@ -1,6 +1,6 @@
 """A trial's configuration, resolved and checked in one place: data, network, engine and length.
 
-The trial, ``train.py --check`` and the search all ask here, so that all find the same errors.
+The trial, ``train.py --check`` and the search resolve it here, so that all report the same errors.
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from classify.config.hyperparameters import Hyperparameters
+from classify.config.metric_table import SPEED_METRIC, TOP5_METRIC, TTA_METRIC, metrics_for
 from classify.config.options import TestTimeAugmentation
 from classify.engine import deepspeed_config
 from classify.engine.combinations import DTYPES, dtype_name, enabled, network_errors, zero_stage
-from classify.engine.config_parts import Parts
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
 from classify.engine.learning_rate import schedule_notes
 from classify.engine.optimizer_rules import is_muon
 from classify.engine.parameter_groups import Group, are_plain, assign
-from classify.engine.trial_checks import check_best_weights, check_evaluation, check_metrics, check_network
 from classify.images import views
 from classify.images.sampler import step_sizes
 from classify.images.settings import DataSettings
 from classify.images.splits import Splits
-from classify.models import flops, losses, pretrained, registry
+from classify.images.streaming import Streaming
+from classify.models import dry_run, flops, losses, pretrained, recompute, registry, state_dicts
 from classify.models.registry import NetSpec
 from classify.models.stages import layers_of
 from deepspeed_trial import machine
-from deepspeed_trial.errors import ErrorList, InvalidInput
+from deepspeed_trial.errors import ErrorList, InvalidInput, nearest
 from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.patches.process import prepare_process
 from deepspeed_trial.plan import Plan
@@ -39,19 +40,66 @@ from deepspeed_trial.plan import Plan
 VALIDATION_PIXELS = 512 * 32**2  # of a micro-batch: a forward pass needs little memory
 
 
-@dataclass(frozen=True)
-class TrialConfig:
-    """What a trial is made from.
+class Sections:
+    """The sections of an experiment, each parsed and checked alone.
 
     Attributes:
-        hyper: the hyperparameters that are the trial's own.
+        errors: the errors of all sections; if there are none, every other attribute is set.
+        weights: the pretrained weights; None if the hyperparameters name none.
+    """
+
+    data: DataSettings | None = None
+    source: Splits | None = None
+    hyper: Hyperparameters | None = None
+    merged: deepspeed_config.Merged | None = None
+    weights: dict[str, Tensor] | None = None
+
+    def __init__(
+        self, hparams: Mapping[str, Any], experiment: Mapping[str, Any], source: Splits | None
+    ) -> None:
+        self.errors = ErrorList()
+        size = None
+        with self.errors.collecting():
+            size = registry.input_size(hparams.get("net"), hparams.get("weights"))
+        with self.errors.collecting():
+            self.data = DataSettings.parse(experiment.get("data"), size)
+            self.source = source or self.data.open_source()
+            for split in self.source.names:
+                self.source.count(split)  # looks for the files
+            Streaming.resolve(self.data, self.source)
+        with self.errors.collecting():
+            self.hyper = Hyperparameters.parse(hparams, registry.check_name)
+        if form := self.hyper or Hyperparameters.parse_form(hparams):
+            with self.errors.collecting():
+                self.merged = deepspeed_config.merge(form)
+        if self.hyper and self.hyper.weights:
+            with self.errors.collecting():
+                size = self.data.image_size if self.data else size or DataSettings().image_size
+                classes = self.source.classes if self.source else ()
+                net, args = self.hyper.net, self.hyper.net_args
+                self.weights = pretrained.read(net, self.hyper.weights, size, args, classes)
+
+
+def section_errors(hparams: Mapping[str, Any], experiment: Mapping[str, Any]) -> list[str]:
+    """Return the errors of the sections, each checked alone, of an experiment that has other errors."""
+    prepare_process()
+    return list(dict.fromkeys(Sections(hparams, experiment, None).errors.lines))
+
+
+@dataclass(frozen=True)
+class TrialConfig:
+    """The resolved configuration of a trial.
+
+    Attributes:
+        hyper: the trial's own hyperparameters.
         data: the ``data`` section.
         source: the dataset, opened but not decoded.
-        deepspeed: what ``deepspeed.initialize`` takes.
-        seed: of the experiment.
-        processes: how many train.
+        deepspeed: the argument ``config`` of ``deepspeed.initialize``.
+        seed: the experiment's seed.
+        processes: the number of processes.
         device: ``cpu`` or ``cuda``.
-        plan: of the steps; where the length is a time, the trainer's.
+        tries: whether tries find the micro-batch; until then it is the largest possible.
+        plan: the plan of the steps; the trainer's if the length is a time.
     """
 
     hyper: Hyperparameters
@@ -61,6 +109,7 @@ class TrialConfig:
     seed: int
     processes: int
     device: str
+    tries: bool = False
     plan: Plan = dataclasses.field(default_factory=Plan)
 
     @classmethod
@@ -73,25 +122,25 @@ class TrialConfig:
         source: Splits | None = None,
         plan: Plan | None = None,
     ) -> TrialConfig:
-        """Resolves and checks a configuration, decoding no image and building no engine.
+        """Resolve and check a configuration, without decoding an image or building an engine.
 
         Args:
             hparams: the hyperparameters.
-            experiment: the experiment configuration, of which the sections ``data``, ``searcher`` and
-                ``reproducibility`` are read.
-            processes: how many train.
+            experiment: the experiment configuration; ``data``, ``searcher``, ``reproducibility`` and the
+                checkpoint settings are read.
+            processes: the number of processes.
             device: ``cpu`` or ``cuda``.
             source: the dataset, if it is open already.
-            plan: the trainer's, if it has one.
+            plan: the trainer's plan, if there is one.
 
         Raises:
-            InvalidInput: with a line for each thing that is wrong by itself, the data not being there among
-                them; if there is none, with a line for each that does not go with another.
+            InvalidInput: with a line for each value that is wrong alone, missing data included; if there is
+                none, with a line for each conflict.
         """
         prepare_process()
-        parts = Parts(hparams, experiment, source)
-        parts.errors.raise_any()
-        data, source, hyper, merged = parts.data, parts.source, parts.hyper, parts.merged
+        sections = Sections(hparams, experiment, source)
+        sections.errors.raise_any()
+        data, source, hyper, merged = sections.data, sections.source, sections.hyper, sections.merged
         assert data and source and hyper and merged
         errors = ErrorList()
         errors.lines += network_errors(hyper, processes)
@@ -100,38 +149,27 @@ class TrialConfig:
             steps = None if length is None else functools.partial(_total_steps, length, source)
             with errors.collecting():
                 deepspeed = deepspeed_config.resolve(merged, hyper, processes, device, steps)
-        if how := hyper.test_time_augmentation:
-            with errors.collecting():
-                views.check_shift("hyperparameters.test_time_augmentation", how, data.image_size)
-        with errors.collecting():
-            check_metrics(hyper, experiment.get("searcher") or {}, source.classes)
-        with errors.collecting():
-            check_best_weights(hyper, Experiment(experiment, {}), source)
-        with errors.collecting():
-            losses.check(hyper.loss, hyper.class_weights, source.classes)
-        if data.sampling == hyper.class_weights == losses.BALANCED:
-            what = "does what data.sampling: balanced does already; remove one of them"
-            errors.lines.append(f"hyperparameters.class_weights: 'balanced': {what}")
+        errors.lines += _conflicts(hyper, data, source, experiment)
         errors.raise_any()
         if data.normalize == "weights":
             mean, std = pretrained.normalization(hyper.net, hyper.weights)
             data = dataclasses.replace(data, normalize={"mean": mean, "std": std})
         seed = int((experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
-        config = cls(hyper, data, source, deepspeed, seed, processes, device, plan or Plan())
+        config = cls(hyper, data, source, deepspeed, seed, processes, device, merged.tries, plan or Plan())
         config.plan.fix(config.steps)
         check_evaluation(source, config.evaluation_batches[1])
-        check_network(config.net, hyper, config.least_micro_batch, parts.weights)
-        _ = config.groups
+        check_network(config.net, hyper, config.least_micro_batch, sections.weights)
+        _ = config.groups  # raises the errors of parameter_groups
         return config
 
     @property
     def stages(self) -> int:
-        """The stages of the pipeline; 1 if there is none."""
+        """Number of pipeline stages; 1 without a pipeline."""
         return self.hyper.pipe_parallel_size
 
     @property
     def replicas(self) -> int:
-        """The data-parallel size: processes / pipeline stages."""
+        """Data-parallel size: processes / pipeline stages."""
         return self.processes // self.stages
 
     @property
@@ -141,24 +179,24 @@ class TrialConfig:
 
     @property
     def micro_batch(self) -> int:
-        """Images that a process trains on at a time."""
+        """Images in a micro-batch of one process."""
         return self.deepspeed[MICRO_BATCH]
 
     @property
     def least_micro_batch(self) -> int:
-        """The fewest images that a process gets at a time: an epoch's last step may be smaller."""
+        """Images in the smallest micro-batch: an epoch's last step may be smaller."""
         parts = self.replicas * self.deepspeed[ACCUMULATION]
         return min(step_sizes(self.source.count("train"), self.deepspeed[TOTAL_BATCH], parts)) // parts
 
     @property
     def epoch_steps(self) -> int:
-        """The optimizer steps of an epoch."""
+        """Optimizer steps in an epoch."""
         parts = self.replicas * self.deepspeed[ACCUMULATION]
         return len(step_sizes(self.source.count("train"), self.deepspeed[TOTAL_BATCH], parts))
 
     @property
     def steps(self) -> int | None:
-        """The optimizer steps of the whole training, by now; None if its length is not known."""
+        """Optimizer steps of the training, by the current plan; None if its length is not known."""
         if self.hyper.minutes:
             return self.plan.total
         length, parts = self.hyper.max_length, self.replicas * self.deepspeed[ACCUMULATION]
@@ -168,20 +206,20 @@ class TrialConfig:
 
     @property
     def notes(self) -> list[str]:
-        """What works, but hardly as it was meant, in a line each."""
+        """Notes on settings that work, but probably not as intended."""
         lines = schedule_notes(self.deepspeed, self.steps)
         if self.autocasts and self.device == "cpu" and not machine.has_bf16_instructions():
-            what = "this processor has no bf16 instructions, and may compute faster in fp32; set it to false"
-            lines.append(f"torch_autocast.enabled: True: {what}")
+            note = "this processor has no bf16 instructions, and may compute faster in fp32; set it to false"
+            lines.append(f"torch_autocast.enabled: True: {note}")
         return lines
 
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
-        """How the optimizer treats the network's parameters; raises ``InvalidInput`` as ``assign`` does."""
+        """Parameter groups of the optimizer; raises ``InvalidInput`` like ``assign``."""
         optimizer, net = self.deepspeed["optimizer"]["params"], self.net
         muon = optimizer if is_muon(self.deepspeed) else None
         if self.hyper.has_experts:
-            from classify.models.net_moe import NetMoE  # which takes a second to import
+            from classify.models.net_moe import NetMoE  # takes a second to import
 
             experts = {**self.hyper.experts, "ep_world_size": 1}
             with torch.device("meta"):
@@ -192,14 +230,14 @@ class TrialConfig:
 
     @functools.cached_property
     def forward_flops(self) -> int | None:
-        """Floating-point operations of a forward pass over an image; None where they are not known."""
+        """Floating-point operations of a forward pass over one image; None if they are not known."""
         if self.hyper.has_experts:
-            return None  # as many as the gates say
+            return None  # the gates decide
         return flops.forward(registry.on_meta_device(self.net), self.data.image_size)
 
     @functools.cached_property
     def training_flops(self) -> int | None:
-        """The same of a forward and a backward pass."""
+        """Floating-point operations of a forward and a backward pass over one image; None if not known."""
         if self.hyper.has_experts or self.hyper.progressive_resizing:
             return None
         frozen = {name for group in self.groups if group.frozen for name in group.parameters}
@@ -207,19 +245,19 @@ class TrialConfig:
 
     @property
     def _head_steps(self) -> int:
-        """The optimizer steps for which the head alone trains."""
-        how = self.hyper.head_only
-        if not isinstance(how, Mapping):
+        """Optimizer steps during which only the head trains."""
+        length = self.hyper.head_only
+        if not isinstance(length, Mapping):
             return 0
-        steps = how["batches"] if "batches" in how else how["epochs"] * self.epoch_steps
+        steps = length["batches"] if "batches" in length else length["epochs"] * self.epoch_steps
         if self.steps is not None and steps >= self.steps:
-            what = f"as long as the training or longer ({self.steps:,} steps); use true, or less"
-            raise InvalidInput(f"hyperparameters.head_only: {dict(how)!r}: {what}")
+            reason = f"as long as the training or longer ({self.steps:,} steps); use true, or less"
+            raise InvalidInput(f"hyperparameters.head_only: {dict(length)!r}: {reason}")
         return steps
 
     @property
     def described_groups(self) -> list[str]:
-        """The groups in a line each; none where there is but one, as the optimizer says."""
+        """A line for each parameter group; empty if one group has all parameters and no setting."""
         optimizer = self.deepspeed["optimizer"]["params"]
         return [] if are_plain(self.groups) else [group.describe(optimizer) for group in self.groups]
 
@@ -230,11 +268,11 @@ class TrialConfig:
 
     @property
     def views(self) -> TestTimeAugmentation | None:
-        """The views by which validations classify each image once more; None if that is not asked for."""
+        """Views of each image in test-time augmentation; None without it."""
         return self.hyper.test_time_augmentation
 
     def input_size(self, step: int | None) -> tuple[int, int]:
-        """Height and width of what the network sees in a step of training, or where None in a validation."""
+        """Return height and width of the network's input in a step of training, or in a validation (None)."""
         full, resizing = self.data.image_size, self.hyper.progressive_resizing
         if resizing is None or step is None or self.hyper.max_length is None:
             return full
@@ -242,12 +280,12 @@ class TrialConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The floating-point type of weights and inputs."""
+        """Floating-point type of weights and inputs."""
         return DTYPES[dtype_name(self.deepspeed)]
 
     @property
     def autocasts(self) -> bool:
-        """Whether torch chooses which operations are computed in 16 bits."""
+        """Whether torch computes chosen operations in 16 bits."""
         return enabled(self.deepspeed, "torch_autocast")
 
     @property
@@ -257,7 +295,7 @@ class TrialConfig:
 
     @property
     def channels_last(self) -> bool:
-        """Whether training images have that memory format."""
+        """Whether training images have the memory format ``channels_last``."""
         if self.hyper.channels_last is not None:
             return self.hyper.channels_last
         is_plain = not self.hyper.has_experts and self.stages == 1
@@ -265,15 +303,14 @@ class TrialConfig:
 
     @property
     def validates_channels_last(self) -> bool:
-        """Whether validation images have it."""
+        """Whether validation images have the memory format ``channels_last``."""
         return self.channels_last or (self.stages == 1 and registry.prefers_channels_last(self.hyper.net))
 
     @property
     def validation_micro_batch(self) -> int:
-        """Images that a process validates at a time: more than in training, where they are small.
+        """Images in a validation's micro-batch: at least 2, and more than in training if images are small.
 
-        Pipelines and experts have buffers and gates of the training micro-batch's size, and keep to it. Never
-        one image alone, which some networks cannot take.
+        Pipelines and experts keep to the training's micro-batch: their buffers and gates have its size.
         """
         if self.stages > 1 or self.hyper.has_experts:
             return max(2, self.micro_batch)
@@ -282,22 +319,127 @@ class TrialConfig:
 
     @property
     def evaluation_batches(self) -> tuple[int, int]:
-        """Images of a micro-batch in validations, and how many micro-batches all ranks together take."""
-        taken = self.deepspeed[ACCUMULATION] if self.stages > 1 else 1
-        return self.validation_micro_batch, self.replicas * taken
+        """(Images in a validation's micro-batch, micro-batches that all ranks take at a time)."""
+        of_a_replica = self.deepspeed[ACCUMULATION] if self.stages > 1 else 1
+        return self.validation_micro_batch, self.replicas * of_a_replica
 
     @property
     def stage_layers(self) -> list[str] | None:
-        """The names of a pipeline's layers, in the order of the forward pass; None if there is none."""
+        """Names of a pipeline's layers, in the order of the forward pass; None without a pipeline."""
         if self.stages == 1:
             return None
         layers = layers_of(registry.on_meta_device(self.net))
-        assert layers  # or combinations.py has refused it
+        assert layers  # combinations.py refuses other networks
         return [name for name, _ in layers]
 
 
 def _total_steps(length: Mapping[str, int], source: Splits, batch_size: int, parts: int) -> int:
-    """The optimizer steps of the whole training, given the batch size and its number of micro-batches."""
+    """Return the optimizer steps of the training.
+
+    Args:
+        length: epochs or batches.
+        source: the dataset.
+        batch_size: images in an optimizer step.
+        parts: micro-batches in an optimizer step.
+    """
     if "batches" in length:
         return length["batches"]
     return length["epochs"] * len(step_sizes(source.count("train"), batch_size, parts))
+
+
+# ------------------------------------------------------------------------------------------------- conflicts
+
+
+def _conflicts(
+    hyper: Hyperparameters, data: DataSettings, source: Splits, experiment: Mapping[str, Any]
+) -> list[str]:
+    """Return a line for each conflict of hyperparameters, data and experiment that needs no engine."""
+    errors = ErrorList()
+    if hyper.test_time_augmentation:
+        with errors.collecting():
+            shift = hyper.test_time_augmentation
+            views.check_shift("hyperparameters.test_time_augmentation", shift, data.image_size)
+    errors.lines += _metric_errors(hyper, experiment.get("searcher") or {}, source.classes)
+    errors.lines += _best_weights_errors(hyper, Experiment(experiment, {}), source)
+    with errors.collecting():
+        losses.check(hyper.loss, hyper.class_weights, source.classes)
+    if data.sampling == hyper.class_weights == losses.BALANCED:
+        reason = "does what data.sampling: balanced does already; remove one of them"
+        errors.lines.append(f"hyperparameters.class_weights: 'balanced': {reason}")
+    return errors.lines
+
+
+def _metric_errors(
+    hyper: Hyperparameters, searcher: Mapping[str, Any], classes: tuple[str, ...]
+) -> list[str]:
+    """Refuse a metric that no validation reports, and suggest the nearest one."""
+    known = metrics_for(classes, hyper.test_time_augmentation is not None)
+    hints = {
+        TTA_METRIC: "set hyperparameters.test_time_augmentation: {mirror: true}",
+        TOP5_METRIC: "it needs more than five classes; use accuracy",
+    }
+    chosen = {
+        "searcher.metric": (searcher.get("metric"), [*known, SPEED_METRIC]),
+        "hyperparameters.early_stopping.metric": ((hyper.early_stopping or {}).get("metric"), known),
+    }
+    errors = [
+        f"{key}: {metric!r}: no validation reports it; {hints.get(metric) or nearest(metric, names)}"
+        for key, (metric, names) in chosen.items()
+        if metric is not None and metric not in names
+    ]
+    if not errors and len({metric for metric, _ in chosen.values()} - {None}) == 2:
+        (wanted, _), (stopping, _) = chosen.values()
+        reason = f"searcher.metric, {wanted!r}, chooses the best weights and the end; give one metric"
+        errors.append(f"hyperparameters.early_stopping.metric: {stopping!r}: {reason}")
+    return errors
+
+
+def _best_weights_errors(hyper: Hyperparameters, experiment: Experiment, source: Splits) -> list[str]:
+    """Refuse ``best_weights`` without held-out images or the best checkpoint."""
+    if not hyper.best_weights:
+        return []
+    is_there = {
+        "held-out images; set data.validation, e.g. auto": source.validation == "val",
+        "the best checkpoint; set checkpoint_storage.save_trial_best to at least 1": (
+            experiment.checkpoints_to_keep("save_trial_best") > 0
+        ),
+        "the best checkpoint; set checkpoint_policy: best": (
+            experiment.config.get("checkpoint_policy") != "none"
+        ),
+    }
+    return [f"hyperparameters.best_weights: True: needs {need}" for need in is_there if not is_there[need]]
+
+
+def check_evaluation(source: Splits, parts: int) -> None:
+    """Refuse fewer images to validate or test than micro-batches that the processes take at a time."""
+    errors = [
+        f"data.root: {source.count(split)} images in {split}, fewer than the {parts} micro-batches that all"
+        " processes take at a time; use fewer processes, or hold out more"
+        for split in source.names[1:]
+        if source.count(split) < parts
+    ]
+    if errors:
+        raise InvalidInput(errors)
+
+
+def check_network(
+    spec: NetSpec, hyper: Hyperparameters, micro_batch: int, weights: dict[str, Tensor] | None
+) -> None:
+    """Refuse a network that cannot take the images, or weights of another network.
+
+    Args:
+        spec: the network.
+        hyper: the hyperparameters.
+        micro_batch: images in the smallest micro-batch of the training.
+        weights: the pretrained weights, if there are any.
+    """
+    dry_run.check(spec, micro_batch, bool(hyper.channels_last))
+    if resizing := hyper.progressive_resizing:
+        dry_run.check(spec, micro_batch, smaller=resizing.size(spec.image_size))
+    if hyper.has_experts:
+        return
+    outline = registry.on_meta_device(spec)
+    if weights is not None:
+        state_dicts.load_pretrained(outline, weights, f"hyperparameters.weights: {hyper.weights}")
+    if hyper.checkpoint_activations:
+        recompute.enable(outline)

@@ -59,12 +59,6 @@ class Choice:
             (context.output / FILE).write_text(json.dumps(found, indent=2) + "\n")
 
 
-def is_asked_for(hyperparameters: Mapping[str, Any]) -> bool:
-    """Return whether the micro-batch is ``auto``; raise ``InvalidInput`` as ``merge`` does."""
-    form = Hyperparameters.parse_form(hyperparameters)
-    return form is not None and deepspeed_config.merge(form).tries
-
-
 def choose(
     trial_class: Callable[..., Any], experiment: Experiment, resumed: pathlib.Path | None
 ) -> Choice | None:
@@ -86,7 +80,8 @@ def _choose(
     trial_class: Callable[..., Any], experiment: Experiment, resumed: pathlib.Path | None, threads: int
 ) -> Choice | None:
     try:
-        if not is_asked_for(experiment.hyperparameters):
+        form = Hyperparameters.parse_form(experiment.hyperparameters)
+        if form is None or not deepspeed_config.asks_for_tries(form):
             return None
         count = int(os.environ.get("WORLD_SIZE") or 1)
         device = processes.device_type()
