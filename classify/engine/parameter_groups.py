@@ -1,16 +1,15 @@
-"""Which parameters the optimizer treats alike, and how.
+"""Parameter groups: parameters with the same rate, decay and optimizer.
 
-By ``parameter_groups``, ``weight_decay_on``, ``layer_decay`` and ``head_only``.
+They follow from ``parameter_groups``, ``weight_decay_on``, ``layer_decay`` and ``head_only``.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
@@ -22,23 +21,23 @@ from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.patches.muon import USES_MUON
 from deepspeed_trial.schedules import FACTOR, STARTS_AFTER
 
-OTHERS = "others"  # the parameters that no pattern matches
+OTHERS = "others"  # the name of the group without a pattern
 _EXPERT = re.compile(r"(deepspeed_experts)\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that the optimizer treats alike.
+    """A parameter group of the optimizer.
 
     Attributes:
-        name: what to call it.
-        parameters: their names in the plain network, in its order.
-        weights: how many numbers they hold.
-        lr_factor: of the optimizer's rate.
+        name: the group's name in reports.
+        parameters: the parameters' names in the plain network, in its order.
+        weights: the count of numbers in the parameters.
+        lr_factor: factor on the optimizer's rate.
         weight_decay: None for the optimizer's.
-        frozen: whether they stay as they are.
-        starts_after: the optimizer steps for which their rate is 0.
-        muon: whether Muon trains them, or the Adam beside it; None with another optimizer.
+        frozen: whether the parameters keep their values.
+        starts_after: optimizer steps at the start during which the rate is 0.
+        muon: whether Muon trains the group; False for Muon's Adam; None with another optimizer.
     """
 
     name: str
@@ -51,7 +50,7 @@ class Group:
     muon: bool | None = None
 
     def describe(self, optimizer: Mapping[str, Any]) -> str:
-        """The group in a line, with the rate and the decay that it has by the optimizer's parameters."""
+        """Return a line with the group's rate and decay under the optimizer's parameters."""
         count = len(self.parameters)
         size = f"{self.name}: {count:,} parameter{'s' * (count != 1)}, {self.weights:,} weights"
         if self.frozen:
@@ -63,31 +62,6 @@ class Group:
         return f"{size}, {rate}, weight decay {decay:g}"
 
 
-class _Treatment(NamedTuple):
-    """How one parameter is treated: what those of a group have in common.
-
-    Attributes:
-        entry: which of ``parameter_groups`` it matches; -1 for none.
-        half: whether Muon trains it, or the Adam beside it; None with another optimizer, or if frozen.
-        decays: whether it has the weight decay.
-        layer: where each layer has a rate of its own.
-        frozen: whether it stays as it is.
-        waits: whether it does so for the first steps.
-    """
-
-    entry: int
-    half: bool | None
-    decays: bool
-    layer: int
-    frozen: bool
-    waits: bool
-
-    @property
-    def place(self) -> tuple[Any, ...]:
-        """Where its group comes among the others."""
-        return self.entry, not self.half, not self.decays, self.layer, self.frozen, self.waits
-
-
 def assign(
     net: nn.Module,
     hyper: Hyperparameters,
@@ -95,78 +69,45 @@ def assign(
     muon: Mapping[str, Any] | None = None,
     waits: int = 0,
 ) -> tuple[Group, ...]:
-    """Deals a network's parameters out.
+    """Assign a network's parameters to groups.
 
     Args:
         net: the plain network, which may be on the meta device.
         hyper: the hyperparameters.
-        classes: into which it sorts, for its last layer has as many rows.
-        muon: the optimizer's parameters, if it is Muon.
-        waits: the optimizer steps for which all but the head stays as it is.
+        classes: number of classes: the last layer has as many rows.
+        muon: the optimizer's parameters, if the optimizer is Muon.
+        waits: optimizer steps during which only the head trains.
 
     Returns:
-        The groups that have parameters: first those that no pattern matches. What the network has frozen
-        itself is in none.
+        The groups that have parameters, first the group without a pattern. Parameters that the network itself
+        has frozen are in no group.
 
     Raises:
-        InvalidInput: with a line for each pattern that matches none, for patterns that match the same, and if
-            nothing is left to train.
+        InvalidInput: with a line for each pattern that matches no parameter, for patterns that match the same
+            parameter, and if no parameter is left to train.
     """
     entries = hyper.parameter_groups or ()
     patterns = [re.compile(entry["match"]) for entry in entries]
-    shapes = {name: tuple(each.shape) for name, each in net.named_parameters()}
-    found = {name: [i for i, each in enumerate(patterns) if each.search(name)] for name in shapes}
-    errors = [*_unmatched(entries, found), *_matched_twice(entries, found), *_uneven_experts(hyper, found)]
-    hidden, heads = _hidden_matrices(net, classes), head_layers(net)
-    layers = depths(net) if hyper.layer_decay else {}
-    trains = {name for name, each in net.named_parameters() if each.requires_grad}
-    held: dict[_Treatment, list[str]] = {}
-    for name, indices in found.items():
-        if name not in trains:  # for the network has frozen it
-            continue
-        index = indices[0] if indices else -1
-        entry = entries[index] if index >= 0 else {}
-        uses_muon = entry.get("muon", name in hidden)
-        if muon and uses_muon and len(shapes[name]) < 2:
-            what = f"{name} has one dimension, and Muon takes matrices; set it to false"
-            errors.append(f"{KEY}[{index}].muon: True: {what}")
-        is_body = name.rpartition(".")[0] not in heads
-        frozen = entry.get("frozen", False) or (is_body and hyper.head_only is True)
-        decays = hyper.weight_decay_on == "all" or sum(size > 1 for size in shapes[name]) > 1
-        treatment = _Treatment(
-            entry=index,
-            half=uses_muon if muon and not frozen else None,
-            decays=decays or frozen or "weight_decay" in entry,
-            layer=0 if frozen else layers.get(name, 0),
-            frozen=frozen,
-            waits=is_body and waits > 0 and not frozen,
-        )
-        held.setdefault(treatment, []).append(name)
-    last = max(layers.values(), default=0)
+    parameters = dict(net.named_parameters())
+    matches = {name: [i for i, p in enumerate(patterns) if p.search(name)] for name in parameters}
+    errors = [*_unmatched(entries, matches), *_matched_twice(entries, matches)]
+    errors += _uneven_experts(hyper, matches)
+    rules = _Rules(net, hyper, classes, muon, waits)
+    members: dict[tuple[Any, ...], list[str]] = {}
+    settings: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            index = matches[name][0] if matches[name] else -1
+            if muon and index >= 0 and entries[index].get("muon") and parameter.dim() < 2:
+                reason = f"{name} has one dimension, and Muon takes matrices; set it to false"
+                errors.append(f"{KEY}[{index}].muon: True: {reason}")
+            place, settings_of_name = rules.apply(name, parameter, index)
+            members.setdefault(place, []).append(name)
+            settings[place] = settings_of_name
     groups = []
-    for each in sorted(held, key=lambda each: each.place):
-        names = held[each]
-        entry = {**entries[each.entry]} if each.entry >= 0 else {}
-        name = entry.pop("match", OTHERS)
-        marks = []
-        if each.frozen:
-            entry = {"frozen": True}
-        if muon and each.half is not None:
-            share = 1 if each.half else muon["adam_lr"] / muon["lr"]
-            entry |= {"muon": each.half, "lr_factor": entry.get("lr_factor", 1) * share}
-            marks.append("Muon" if each.half else "Adam")
-        if layers and not each.frozen:
-            decay = hyper.layer_decay or 1.0
-            entry["lr_factor"] = entry.get("lr_factor", 1) * decay ** (last - each.layer)
-            marks.append(f"layer {each.layer} of 0 to {last}")
-        if not each.decays:
-            entry["weight_decay"] = 0.0
-            marks.append("no decay")
-        if each.waits:
-            entry["starts_after"] = waits
-        name += f" ({', '.join(marks)})" if marks else ""
-        weights = sum(math.prod(shapes[each]) for each in names)
-        groups.append(Group(name, tuple(names), weights, **entry))
+    for place in sorted(members):
+        weights = sum(parameters[name].numel() for name in members[place])
+        groups.append(Group(parameters=tuple(members[place]), weights=weights, **settings[place]))
     if groups and all(group.frozen for group in groups):
         key = KEY if entries else "hyperparameters.head_only"
         errors.append(f"{key}: freeze every parameter of {hyper.net}; leave one to train")
@@ -175,8 +116,52 @@ def assign(
     return tuple(groups)
 
 
+class _Rules:
+    """Rules by which a parameter gets its settings; for the arguments see ``assign``."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        hyper: Hyperparameters,
+        classes: int,
+        muon: Mapping[str, Any] | None,
+        waits: int,
+    ) -> None:
+        self.hyper, self.muon, self.waits = hyper, muon, waits
+        self.hidden, self.heads = _hidden_matrices(net, classes), head_layers(net)
+        self.layers = depths(net) if hyper.layer_decay else {}
+        self.last = max(self.layers.values(), default=0)
+
+    def apply(self, name: str, parameter: nn.Parameter, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a group's place among the groups, and its settings, for the entry with an index."""
+        hyper, muon = self.hyper, self.muon
+        entry = dict((hyper.parameter_groups or ())[index]) if index >= 0 else {}
+        match, factor, uses_muon = entry.pop("match", OTHERS), entry.get("lr_factor", 1), None
+        is_body = name.rpartition(".")[0] not in self.heads
+        if entry.get("frozen") or (is_body and hyper.head_only is True):
+            return (index, True, False, 0, True, False), {"name": match, "frozen": True}
+        marks = []
+        if muon:
+            uses_muon = entry.get("muon", name in self.hidden)
+            factor *= 1 if uses_muon else muon["adam_lr"] / muon["lr"]
+            marks.append("Muon" if uses_muon else "Adam")
+        layer = self.layers.get(name, 0)
+        if hyper.layer_decay and self.layers:
+            factor *= hyper.layer_decay ** (self.last - layer)
+            marks.append(f"layer {layer} of 0 to {self.last}")
+        is_matrix = sum(size > 1 for size in parameter.shape) > 1
+        decays = hyper.weight_decay_on == "all" or is_matrix or "weight_decay" in entry
+        if not decays:
+            entry["weight_decay"] = 0.0
+            marks.append("no decay")
+        waits = is_body and self.waits > 0
+        entry |= {"lr_factor": factor, "muon": uses_muon, "starts_after": self.waits if waits else 0}
+        entry["name"] = f"{match} ({', '.join(marks)})" if marks else match
+        return (index, not uses_muon, not decays, layer, False, waits), entry
+
+
 def _hidden_matrices(net: nn.Module, classes: int) -> set[str]:
-    """The weights of convolutions and linear layers but the last, whose rows are the classes."""
+    """Return the weights of convolutions and linear layers but the last, whose rows are the classes."""
     layers = {
         name: module
         for name, module in net.named_modules()
@@ -188,9 +173,9 @@ def _hidden_matrices(net: nn.Module, classes: int) -> set[str]:
     return weights | {f"{name}.in_proj_weight" for name in attention}
 
 
-def _unmatched(entries: Sequence[Mapping[str, Any]], found: Mapping[str, list[int]]) -> list[str]:
-    matched = {index for indices in found.values() for index in indices}
-    some = ", ".join([*found][:2] + [*found][-1:])
+def _unmatched(entries: Sequence[Mapping[str, Any]], matches: Mapping[str, list[int]]) -> list[str]:
+    matched = {index for indices in matches.values() for index in indices}
+    some = ", ".join([*matches][:2] + [*matches][-1:])
     return [
         f"{KEY}[{index}].match: {entry['match']!r}: matches no parameter; their names are e.g. {some}"
         for index, entry in enumerate(entries)
@@ -198,9 +183,9 @@ def _unmatched(entries: Sequence[Mapping[str, Any]], found: Mapping[str, list[in
     ]
 
 
-def _matched_twice(entries: Sequence[Mapping[str, Any]], found: Mapping[str, list[int]]) -> list[str]:
+def _matched_twice(entries: Sequence[Mapping[str, Any]], matches: Mapping[str, list[int]]) -> list[str]:
     twice: dict[tuple[int, ...], list[str]] = {}
-    for name, indices in found.items():
+    for name, indices in matches.items():
         if len(indices) > 1:
             twice.setdefault(tuple(indices), []).append(name)
     errors = []
@@ -214,29 +199,29 @@ def _matched_twice(entries: Sequence[Mapping[str, Any]], found: Mapping[str, lis
     return errors
 
 
-def _uneven_experts(hyper: Hyperparameters, found: Mapping[str, list[int]]) -> list[str]:
-    """Ranks that hold different experts of a layer have to have the same groups."""
+def _uneven_experts(hyper: Hyperparameters, matches: Mapping[str, list[int]]) -> list[str]:
+    """Refuse patterns under which ranks with other experts of a layer would have other groups."""
     if not hyper.has_experts or hyper.ep_world_size == 1:
         return []
-    of_layer: dict[str, set[tuple[int, ...]]] = {}
-    for name, indices in found.items():
-        of_layer.setdefault(_EXPERT.sub(r"\1.", name), set()).add(tuple(indices))
-    uneven = [name for name, chosen in of_layer.items() if len(chosen) > 1]
-    what = "match some experts of a layer and others not, which lie on other ranks; match all, or none"
-    return [f"{KEY}: {uneven[0]}: patterns {what}"] if uneven else []
+    by_layer: dict[str, set[tuple[int, ...]]] = {}
+    for name, indices in matches.items():
+        by_layer.setdefault(_EXPERT.sub(r"\1.", name), set()).add(tuple(indices))
+    uneven = [name for name, chosen in by_layer.items() if len(chosen) > 1]
+    reason = "match some experts of a layer and others not, which lie on other ranks; match all, or none"
+    return [f"{KEY}: {uneven[0]}: patterns {reason}"] if uneven else []
 
 
 def are_plain(groups: Sequence[Group]) -> bool:
-    """Whether there is one group, of which the optimizer's own parameters say all."""
+    """Whether one group has all parameters, and only the optimizer's settings."""
     (first, *more) = groups
-    own = first.lr_factor, first.weight_decay, first.frozen, first.starts_after, first.muon
-    return not more and own == (1, None, False, 0, None)
+    settings = first.lr_factor, first.weight_decay, first.frozen, first.starts_after, first.muon
+    return not more and settings == (1, None, False, 0, None)
 
 
 def summarise(groups: Sequence[Group]) -> str | None:
-    """What must be the same after a resume: which parameters are in which group, and which are frozen.
+    """Return a text that is equal before and after a valid resume; None without groups.
 
-    None without groups; rates and decays may change.
+    It identifies the parameters of every group, and the frozen groups. Rates and decays may change.
     """
     if are_plain(groups):
         return None
@@ -246,7 +231,7 @@ def summarise(groups: Sequence[Group]) -> str | None:
 
 
 def freeze(named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Group]) -> None:
-    """Has the parameters of frozen groups stay as they are."""
+    """Freeze the parameters of frozen groups."""
     frozen = {name for group in groups if group.frozen for name in group.parameters}
     for name, parameter in named:
         if name in frozen:
@@ -256,28 +241,29 @@ def freeze(named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Group]) -
 def optimizer_groups(
     named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Group], optimizer: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Parameter groups as torch's optimizers take them, of those parameters that a rank has.
+    """Return parameter groups for torch's optimizers, with the parameters of this rank.
 
     Args:
-        named: the parameters by their names in the plain network.
-        groups: how they are dealt out.
-        optimizer: its parameters.
+        named: this rank's parameters by their names in the plain network.
+        groups: the groups from ``assign``.
+        optimizer: the optimizer's parameters.
     """
-    held = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    made = []
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    torch_groups = []
     for index, group in enumerate(groups):
-        mine = [parameter for name, parameter in held if name in group.parameters]
-        decay = {} if group.weight_decay is None else {"weight_decay": group.weight_decay}
-        rate = {FACTOR: group.lr_factor, STARTS_AFTER: group.starts_after}
-        made.append({"params": mine, "name": f"{index} {group.name}", **rate, **decay})
+        members = [parameter for name, parameter in trained if name in group.parameters]
+        settings = {
+            "name": f"{index} {group.name}",
+            FACTOR: group.lr_factor,
+            STARTS_AFTER: group.starts_after,
+        }
         if group.muon is not None:
-            made[-1] |= {USES_MUON: group.muon, **_of_half(group.muon, optimizer), **decay}
-            for parameter in mine:
+            keys = ("momentum", "ns_method") if group.muon else ("betas", "eps")
+            settings |= {key: optimizer[key] for key in ("weight_decay", *keys) if key in optimizer}
+            settings[USES_MUON] = group.muon
+            for parameter in members:
                 setattr(parameter, USES_MUON, group.muon)
-    return [group for group in made if group["params"]]
-
-
-def _of_half(is_muon: bool, optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Which of the optimizer's parameters are for Muon itself, or for the Adam beside it."""
-    keys = ("weight_decay", "momentum", "ns_method") if is_muon else ("weight_decay", "betas", "eps")
-    return {key: optimizer[key] for key in keys if key in optimizer}
+        if group.weight_decay is not None:
+            settings["weight_decay"] = group.weight_decay
+        torch_groups.append({"params": members, **settings})
+    return [group for group in torch_groups if group["params"]]
