@@ -121,7 +121,7 @@ def check(args: argparse.Namespace) -> int:
     experiment = load(args)
     with command_line.importing():  # after the check of the file: imports take seconds
         import data
-        from classify.engine import memory_forecast
+        from classify.engine import memory
         from classify.engine.deepspeed_keys import MICRO_BATCH
         from classify.engine.trial_config import TrialConfig
         from classify.reports.overview import describe_images, describe_length
@@ -140,7 +140,7 @@ def check(args: argparse.Namespace) -> int:
         print(f"train.py: length {describe_length(config)}", file=sys.stderr)
     for line in config.described_groups:
         print(f"train.py: parameters {printable(line)}", file=sys.stderr)
-    for line in memory_forecast.describe(config, memory_limit(slots, config.device)):
+    for line in memory.describe(config, memory_limit(slots, config.device)):
         print(f"train.py: memory {printable(line)}", file=sys.stderr)
     print(json.dumps(redaction.values(config.deepspeed), indent=2))
     return 0

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from classify.engine import memory
 from classify.engine.learning_rate import counts_steps, planned
-from classify.engine.memory_forecast import keeps_freed_memory
 from classify.engine.optimizer_rules import schedule_maker
 from classify.engine.parameter_groups import are_plain, freeze, optimizer_groups
 from classify.engine.trial_config import TrialConfig
@@ -150,7 +149,7 @@ def building(config: TrialConfig, images_on_gpu: int) -> Iterator[None]:
         InvalidInput: for what DeepSpeed refuses beyond the rules here.
         TrainingStopped: if memory runs out.
     """
-    memory.keep_freed_memory(keeps_freed_memory(config))
+    memory.keep_freed_memory(memory.keeps_freed_memory(config))
     quiet = contextlib.redirect_stdout(io.StringIO())  # DeepSpeed prints its groups and layers
     explained = explain_out_of_memory(
         lambda: "before the first step", lambda: memory.advise(config, None, images_on_gpu)

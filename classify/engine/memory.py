@@ -1,46 +1,287 @@
-"""How the memory of a step is kept for the next, and what to change when there is not enough."""
+"""Memory of a training: a forecast before anything is allocated, advice, and the C library's settings.
+
+Weights, gradients, optimizer state and DeepSpeed's copies follow from the configuration by arithmetic.
+torch's ``MemTracker`` measures the activations of two small micro-batches on fake tensors; they are linear in
+the micro-batch.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
+from dataclasses import dataclass
 from typing import Any
 
-from classify.engine.combinations import dtype_name
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.nn import functional as F
+
+from classify.engine.combinations import dtype_name, offloads
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH
-from classify.engine.memory_forecast import MIB, model_states
+from classify.engine.optimizer_rules import ADAM_SWITCHES, is_muon, optimizer_class, section_at
+from classify.engine.parameter_groups import freeze
 from classify.engine.trial_config import TrialConfig
 from classify.models import recompute, registry
+from deepspeed_trial.errors import one_line
 
+MIB = 2**20
+FP32, ADAM = 4, 8  # bytes of a number; bytes of Adam's state for each number
+TRACED = 2, 4  # images in the measured micro-batches; batch normalization does not train on one image
+# MiB of a process after its imports; more with several processes; MiB of a GPU's context
+BASE, JOINED, GPU_BASE = 820, 40, 500
+HOLES = 1.35  # memory that glibc keeps for a step, over the size of its blocks: docs/memory.md
+TEMPORARIES = 2  # tensors of a parameter's size within torch's Adam: ZeRO's parameters are whole partitions
+BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, in numbers
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt
+
+
+# ----------------------------------------------------------------------------------------------- the forecast
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Peak of a process in training, in bytes, without checkpoints and validations.
+
+    Attributes:
+        parts: bytes by purpose on the device that computes.
+        host: bytes of host memory that a GPU run needs.
+        note: the reason why the activations are not known; None if they are.
+    """
+
+    parts: dict[str, int]
+    host: int = 0
+    note: str | None = None
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(self.parts.values())
+
+
+class Forecaster:
+    """Forecasts several micro-batches of one configuration; ``Forecaster(config)(micro_batch)``.
+
+    Args:
+        config: the trial's configuration.
+    """
+
+    def __init__(self, config: TrialConfig) -> None:
+        self.config = config
+        self.on_gpu = config.device == "cuda"
+
+    def __call__(self, micro_batch: int) -> Forecast:
+        """Return the forecast for micro-batches of ``micro_batch`` images."""
+        config = self.config
+        on_cpu = BASE + (JOINED if config.processes > 1 else 0)
+        parts = {"base": MIB * (GPU_BASE if self.on_gpu else on_cpu), **model_states(config)}
+        if config.zero_stage:
+            parts["copies"] = partition_copies(config)
+        host = 0
+        if self.on_gpu and offloads(config.deepspeed, "offload_optimizer"):
+            host = parts.pop("optimizer") + parts.pop("copies") + parts["gradients"]
+        if config.hyper.has_experts or config.stages > 1:
+            return Forecast(parts, host, "the activations of experts and pipelines are not known")
+        try:
+            first, second = self._activations
+        except Exception as error:  # a network may raise anything
+            return Forecast(parts, host, f"the activations are not known ({one_line(error)})")
+        if config.zero_stage == 3 and config.replicas > 1:
+            parts["weights"] += config.dtype.itemsize * _trained(config)  # gathered for a pass
+        if config.hyper.weight_average:
+            parts["average"] = FP32 * (_share(config) if config.zero_stage else _trained(config))
+        growth = (second - first) / (TRACED[1] - TRACED[0])
+        holes = HOLES if not self.on_gpu and keeps_freed_memory(config) else 1
+        parts["activations"] = round(holes * (first + growth * (micro_batch - TRACED[0])))
+        height, width = config.data.image_size
+        parts["images"] = self._decoded + 3 * height * width * micro_batch
+        return Forecast(parts, host)
+
+    def largest(self, limit: int) -> int:
+        """Return the largest micro-batch of the training images that fits into ``limit`` bytes, or 0."""
+        fits, too_large = 0, self.config.source.count("train") // self.config.replicas + 1
+        while too_large - fits > 1:
+            tried = min(2 * fits or 1, (fits + too_large) // 2)
+            if self(tried).total <= limit:
+                fits = tried
+            else:
+                too_large = tried
+        return fits
+
+    @functools.cached_property
+    def _activations(self) -> tuple[int, int]:
+        first, second = (measure_activations(self.config, size) for size in TRACED)
+        return first, second
+
+    @property
+    def _decoded(self) -> int:
+        """Bytes of the decoded images in a GPU's memory."""
+        data, source = self.config.data, self.config.source
+        if not self.on_gpu or data.device == "cpu":
+            return 0
+        height, width = data.stored_size
+        return sum(source.count(split) for split in ("train", source.validation)) * 3 * height * width
+
+
+def measure_activations(config: TrialConfig, micro_batch: int) -> int:
+    """Return the bytes of inputs and activations at the end of a forward pass."""
+    net = registry.on_meta_device(config.net)
+    freeze(net.named_parameters(), config.groups)
+    if config.hyper.checkpoint_activations:
+        recompute.enable(net)
+    with torch.random.fork_rng(devices=[]), FakeTensorMode():
+        net = _with_fake_weights(net.train(), config.dtype)
+        tracker = MemTracker()
+        tracker.track_external(net)
+        with tracker, _autocast(config):
+            inputs = torch.empty(micro_batch, 3, *config.data.image_size, dtype=config.dtype)
+            labels = torch.zeros(micro_batch, dtype=torch.int64)
+            loss = F.cross_entropy(registry.logits(net(inputs)).float(), labels)
+            (snapshot,) = tracker.get_tracker_snapshot("current").values()
+            del loss
+    sizes = {getattr(kind, "name", kind): size for kind, size in snapshot.items()}
+    return sizes["Total"] - sizes["PARAM"] - sizes["BUFFER"]
+
+
+def _with_fake_weights(net: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Move a network from torch's meta device to the CPU; ``FakeTensorMode`` must be on."""
+    return net._apply(lambda t: torch.empty(t.shape, dtype=dtype if t.is_floating_point() else t.dtype))
+
+
+def _autocast(config: TrialConfig) -> contextlib.AbstractContextManager[Any]:
+    if not config.autocasts:
+        return contextlib.nullcontext()
+    name = config.deepspeed["torch_autocast"].get("dtype", "bfloat16").removeprefix("torch.")
+    return torch.autocast("cpu", torch.float16 if name in ("fp16", "float16") else torch.bfloat16)
+
+
+def model_states(config: TrialConfig, stage: int | None = None) -> dict[str, int]:
+    """Return a process's bytes of weights, gradients and optimizer state (arxiv.org/abs/1910.02054).
+
+    The optimizer state includes fp32 weights where an engine partitions it or weights have 16 bits.
+
+    Args:
+        config: the trial's configuration.
+        stage: another ZeRO stage than the configuration's.
+    """
+    stage = config.zero_stage if stage is None else stage
+    parameters, share, width = _trained(config), _share(config), config.dtype.itemsize
+    masters = stage > 0 or width < FP32
+    return {
+        "weights": width * (share if stage == 3 else parameters),
+        "gradients": width * (share if stage >= 2 else parameters),
+        "optimizer": (state_width(config) + FP32 * masters) * (share if stage else parameters),
+    }
+
+
+def partition_copies(config: TrialConfig) -> int:
+    """Return the bytes of ZeRO's copies: the larger of its bucket and its step, which follow each other.
+
+    The bucket gathers gradients for their reduction; stage 1 counts all gradients as states already. The step
+    flattens the gradients of the partition into one fp32 tensor, and sums 16-bit gradients in another. The
+    optimizer's temporaries are as large, for the partition is its only parameter.
+    """
+    width, share, zero = config.dtype.itemsize, _share(config), config.deepspeed["zero_optimization"]
+    bucket = width * min(_trained(config), int(zero.get("reduce_bucket_size", BUCKET)))
+    step = FP32 * share * (1 + TEMPORARIES + (width < FP32))
+    return max(bucket if config.zero_stage > 1 else 0, step)
+
+
+def _trained(config: TrialConfig) -> int:
+    """Return the count of numbers in the parameters that a pipeline stage trains."""
+    return -(-sum(group.weights for group in config.groups if not group.frozen) // config.stages)
+
+
+def _share(config: TrialConfig) -> int:
+    """Return the count of numbers in a process's partition of the parameters."""
+    return -(-_trained(config) // config.replicas)
+
+
+def state_width(config: TrialConfig) -> int:
+    """Return the bytes of optimizer state for each trained number."""
+    section = config.deepspeed["optimizer"]
+    if is_muon(config.deepspeed):
+        return FP32 if all(group.muon or group.frozen for group in config.groups) else ADAM
+    cls: Any = optimizer_class(section["type"])
+    if cls is None:  # DeepSpeed's optimizers for GPUs hold Adam's state or less
+        return ADAM
+    params = {key: value for key, value in section.get("params", {}).items() if key not in ADAM_SWITCHES}
+    with FakeTensorMode():
+        weight = torch.empty(1024, 1024)
+        weight.grad = torch.empty_like(weight)
+        try:
+            optimizer = cls([weight], **params)
+            optimizer.step()
+        except Exception:  # an optimizer that needs the values of its parameters
+            return ADAM
+        sizes = [state.nbytes for state in optimizer.state[weight].values() if isinstance(state, Tensor)]
+    return round(sum(sizes) / weight.numel())
+
+
+def describe(config: TrialConfig, limit: int | None) -> list[str]:
+    """Return the forecast as one or two lines of text.
+
+    Args:
+        config: the trial's configuration.
+        limit: bytes that a process may have; None if that is not known.
+    """
+    forecaster, micro_batch = Forecaster(config), config.micro_batch
+    forecast = forecaster(micro_batch)
+    parts = ", ".join(f"{name} {size / MIB:,.0f}" for name, size in forecast.parts.items() if size >= MIB / 2)
+    host = f", and {forecast.host / MIB:,.0f} MiB of the host" if forecast.host else ""
+    ranks = f"each of {config.processes} processes" if config.processes > 1 else "the process"
+    size = f"{forecast.total / MIB:,.0f} MiB for {ranks} with micro-batches of {micro_batch}{host}"
+    if forecast.note:
+        return [f"{size}, or more: {forecast.note} ({parts})"]
+    lines = [f"{size}: {parts}"]
+    if limit is not None:
+        fits = "fits into" if forecast.total <= limit else "does not fit into"
+        largest = forecaster.largest(limit)
+        can = f"micro-batches of up to {largest:,} images do" if largest else "nor does a micro-batch of 1"
+        lines.append(f"{fits} the {limit / MIB:,.0f} MiB that it may have here; {can}")
+    return lines
+
+
+# ----------------------------------------------------------------------------------- the C library's settings
+
+
+def keeps_freed_memory(config: TrialConfig) -> bool:
+    """Whether the C library keeps the blocks that a step frees.
+
+    Gathered weights and recomputed activations have many sizes: kept blocks would add up.
+    """
+    return config.zero_stage < 3 and not config.hyper.checkpoint_activations
 
 
 def keep_freed_memory(keeps: bool) -> None:
     """Tell the C library of this process to keep the blocks that a step frees, or to return large ones.
 
-    The next step needs the same again, and from the system they cost a page fault every 4 KiB: kept,
-    ``Net`` trains 1.2 times as fast in micro-batches of 256 and 1,024 images. They are returned in runs
-    that trade time for memory: gathered weights and recomputed activations are of many sizes, which add up.
-    Left alone, glibc does some of either. The user's own setting wins. Source:
-    https://man7.org/linux/man-pages/man3/mallopt.3.html
+    The next step needs the blocks again, and the system charges a page fault for every 4 KiB. With kept
+    blocks ``Net`` trains 1.2 times as fast in micro-batches of 256 and 1,024 images. The user's setting wins.
+    Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
     """
     if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
     with contextlib.suppress(OSError, AttributeError):  # of another C library
         library = ctypes.CDLL(None)
-        library.mallopt(M_MMAP_THRESHOLD, 32 * MIB if keeps else MIB)  # 32 is the most that glibc takes
+        library.mallopt(M_MMAP_THRESHOLD, 32 * MIB if keeps else MIB)  # glibc takes at most 32 MiB
         library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keeps else MIB)
+
+
+# ----------------------------------------------------------------------------------------------------- advice
 
 
 def advise(config: TrialConfig, engine: Any | None, images_on_gpu: int) -> str:
     """Advise in one line on ways to need less memory, the cheapest first.
 
     Args:
-        config: the trial's.
-        engine: its engine; if None, the weights alone have been too much.
-        images_on_gpu: the bytes of images in a GPU's memory.
+        config: the trial's configuration.
+        engine: the trial's engine; None if the weights alone were too large.
+        images_on_gpu: bytes of images in a GPU's memory.
     """
     training, pipeline, experts = engine is not None, config.stages > 1, config.hyper.has_experts
     net = registry.on_meta_device(config.net) if engine is None else engine.module
@@ -50,7 +291,7 @@ def advise(config: TrialConfig, engine: Any | None, images_on_gpu: int) -> str:
     if images_on_gpu:
         advice.append(f"data.device: cpu (the {images_on_gpu / MIB:,.0f} MiB of images to the host)")
     if micro > 1 and training:
-        part = next(each for each in range(micro // 2, 0, -1) if micro % each == 0)
+        part = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
         advice.append(
             f"{MICRO_BATCH}: {part} with {ACCUMULATION}: {accumulation * micro // part} (now {micro} and"
             f" {accumulation}; the same steps with the activations of {part} images)"
@@ -59,14 +300,12 @@ def advise(config: TrialConfig, engine: Any | None, images_on_gpu: int) -> str:
         advice.append(_next_stage(config, largest_stage))
     can_recompute = training and not (config.hyper.checkpoint_activations or pipeline or experts)
     if can_recompute and any(True for _ in recompute.blocks(net)):
-        advice.append(
-            "hyperparameters.checkpoint_activations: true (a block's activations are computed twice)"
-        )
+        advice.append("hyperparameters.checkpoint_activations: true (computes a block's activations twice)")
     if dtype_name(config.deepspeed) == "fp32":
-        what = "activations" if training else "weights and gradients"
-        advice.append(f"bf16.enabled: true ({what} of half the size)")
-    zero = config.deepspeed.get("zero_optimization") or {}
-    if config.device == "cuda" and not pipeline and not zero.get("offload_optimizer"):
+        halved = "activations" if training else "weights and gradients"
+        advice.append(f"bf16.enabled: true ({halved} of half the size)")
+    offloaded = section_at(config.deepspeed, "zero_optimization").get("offload_optimizer")
+    if config.device == "cuda" and not pipeline and not offloaded:
         size = model_states(config, largest_stage)["optimizer"] / MIB
         offload = f"{{stage: {largest_stage}, offload_optimizer: {{device: cpu}}}}"
         advice.append(f"zero_optimization: {offload} ({size:,.0f} MiB to the host)")
@@ -76,8 +315,8 @@ def advise(config: TrialConfig, engine: Any | None, images_on_gpu: int) -> str:
 def _next_stage(config: TrialConfig, largest: int) -> str:
     """Advise on the next ZeRO stage, with the sizes at all of them."""
     stage = config.zero_stage
-    sizes = [sum(model_states(config, each).values()) / MIB for each in range(4)]
-    others = ", ".join(f"{each}: {sizes[each]:,.0f}" for each in range(stage + 1, largest + 1))
+    sizes = [sum(model_states(config, other).values()) / MIB for other in range(4)]
+    others = ", ".join(f"{other}: {sizes[other]:,.0f}" for other in range(stage + 1, largest + 1))
     return (
         f"zero_optimization.stage: {stage + 1} (now {stage}; weights, gradients and optimizer take"
         f" {sizes[stage]:,.0f} MiB a process, at stage {others})"

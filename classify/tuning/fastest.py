@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from classify.engine.combinations import offloads
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
-from classify.engine.memory_forecast import Forecaster
+from classify.engine.memory import Forecaster
 from classify.engine.trial_config import TrialConfig
 from deepspeed_trial.attempts import NO_MEMORY, Attempt
 from deepspeed_trial.errors import InvalidInput, TrainingStopped

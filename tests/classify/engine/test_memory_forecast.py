@@ -10,14 +10,14 @@ from support import DIGITS, execute, launcher, overrides
 
 import train
 from classify.config import experiment_file
-from classify.engine import memory_forecast
-from classify.engine.memory_forecast import (
+from classify.engine import memory
+from classify.engine.memory import (
     HOLES,
     MIB,
     Forecaster,
-    forecast,
     measure_activations,
     model_states,
+    partition_copies,
 )
 from classify.engine.trial_config import TrialConfig
 from deepspeed_trial import machine
@@ -36,6 +36,10 @@ def resolve(processes=1, device="cpu", **changes) -> TrialConfig:
     return TrialConfig.resolve(experiment.hyperparameters, experiment.config, processes, device)
 
 
+def forecast(config: TrialConfig) -> memory.Forecast:
+    return Forecaster(config)(config.micro_batch)
+
+
 @pytest.mark.parametrize(
     ("stage", "weights", "gradients", "optimizer"),
     [
@@ -52,6 +56,28 @@ def test_states_of_two_processes_by_hand(stage, weights, gradients, optimizer):
     # ZeRO 3 has its half and the gathered weights
     assert parts["weights"] == (4 * NET if stage < 3 else 6 * NET)
     assert parts["optimizer"] == optimizer
+
+
+@pytest.mark.parametrize(
+    ("changes", "copies"),
+    [
+        ({"stage": 1}, 12 * NET // 2),  # the flat gradients of the partition, and Adam's two temporaries
+        ({"stage": 2}, 12 * NET // 2),
+        ({"stage": 2, "reduce_bucket_size": 1000}, 12 * NET // 2),
+        ({"stage": 3}, 12 * NET // 2),
+    ],
+)
+def test_copies_of_zero_by_hand(changes, copies):
+    config = resolve(2, **{f"{DEEPSPEED}zero_optimization": json.dumps(changes)})
+    assert partition_copies(config) == forecast(config).parts["copies"] == copies
+    # With 8 processes the bucket of all gradients is larger than a step on an eighth of them, without it not
+    config = resolve(8, **{f"{DEEPSPEED}zero_optimization": json.dumps(changes)})
+    share = -(-NET // 8)
+    whole = changes["stage"] > 1 and "reduce_bucket_size" not in changes
+    assert partition_copies(config) == (4 * NET if whole else 12 * share)
+    bf16 = {f"{DEEPSPEED}bf16__enabled": "true", f"{DEEPSPEED}zero_optimization": json.dumps(changes)}
+    assert partition_copies(resolve(2, **bf16)) == 16 * NET // 2  # 16-bit gradients are summed in fp32
+    assert "copies" not in forecast(resolve(2)).parts
 
 
 def test_states_of_other_optimizers_precisions_and_frozen_layers():
@@ -107,8 +133,8 @@ def test_what_does_not_fit_says_what_does():
     forecaster = Forecaster(config)
     limit = forecaster(20).total
     assert forecaster.largest(limit) == 20
-    assert "does not fit" in memory_forecast.describe(config, limit)[1]
-    assert "nor does a micro-batch of 1" in memory_forecast.describe(config, 1)[1]
+    assert "does not fit" in memory.describe(config, limit)[1]
+    assert "nor does a micro-batch of 1" in memory.describe(config, 1)[1]
     whole, half = (machine.memory_limit(processes, "cpu") for processes in (1, 2))
     assert whole and half and 2 * half <= whole < 2 * half + 2
 
