@@ -1,4 +1,4 @@
-"""The network in the form that its mode needs, and what surrounds the making of its engine."""
+"""Builds the network for its mode, and the arguments of its engine."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ PipelineLoss = Callable[[Tensor, Tensor], Tensor]  # of logits (B, C) and labels
 def build_network(
     config: TrialConfig, pipeline_loss: PipelineLoss, sample: Callable[[], Tensor] | None
 ) -> nn.Module:
-    """Makes the network in the form that the configuration asks for: plain, of experts, or cut into stages.
+    """Build the network for its mode: plain, with experts, or cut into pipeline stages.
 
     Args:
-        config: the trial's.
-        pipeline_loss: what the last stage of a pipeline computes.
-        sample: gives inputs (N, 3, H, W), for a network with a method ``initialize_from_images``; None where
-            a checkpoint's weights will replace the first ones.
+        config: the trial's configuration.
+        pipeline_loss: the loss that a pipeline's last stage computes.
+        sample: returns inputs (N, 3, H, W) for a network's method ``initialize_from_images``; None if a
+            checkpoint replaces the first weights.
 
     Raises:
-        InvalidInput: if its weights cannot be had, or are of another network.
+        InvalidInput: if the pretrained weights cannot be read, or belong to another network.
     """
     hyper = config.hyper
     if hyper.has_experts:
-        # Micro-batches of one image are filled up, for DeepSpeed's experts need two.
+        # DeepSpeed's experts need two images: a micro-batch of one is padded
         padded = max(2, config.micro_batch)
         net: nn.Module = NetMoE(config.net.num_classes, micro_batch=padded, **hyper.experts)
         if hyper.weights:
@@ -74,13 +74,13 @@ def build_network(
 
 
 def _load_weights(net: nn.Module, config: TrialConfig) -> None:
-    """Starts from ``hyperparameters.weights``, where given, and says what stays at random."""
+    """Load ``hyperparameters.weights``, and print the parameters that stay random."""
     chosen = config.hyper.weights
     assert chosen
     label = f"hyperparameters.weights: {chosen}"
     spec = config.net
-    found = pretrained.read(spec.name, chosen, spec.image_size, spec.args, config.source.classes)
-    skipped = state_dicts.load_pretrained(net, found, label)
+    weights = pretrained.read(spec.name, chosen, spec.image_size, spec.args, config.source.classes)
+    skipped = state_dicts.load_pretrained(net, weights, label)
     if skipped and torch.distributed.get_rank() == 0:
         print(printable(state_dicts.describe_skipped_weights(skipped, label)), file=sys.stderr)
 
@@ -92,7 +92,7 @@ def _cut_into_stages(net: nn.Module, config: TrialConfig, pipeline_loss: Pipelin
             " take an epoch's smaller last step; use the image of the Dockerfile, or 1"
         )
     layers = layers_of(net)
-    assert layers  # or combinations.py has refused it
+    assert layers  # combinations.py refuses other networks
     stage = PipelineModule(
         layers=[layer for _, layer in layers],
         num_stages=config.stages,
@@ -105,28 +105,28 @@ def _cut_into_stages(net: nn.Module, config: TrialConfig, pipeline_loss: Pipelin
 
 
 def engine_arguments(net: nn.Module, config: TrialConfig) -> dict[str, Any]:
-    """What ``deepspeed.initialize`` takes beside the network: parameters, schedule and configuration."""
-    # DeepSpeed makes a configured schedule itself, for ZeRO's optimizer, which torch's do not take.
-    lr = config.deepspeed["optimizer"]["params"]["lr"]
+    """Return the arguments of ``deepspeed.initialize``: parameters, schedule and configuration."""
+    # The schedule is no part of the configuration: DeepSpeed would pass torch's schedules ZeRO's optimizer
+    deepspeed_config = config.deepspeed
     schedule: Callable[..., GroupSchedule]
-    if config.hyper.minutes and not counts_steps(config.deepspeed):
-        schedule = functools.partial(PlannedSchedule, make_for=_schedule_for(config), plan=config.plan)
+    if config.hyper.minutes and not counts_steps(deepspeed_config):
+        schedule = functools.partial(PlannedSchedule, make_for=_maker_of_planned(config), plan=config.plan)
     else:
-        schedule = functools.partial(GroupSchedule, make=schedule_maker(config.deepspeed))
+        schedule = functools.partial(GroupSchedule, make=schedule_maker(deepspeed_config))
     return {
         "model_parameters": _trainable_parameters(net, config),
-        "lr_scheduler": functools.partial(schedule, lr=lr),
-        "config": {key: value for key, value in config.deepspeed.items() if key != "scheduler"},
+        "lr_scheduler": functools.partial(schedule, lr=deepspeed_config["optimizer"]["params"]["lr"]),
+        "config": {key: value for key, value in deepspeed_config.items() if key != "scheduler"},
     }
 
 
-def _schedule_for(config: TrialConfig) -> Callable[[int | None], Any]:
-    """Gives what makes the schedule for a plan of so many steps."""
+def _maker_of_planned(config: TrialConfig) -> Callable[[int | None], Any]:
+    """Return a function (steps of the plan) -> maker of the schedule."""
     return lambda total: schedule_maker(planned(config.deepspeed, total))
 
 
 def _trainable_parameters(net: nn.Module, config: TrialConfig) -> Any:
-    """What the optimizer gets: the parameters, in groups, those of experts in groups of their own."""
+    """Return the parameters in groups; experts are in separate groups."""
     named = net.named_parameters()
     if layers := config.stage_layers:
         named = ((name_in_stage(name, layers), parameter) for name, parameter in named)
@@ -139,14 +139,14 @@ def _trainable_parameters(net: nn.Module, config: TrialConfig) -> Any:
 
 @contextlib.contextmanager
 def building(config: TrialConfig, images_on_gpu: int) -> Iterator[None]:
-    """Surrounds the making of network and engine: quiet, and with errors that say what to change.
+    """Silence DeepSpeed while network and engine are built, and explain its errors.
 
     Args:
-        config: the trial's.
-        images_on_gpu: the bytes of images in a GPU's memory.
+        config: the trial's configuration.
+        images_on_gpu: bytes of images in a GPU's memory.
 
     Raises:
-        InvalidInput: for what DeepSpeed refuses beyond the rules here.
+        InvalidInput: if DeepSpeed refuses the configuration.
         TrainingStopped: if memory runs out.
     """
     memory.keep_freed_memory(memory.keeps_freed_memory(config))
@@ -160,13 +160,13 @@ def building(config: TrialConfig, images_on_gpu: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deepspeed_errors_as_invalid_input() -> Iterator[None]:
-    """Turns what DeepSpeed refuses while it builds an engine into ``InvalidInput``."""
+    """Turn an error of DeepSpeed's while it builds an engine into ``InvalidInput``."""
     try:
         yield
     except InvalidInput:
         raise
     except Exception as error:
-        # A RuntimeError, but for one, is an error of the machine: a rank that is lost, or no memory.
+        # A RuntimeError is an error of the machine: a lost rank, or no memory
         if isinstance(error, (RuntimeError, MemoryError)) and not isinstance(error, NotImplementedError):
             raise
         reason = one_line(error)
@@ -174,5 +174,5 @@ def deepspeed_errors_as_invalid_input() -> Iterator[None]:
             place = traceback.extract_tb(error.__traceback__)[-1]
             reason += f" in {place.name}, {place.filename}"
         raise InvalidInput(
-            f"deepspeed_config: DeepSpeed cannot build an engine from it ({reason}); change what it names"
+            f"deepspeed_config: DeepSpeed cannot build an engine from it ({reason}); change this key"
         ) from error

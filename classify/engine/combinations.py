@@ -143,7 +143,7 @@ def _pipeline_errors(hyper: Hyperparameters, stages: int) -> list[str]:
 
 
 def combination_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: str) -> list[str]:
-    """Return the conflicts of a configuration in which every key is right alone."""
+    """Return the conflicts within a configuration that has passed ``key_errors``."""
     errors = [
         *_stage_errors(config, hyper),
         *_group_errors(config, hyper),
@@ -171,7 +171,7 @@ def _stage_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator
     if hyper.has_experts and stage == 3:
         yield f"{at} mixture of experts does not go with ZeRO stage 3; set it to 2 or less, or moe to false"
     if hyper.has_experts and stage > 0 and not hyper.moe_param_group:
-        reason = f"ZeRO stage {stage} needs experts in parameter groups of their own; set it to true"
+        reason = f"ZeRO stage {stage} needs experts in separate parameter groups; set it to true"
         yield f"{HYPER}moe_param_group: False: {reason}"
 
 
@@ -228,7 +228,7 @@ def _precision_errors(config: Mapping[str, Any]) -> Iterator[str]:
     if sums not in (None, *DTYPES):
         yield f"{at} must be one of {', '.join(DTYPES)}"
     elif sums is not None and stage == 0 and sums != dtype:
-        yield f"{at} without ZeRO it has to be {dtype}; remove it"
+        yield f"{at} without ZeRO it must be {dtype}; remove it"
     if enabled(config, "fp16") and (enabled(config, "bf16") or enabled(config, "bfloat16")):
         yield "bf16.enabled: True: fp16 is enabled too; set one of them to false"
     if name.lower() == "adagrad" and stage < 2 and dtype in ("fp16", "bf16")[stage:]:
@@ -238,7 +238,7 @@ def _precision_errors(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _average_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[str]:
-    """Yield the modes in which an average finds no fp32 weights in memory."""
+    """Yield the modes that leave no fp32 weights in memory for an average."""
     if hyper.weight_average is None:
         return
     zero = section_at(config, "zero_optimization")
@@ -292,7 +292,7 @@ def _nvme_errors(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def capacity_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> list[str]:
-    """Check that a micro-batch has as many images as each expert must take at least."""
+    """Check that the least capacity of an expert is at most a micro-batch."""
     micro, capacity = config[MICRO_BATCH], hyper.min_capacity
     if not hyper.has_experts or capacity <= micro:
         return []

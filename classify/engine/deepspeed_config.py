@@ -43,7 +43,7 @@ from classify.engine.optimizer_rules import is_muon, optimizer_class, rules, sch
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.input_files import regular_file
 
-# Another optimizer or schedule keeps those of the file's parameters that it takes, too.
+# Another optimizer or schedule keeps the file's parameters if its class takes them, too
 INHERITING = {"optimizer": optimizer_class, "scheduler": schedule_class}
 AUTO = "auto"  # of Hugging Face's integration: https://huggingface.co/docs/transformers/deepspeed
 # Values for "auto", by the key's path
@@ -57,7 +57,7 @@ Steps = Callable[[int, int], int]  # (train_batch_size, micro-batches in it) -> 
 
 
 class Merged(NamedTuple):
-    """A DeepSpeed configuration in which every key and value is right alone.
+    """A DeepSpeed configuration that has passed ``key_errors``.
 
     Attributes:
         config: the configuration.
@@ -169,7 +169,7 @@ def _forms(hyper: Hyperparameters, errors: list[str]) -> tuple[dict[str, Any], d
 
 def _why_not_inline(key: str) -> str:
     if key in known_keys():
-        return "stands beside deepspeed_config; move it under overwrite_deepspeed_args"
+        return "does not go with deepspeed_config; move it under overwrite_deepspeed_args"
     return f"unknown key; {nearest_key(key, 'hyperparameters.overwrite_deepspeed_args.')}"
 
 
@@ -205,7 +205,7 @@ def _inherit(base: dict[str, Any], overrides: Mapping[str, Any]) -> None:
 
 
 def _merge_errors(base: Any, overrides: dict[str, Any], path: str = "") -> list[str]:
-    """Remove mappings that would override a single value, for Determined cannot merge them.
+    """Remove mappings that would override a single value: Determined cannot merge them.
 
     Returns:
         A line for each.

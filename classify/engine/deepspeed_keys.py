@@ -142,7 +142,9 @@ def key_errors(config: Mapping[str, Any], path: str = "") -> list[str]:
             errors.append(f"{key}: {value!r}: {REPLACED[key]}")
         else:
             errors += _value_errors(key, value) if key in known_keys() else [_unknown(key, value, path)]
-    return errors + _batch_errors(config) + optimizer_errors(config) + scheduler_errors(config)
+    if not {TOTAL_BATCH, MICRO_BATCH} & config.keys():
+        errors.append(f"{TOTAL_BATCH}: missing; give it or {MICRO_BATCH}")
+    return errors + optimizer_errors(config) + scheduler_errors(config)
 
 
 def _unknown(key: str, value: Any, path: str) -> str:
@@ -165,20 +167,11 @@ def nearest_key(key: str, path: str) -> str:
     return nearest(key, known, {**dict.fromkeys(known, path), **dict.fromkeys(RULES, HYPER)})
 
 
-def _batch_errors(config: Mapping[str, Any]) -> list[str]:
-    """Check the value of each batch size; their product is checked later."""
-    given = {key: config[key] for key in BATCH_KEYS if config.get(key) is not None}
-    if not {TOTAL_BATCH, MICRO_BATCH} & given.keys():
-        return [f"{TOTAL_BATCH}: missing; give it or {MICRO_BATCH}"]
-    wrong = {key: value for key, value in given.items() if not is_count(value, 1)}
-    return [f"{key}: {value!r}: must be a whole number of at least 1" for key, value in wrong.items()]
-
-
 def _value_errors(key: str, value: Any) -> list[str]:
-    """Check a top-level key that is neither the optimizer, the scheduler nor a batch size."""
-    if key in ("optimizer", "scheduler", *BATCH_KEYS):
+    """Check a top-level key that is neither the optimizer nor the scheduler."""
+    if key in ("optimizer", "scheduler"):
         return []
-    if key == "steps_per_print":
+    if key in (*BATCH_KEYS, "steps_per_print"):
         return [] if is_count(value, 1) else [f"{key}: {value!r}: must be a whole number of at least 1"]
     if key == "zero_optimization" and isinstance(value, Mapping) and not is_count(value.get("stage", 0), 0):
         return [f"{key}.stage: {value['stage']!r}: must be a whole number from 0 to 3"]

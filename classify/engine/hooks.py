@@ -1,4 +1,4 @@
-"""What an image classifier tells `deepspeed_trial`, and leaves of its network in checkpoints and runs."""
+"""The image classifier's hooks: its network in checkpoints and runs, its identity, its advice on memory."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.events import Code, TrialHooks, steps_done
 from deepspeed_trial.full_weights import gather_full_state_dict
 
-NOT_EXPORTED = ("ep_world_size", "noisy_gate_policy")  # which one process that only classifies does without
+NOT_EXPORTED = ("ep_world_size", "noisy_gate_policy")  # settings of a training alone
 
 
 class ClassifierHooks(TrialHooks):
-    """Writes the network into every checkpoint, whole and in fp32, and says what a checkpoint is of.
+    """Writes the whole fp32 network into every checkpoint, and identifies the trial.
 
-    Where an average of the weights is asked for, it is that which is written, and validated.
+    With ``weight_average``, the average replaces the network in checkpoints and validations.
 
     Args:
-        context: the trial's.
-        config: the trial's.
-        engine: its engine.
-        normalization: mean and standard deviation of each channel, by which its inputs are normalised.
-        images_on_gpu: the bytes of images in a GPU's memory.
+        context: the trial's context.
+        config: the trial's configuration.
+        engine: the trial's engine.
+        normalization: mean and standard deviation of each channel of the input.
+        images_on_gpu: bytes of images in a GPU's memory.
 
     Attributes:
-        started: when training began, by ``time.perf_counter``.
-        average: of the weights, if it is asked for.
+        started: start of the training, by ``time.perf_counter``.
+        average: the average of the weights; None without ``weight_average``.
     """
 
     started = 0.0
@@ -60,14 +60,14 @@ class ClassifierHooks(TrialHooks):
     ) -> None:
         self.context = context
         self.config, self.engine = config, engine
-        self.mean, self.std = (list(each) for each in normalization)
+        self.mean, self.std = map(list, normalization)
         self.images_on_gpu = images_on_gpu
         if config.hyper.minutes and config.plan is not getattr(context, "plan", None):
-            what = "deepspeed_trial.trainer alone ends a training by time; use {epochs: N} or {batches: N}"
-            raise InvalidInput(f"hyperparameters.max_length: {config.hyper.max_length}: {what}")
+            reason = "deepspeed_trial.trainer alone ends a training by time; use {epochs: N} or {batches: N}"
+            raise InvalidInput(f"hyperparameters.max_length: {config.hyper.max_length}: {reason}")
         self._validation = contextlib.ExitStack()
-        if how := config.hyper.weight_average:
-            self.average = WeightAverage(engine, how, config.plan, config.stage_layers)
+        if options := config.hyper.weight_average:
+            self.average = WeightAverage(engine, options, config.plan, config.stage_layers)
 
     @override
     def on_training_start(self) -> None:
@@ -97,7 +97,7 @@ class ClassifierHooks(TrialHooks):
 
     @override
     def on_checkpoint_load_end(self, checkpoint_dir: pathlib.Path) -> None:
-        """Goes on from the average; where the checkpoint is of none, its network is where one starts."""
+        """Load the average; from a checkpoint without an average, the network starts one."""
         if self.average:
             self.average.load_state_dict(state_dicts.read(str(checkpoint_dir / net_file.NAMES[0])))
 
@@ -106,9 +106,9 @@ class ClassifierHooks(TrialHooks):
         self.write_network(pathlib.Path(checkpoint_dir, net_file.NAMES[0]))
 
     def write_network(self, path: pathlib.Path) -> dict[str, Tensor]:
-        """Writes the network's file on the chief, and gives its weights.
+        """Write the network's file on the chief, and return its weights.
 
-        Every rank has to call it, for the weights are gathered from all of them.
+        Every rank must call this method: the weights are gathered from all ranks.
         """
         if self.average:
             weights = self.average.state_dict()
@@ -119,7 +119,7 @@ class ClassifierHooks(TrialHooks):
         return weights
 
     def describe_network(self) -> dict[str, Any]:
-        """What ``net.json`` says."""
+        """Return the content of ``net.json``."""
         config, hyper = self.config, self.config.hyper
         height, width = config.data.image_size
         net: dict[str, Any] = {"name": MOE if hyper.has_experts else hyper.net}
@@ -158,9 +158,9 @@ class ClassifierHooks(TrialHooks):
         hyper, data = self.config.hyper, self.config.data
         augment = json.loads(json.dumps(vars(data.augment)))
         if data.augment.edge == "zeros":
-            del augment["edge"]  # which older checkpoints do not have
+            del augment["edge"]  # older checkpoints lack it
         if not data.augment.transforms:
-            del augment["transforms"]  # nor these
+            del augment["transforms"]  # older checkpoints lack it
         net = {
             "hyperparameters.net": "net" if hyper.has_experts else hyper.net,
             "hyperparameters.net_args": dict(hyper.net_args or {}),
@@ -178,7 +178,7 @@ class ClassifierHooks(TrialHooks):
         }
         position = {
             "data: training images": self.config.source.count("train"),
-            # None as in older checkpoints, which do not have these
+            # Older checkpoints lack these; None is equal to a missing value
             "data.sampling": None if data.sampling == "shuffle" else data.sampling,
             "data.validation": data.validation,
             "data.test": data.test,
@@ -205,5 +205,5 @@ class ClassifierHooks(TrialHooks):
 
     @override
     def code(self) -> Code:
-        """This package, without images that are kept within it."""
+        """Return the project's folder, without images in it."""
         return Code(PROJECT, [pathlib.Path(self.config.data.root)])

@@ -183,7 +183,7 @@ def partition_copies(config: TrialConfig) -> int:
 
     The bucket gathers gradients for their reduction; stage 1 counts all gradients as states already. The step
     flattens the gradients of the partition into one fp32 tensor, and sums 16-bit gradients in another. The
-    optimizer's temporaries are as large, for the partition is its only parameter.
+    optimizer's temporaries are as large: the partition is its only parameter.
     """
     width, share, zero = config.dtype.itemsize, _share(config), config.deepspeed["zero_optimization"]
     bucket = width * min(_trained(config), int(zero.get("reduce_bucket_size", BUCKET)))

@@ -74,7 +74,7 @@ def assign(
     Args:
         net: the plain network, which may be on the meta device.
         hyper: the hyperparameters.
-        classes: number of classes: the last layer has as many rows.
+        classes: number of classes, which is the number of rows of the last layer.
         muon: the optimizer's parameters, if the optimizer is Muon.
         waits: optimizer steps during which only the head trains.
 
@@ -117,7 +117,7 @@ def assign(
 
 
 class _Rules:
-    """Rules by which a parameter gets its settings; for the arguments see ``assign``."""
+    """Rules for the settings of a parameter; see ``assign`` about the arguments."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _Rules:
         self.last = max(self.layers.values(), default=0)
 
     def apply(self, name: str, parameter: nn.Parameter, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a group's place among the groups, and its settings, for the entry with an index."""
+        """Return the place and the settings of a parameter's group, given the index of its entry."""
         hyper, muon = self.hyper, self.muon
         entry = dict((hyper.parameter_groups or ())[index]) if index >= 0 else {}
         match, factor, uses_muon = entry.pop("match", OTHERS), entry.get("lr_factor", 1), None

@@ -157,8 +157,8 @@ class TrialConfig:
         seed = int((experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
         config = cls(hyper, data, source, deepspeed, seed, processes, device, merged.tries, plan or Plan())
         config.plan.fix(config.steps)
-        check_evaluation(source, config.evaluation_batches[1])
-        check_network(config.net, hyper, config.least_micro_batch, sections.weights)
+        _check_evaluation(source, config.evaluation_batches[1])
+        _check_network(config.net, hyper, config.least_micro_batch, sections.weights)
         _ = config.groups  # raises the errors of parameter_groups
         return config
 
@@ -334,14 +334,7 @@ class TrialConfig:
 
 
 def _total_steps(length: Mapping[str, int], source: Splits, batch_size: int, parts: int) -> int:
-    """Return the optimizer steps of the training.
-
-    Args:
-        length: epochs or batches.
-        source: the dataset.
-        batch_size: images in an optimizer step.
-        parts: micro-batches in an optimizer step.
-    """
+    """Return the optimizer steps of a length; ``parts`` counts the micro-batches in a step."""
     if "batches" in length:
         return length["batches"]
     return length["epochs"] * len(step_sizes(source.count("train"), batch_size, parts))
@@ -410,7 +403,7 @@ def _best_weights_errors(hyper: Hyperparameters, experiment: Experiment, source:
     return [f"hyperparameters.best_weights: True: needs {need}" for need in is_there if not is_there[need]]
 
 
-def check_evaluation(source: Splits, parts: int) -> None:
+def _check_evaluation(source: Splits, parts: int) -> None:
     """Refuse fewer images to validate or test than micro-batches that the processes take at a time."""
     errors = [
         f"data.root: {source.count(split)} images in {split}, fewer than the {parts} micro-batches that all"
@@ -422,17 +415,10 @@ def check_evaluation(source: Splits, parts: int) -> None:
         raise InvalidInput(errors)
 
 
-def check_network(
+def _check_network(
     spec: NetSpec, hyper: Hyperparameters, micro_batch: int, weights: dict[str, Tensor] | None
 ) -> None:
-    """Refuse a network that cannot take the images, or weights of another network.
-
-    Args:
-        spec: the network.
-        hyper: the hyperparameters.
-        micro_batch: images in the smallest micro-batch of the training.
-        weights: the pretrained weights, if there are any.
-    """
+    """Refuse a network that cannot take the smallest micro-batch, or weights of another network."""
     dry_run.check(spec, micro_batch, bool(hyper.channels_last))
     if resizing := hyper.progressive_resizing:
         dry_run.check(spec, micro_batch, smaller=resizing.size(spec.image_size))

@@ -1,7 +1,7 @@
-"""An average of the weights beside those that are trained, in every mode, in fp32.
+"""A running average of the trained weights, in every mode, in fp32.
 
-Each rank averages the fp32 weights that its own optimizer steps, so the average is partitioned as they are.
-Running statistics are averaged, too, as timm's EMA does: they belong to the weights of their step.
+Each rank averages the fp32 weights that its optimizer steps: the partitions are the optimizer's. Running
+statistics are averaged, too, as in timm's EMA: they belong to the weights of their step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import swa_utils
 
-from classify.config import options
+from classify.config.options import WeightAverage as Options
 from deepspeed_trial.engines import broadcast_buffers
 from deepspeed_trial.full_weights import (
     exchange_masters,
@@ -29,40 +29,40 @@ from deepspeed_trial.plan import Plan
 
 
 class WeightAverage:
-    """Follows an engine's weights; every rank has to make each call.
+    """The average of an engine's weights; every rank must make each call.
 
     Args:
-        engine: the engine, with the weights from which the average starts.
-        how: the options.
-        plan: of the steps of the training.
-        stage_layers: the names of a pipeline's layers.
+        engine: the engine; its weights are the first average.
+        options: decay, period and lookahead.
+        plan: the plan of the training's steps.
+        stage_layers: names of a pipeline's layers.
     """
 
     def __init__(
         self,
         engine: deepspeed.DeepSpeedEngine,
-        how: options.WeightAverage,
+        options: Options,
         plan: Plan,
         stage_layers: Sequence[str] | None = None,
     ) -> None:
-        self.engine, self.how = engine, how
+        self.engine, self.options = engine, options
         self.plan, self.stage_layers = plan, stage_layers
         self._masters = [weight.detach().clone() for weight in master_weights(engine)]
-        self._buffers = {name: each.detach().float().clone() for name, each in self._engine_buffers().items()}
+        self._buffers = {n: buffer.detach().float().clone() for n, buffer in self._engine_buffers().items()}
         self._steps = self._steps_done()
 
     def update(self) -> None:
-        """Takes in the weights after an optimizer step, where it is time; skipped ones do not count."""
+        """Add the weights to the average, once per period of optimizer steps; skipped steps do not count."""
         steps, before = self._steps_done(), self._steps
         self._steps = steps
-        if steps == before or steps % self.how.every:
+        if steps == before or steps % self.options.every:
             return
         buffers = self._engine_buffers()
-        weights = [*master_weights(self.engine), *(each.float() for each in buffers.values())]
-        done = self.plan.position(steps - 1) + 1 if self.how.rising else steps
-        average = swa_utils.get_ema_multi_avg_fn(self.how.decay_after(done, self.plan.total or 1))
+        weights = [*master_weights(self.engine), *(buffer.float() for buffer in buffers.values())]
+        done = self.plan.position(steps - 1) + 1 if self.options.rising else steps
+        average = swa_utils.get_ema_multi_avg_fn(self.options.decay_after(done, self.plan.total or 1))
         average([*self._masters, *self._buffers.values()], weights, None)
-        if self.how.lookahead:
+        if self.options.lookahead:
             with torch.no_grad():
                 _copy(self._masters, master_weights(self.engine))
                 _copy(self._buffers.values(), buffers.values())
@@ -70,28 +70,28 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Has the network compute with the average inside, the first rank's running statistics among it."""
+        """Compute with the average inside the context, and with the first rank's running statistics."""
         buffers = self._engine_buffers()
-        trained = [each.clone() for each in buffers.values()]
+        trained = [buffer.clone() for buffer in buffers.values()]
         exchange_masters(self.engine, self._masters)
         _copy(self._buffers.values(), buffers.values())
         update_network(self.engine)
         broadcast_buffers(self.engine)
-        yield  # what fails inside ends the training, and the ranks no longer wait for each other
+        yield  # no try: an error ends the training, and the other ranks would not take part in an exchange
         exchange_masters(self.engine, self._masters)
         _copy(trained, buffers.values())
         update_network(self.engine)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole average by the network's names, on the CPU in fp32, gathered from all ranks."""
+        """Return the whole average by the network's names, on the CPU in fp32, gathered from all ranks."""
         exchange_masters(self.engine, self._masters)
         whole = gather_full_state_dict(self.engine, self.stage_layers, self._buffers)
-        whole = {name: weight.clone() for name, weight in whole.items()}  # they may be the engine's own
+        whole = {name: weight.clone() for name, weight in whole.items()}  # the engine may own the tensors
         exchange_masters(self.engine, self._masters)
         return whole
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on from an average that ``state_dict`` gave, for whatever ranks and ZeRO stage."""
+        """Load an average from ``state_dict``, of any number of ranks and any ZeRO stage."""
         exchange_masters(self.engine, self._masters)
         scatter_full_state_dict(self.engine, state, self.stage_layers)
         exchange_masters(self.engine, self._masters)
@@ -103,11 +103,11 @@ class WeightAverage:
         return self.engine.global_steps - self.engine.skipped_steps
 
     def _engine_buffers(self) -> dict[str, Tensor]:
-        """Running statistics and the like; counts are not averaged."""
-        return {name: each for name, each in kept_buffers(self.engine.module) if each.is_floating_point()}
+        """Return the engine's floating-point buffers; counts are not averaged."""
+        return {name: b for name, b in kept_buffers(self.engine.module) if b.is_floating_point()}
 
 
 @torch.no_grad()
 def _copy(source: Iterable[Tensor], target: Iterable[Tensor]) -> None:
-    for one, other in zip(source, target, strict=True):
-        other.copy_(one)
+    for origin, copy in zip(source, target, strict=True):
+        copy.copy_(origin)
