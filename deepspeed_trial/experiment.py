@@ -15,8 +15,8 @@ from determined import pytorch
 
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.machine import is_installed
 from deepspeed_trial.plan import Minutes
-from deepspeed_trial.trackers.tracked_run import tracker_errors
 
 PERIOD_UNITS = ("batches", "records", "epochs")
 LENGTH_UNITS = ("batches", "epochs")
@@ -24,6 +24,7 @@ LENGTH = "hyperparameters.max_length"
 MINUTES = "minutes"  # a length alone: what follows from time is no period
 HANG_AFTER = 600.0  # seconds
 SCHEDULING_UNIT = 100  # Determined's default, which a master writes into every configuration
+TRACKERS = ("mlflow", "wandb")
 LEAST_REPORTS = 50  # the points of a curve
 
 
@@ -228,6 +229,17 @@ def hang_errors(seconds: Any) -> list[str]:
     """Checks ``hyperparameters.hang_after``."""
     is_number = type(seconds) in (int, float) and 3 <= seconds < 10**6
     return [] if is_number else [f"hyperparameters.hang_after: {seconds!r}: must be seconds, at least 3"]
+
+
+def tracker_errors(value: Any) -> list[str]:
+    """Check ``hyperparameters.track``: names of trackers that are installed here."""
+    field = "hyperparameters.track"
+    if value is None:
+        return []
+    if not isinstance(value, (list, tuple)) or not all(name in TRACKERS for name in value):
+        return [f"{field}: {value!r}: must be a list of some of {', '.join(TRACKERS)}, e.g. [mlflow]"]
+    missing = [name for name in dict.fromkeys(value) if not is_installed(name)]
+    return [f"{field}: {name}: is not installed here; pip install {name}" for name in missing]
 
 
 def train_unit(period: tuple[str, float] | None, batch_size: int) -> pytorch.TrainUnit:

@@ -24,9 +24,9 @@ from deepspeed_trial.experiment import (
     hang_errors,
     length_errors,
     of_one_unit,
+    tracker_errors,
     unit_errors,
 )
-from deepspeed_trial.trackers.tracked_run import tracker_errors
 
 
 def _are_counts(value: Any) -> bool:

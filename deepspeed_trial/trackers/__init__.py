@@ -1,1 +1,1 @@
-"""Where else a run is written down: MLflow, Weights & Biases."""
+"""Records of a run in MLflow and Weights & Biases."""

@@ -1,75 +1,51 @@
-"""A run in Weights & Biases, or in its files for ``wandb sync`` where nobody has logged in.
+"""A run in Weights & Biases, sent by its own process, or written to a folder for ``wandb sync``.
 
 Source: https://docs.wandb.ai/ref/python/
 """
-
-from __future__ import annotations
 
 import os
 import pathlib
 import re
 import shutil
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import wandb
-from typing_extensions import override
-
-from deepspeed_trial.trackers.tracked_run import FINISHED, Entry, TrackedRun, Tracker, metrics_of
 
 
-class WandbRun(Tracker):
-    """A run of Weights & Biases'.
+class Record:
+    """A record on the server; without a login, or with ``WANDB_MODE=offline``, in a folder."""
 
-    On a server the record of a resumed run goes on. Off line every process writes a folder of its own, which
-    cannot be added to; so that of a resumed run has everything, and takes the place of those before it.
-    """
-
-    name = "wandb"
-
-    def __init__(self) -> None:
-        self.run: Any = None
-
-    @override
-    def start(self, run: TrackedRun, earlier: Sequence[Entry] | None) -> None:
-        # Without the command line and the environment's, of which --set may hold passwords
-        quiet = wandb.Settings(silent=True, console="off", x_disable_meta=True)
-        mode: Any = None  # as WANDB_MODE says
-        if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False, verify=False):
-            mode = "offline"
-            print(
-                "note: wandb: nobody has logged in (wandb login); off line, for wandb sync", file=sys.stderr
-            )
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT") or re.sub(r"[/\\#?%:]", "_", run.project)[:128],
-            id=run.key,
-            name=run.name,
-            config=dict(run.config),
-            mode=mode,
+    def __init__(self, key: str, name: str, project: str, config: Mapping[str, Any], has_all: bool) -> None:
+        is_chosen = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
+        settings = wandb.Settings(silent=True, console="off", init_timeout=30, finish_timeout=60)
+        settings.finish_timeout_raises = True
+        settings.x_disable_meta = True  # the command line and the environment may hold passwords
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or re.sub(r"[/\\#?%:]", "_", project)[:128],
+            id=key,
+            name=name,
+            config=dict(config),
+            mode=None if is_chosen else "offline",
             resume="allow",
             allow_val_change=True,
-            settings=quiet,
+            settings=settings,
         )
-        self._first = self.run.step  # that the record does not have
-        for entry in earlier or ():
-            self.log(entry)
-        if earlier is not None and self.run.settings.mode == "offline":
-            mine = pathlib.Path(self.run.settings.sync_dir)
-            for folder in mine.parent.glob(f"offline-run-*-{run.key}"):
-                if folder != mine:
-                    shutil.rmtree(folder, ignore_errors=True)
+        self._first = self._run.step  # the first step that the record lacks
+        if has_all and self._run.settings.mode == "offline":  # this folder replaces the ones before a resume
+            new = pathlib.Path(self._run.settings.sync_dir)
+            for folder in set(new.parent.glob(f"offline-run-*-{key}")) - {new}:
+                shutil.rmtree(folder, ignore_errors=True)
 
-    @override
-    def log(self, entry: Entry) -> None:
-        step = entry["steps_completed"]
+    def log(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step that the record lacks."""
         if step >= self._first:
-            self.run.log(metrics_of(entry), step=step)
+            self._run.log(dict(metrics), step=step)
 
-    @override
     def add_file(self, path: pathlib.Path) -> None:
-        shutil.copy(path, self.run.dir)  # all of which it takes when the run ends
+        """Record a file, which the library sends as the run ends."""
+        shutil.copy(path, self._run.dir)
 
-    @override
     def finish(self, status: str) -> None:
-        self.run.finish(exit_code=0 if status == FINISHED else 1)
+        """End the record once the server has everything, or its folder is complete."""
+        self._run.finish(exit_code=0 if status == "FINISHED" else 1)
