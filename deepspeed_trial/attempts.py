@@ -201,7 +201,7 @@ def _rank(
     os.dup2(log, 2)
     os.environ.clear()
     os.environ.update(environment)
-    det._info._info = None  # no cluster
+    det.get_cluster_info = lambda: None  # the steps are no trial of the cluster
     torch.set_num_threads(threads)
     try:
         answer.send(_steps(trial_class, experiment, scratch / "run", needs))
@@ -255,7 +255,7 @@ class _Clock:
         self.begins: list[float] = []
         self.last: int | None = None  # the micro-batch at whose begin it is enough
         self.medians = 0.0, 0.0
-        whole_steps = context.use_pipeline_parallel or context._manual_grad_accumulation
+        whole_steps = context.use_pipeline_parallel or not context.accumulates
         self.calls = 1 if whole_steps else context.get_num_micro_batches_per_slot()  # of a step
 
     def tick(self) -> None:

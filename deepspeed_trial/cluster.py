@@ -85,13 +85,13 @@ def leaves_once_reported() -> Iterator[None]:
         os._exit(0)
 
 
-def log_from_chief(is_chief: bool) -> None:
+def log_from_chief(experiment: Experiment, is_chief: bool) -> None:
     """Let Determined's loggers print everything on the chief, and only warnings on other ranks.
 
     Two lines without use to a reader are dropped: the object of the data parallel ranks, and that a
     checkpoint on a shared file system needs no download.
     """
-    level = logging.DEBUG if cluster_info().trial._debug else logging.INFO
+    level = logging.DEBUG if experiment.config.get("debug") else logging.INFO
     logging.basicConfig(level=level if is_chief else logging.WARNING, format=det.LOG_FORMAT)
     logging.getLogger("determined.common.storage.shared").setLevel(logging.ERROR)
     logging.getLogger("determined.pytorch").addFilter(

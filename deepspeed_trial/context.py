@@ -274,7 +274,7 @@ def _on_cluster(
         )
         context.resumes = info.latest_checkpoint is not None
         with cluster.errors_end_the_trial():
-            cluster.log_from_chief(core_context.distributed.rank == 0)
+            cluster.log_from_chief(experiment, core_context.distributed.rank == 0)
             cluster.check_slots(core_context.distributed.size)
             ranks = core_context.distributed
             tracking = tracking_on_cluster(experiment, ranks.rank == 0, info)

@@ -98,7 +98,7 @@ class Ranks(core.DistributedContext):
             return
         type(self)._made += 1
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._store: Any = meet_in_chief(f"messages/{attempt}/{self._made}", self._is_chief)
+        self._store: Any = meet_in_chief(f"messages/{attempt}/{self._made}", self.rank == 0)
         self._turns = {"all": 0, f"host{self.cross_rank}": 0}
 
     @override

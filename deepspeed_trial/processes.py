@@ -8,7 +8,6 @@ import datetime
 import os
 
 import deepspeed
-import determined as det
 import joblib
 import psutil
 import torch
@@ -134,7 +133,7 @@ def _ranks() -> Ranks:
 
 def join_cluster_processes(hang_after: float) -> core.DistributedContext | None:
     """Join the processes that Determined's launch layer started; return None without that layer."""
-    if not det._DistributedBackend().use_deepspeed():
+    if "USE_DEEPSPEED" not in os.environ:  # Determined's launch layers set it
         start_process_group(hang_after)
         return None
     prepare_process()

@@ -12,6 +12,8 @@ from typing import Any
 
 import determined as det
 from determined import core, tensorboard
+from determined.common import util
+from determined.common.api import authentication, certs
 from typing_extensions import override
 
 from deepspeed_trial.checkpoints.store import LocalCheckpoints
@@ -216,7 +218,10 @@ class ClusterServices(Services):
 
     def __init__(self, core_context: core.Context, experiment: Experiment) -> None:
         super().__init__(core_context, experiment)
-        self.trial_id = cluster_info().trial.trial_id
+        info = cluster_info()
+        self.trial_id = info.trial.trial_id
+        master = authentication.login_from_task(info.master_url, certs.default_load(info.master_url))
+        self._master = master.with_retry(util.get_max_retries_config())
         self.is_preempted = False
 
     @override
@@ -269,7 +274,7 @@ class ClusterServices(Services):
         return False
 
     def _trial(self) -> dict[str, Any]:
-        return dict(self.core._session.get(f"/api/v1/trials/{self.trial_id}").json()["trial"])
+        return dict(self._master.get(f"/api/v1/trials/{self.trial_id}").json()["trial"])
 
     def _validated(self, trial: Mapping[str, Any]) -> int | None:
         steps = (trial.get("latestValidation") or {}).get("totalBatches")

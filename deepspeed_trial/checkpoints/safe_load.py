@@ -13,9 +13,11 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
-from determined import pytorch
 
 from deepspeed_trial.errors import InvalidInput, one_line, why_unloadable
+
+# The names in Determined's trial_state.pkl
+TRIAL_STATE = ("trial_id", "last_ckpt", "last_val", "step_id", "batches_trained", "epochs_trained")
 
 
 def _member_of_zero_stage(enum: Any, name: str) -> ZeroStageEnum:
@@ -78,10 +80,10 @@ def read_trial_state(path: pathlib.Path) -> dict[str, int]:
     Raises:
         InvalidInput: if it is missing, damaged or not such a state.
     """
-    file, fields = path / "trial_state.pkl", vars(pytorch._TrialState())
+    file = path / "trial_state.pkl"
     try:
         state = dict(_PlainUnpickler(io.BytesIO(file.read_bytes())).load())
-        wrong = sorted(fields.keys() ^ state.keys()) or [k for k in fields if type(state[k]) is not int]
+        wrong = sorted(state.keys() ^ TRIAL_STATE) or [k for k in TRIAL_STATE if type(state[k]) is not int]
         if wrong:
             raise ValueError(f"{wrong[0]}: {state.get(wrong[0], 'is missing')!r}")
     except Exception as error:  # a damaged pickle raises nearly anything

@@ -81,7 +81,7 @@ def test_the_times_are_medians_without_the_first_step(monkeypatch):
     clock = attempts._Clock(
         types.SimpleNamespace(
             use_pipeline_parallel=False,
-            _manual_grad_accumulation=False,
+            accumulates=True,
             get_num_micro_batches_per_slot=lambda: 2,
             distributed=types.SimpleNamespace(broadcast=lambda value: value),
         )

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import types
 from typing import Any, cast
 
 import determined as det
@@ -20,6 +19,7 @@ from classify.models import state_dicts
 from deepspeed_trial import cluster
 from deepspeed_trial.cluster import cluster_experiment, errors_end_the_trial, leaves_once_reported
 from deepspeed_trial.errors import Diverged, InvalidInput, LostRank, TrainingStopped, UnreadableData
+from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.trainer import find_checkpoint
 
 HPARAMS = {"max_length": {"epochs": 3}, "deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {}}
@@ -75,9 +75,7 @@ def test_one_rank_says_what_every_rank_raises(monkeypatch, capsys):
 
 
 def test_the_log_has_no_line_that_nobody_can_act_on(monkeypatch, caplog):
-    info = types.SimpleNamespace(trial=types.SimpleNamespace(_debug=False))
-    monkeypatch.setattr(cluster, "cluster_info", lambda: info)
-    cluster.log_from_chief(True)
+    cluster.log_from_chief(Experiment({}, {}), True)
     caplog.set_level(logging.INFO, "determined.pytorch")
     logging.getLogger("determined.pytorch").info("ModelParallelUnit(data_parallel_rank=0)")
     logging.getLogger("determined.common.storage.shared").warning("Ignoring partial checkpoint download")
