@@ -1,4 +1,4 @@
-"""Checks the fields of an experiment configuration that no other part of the program reads.
+"""The fields of an experiment configuration, except ``data`` and the hyperparameters.
 
 Source: https://docs.determined.ai/latest/reference/training/experiment-config-reference.html
 """
@@ -6,39 +6,47 @@ Source: https://docs.determined.ai/latest/reference/training/experiment-config-r
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from classify.config.metric_table import METRICS, SPEED_METRIC, is_metric
-from classify.config.rules import BOOL, TEXT, Rule, is_count, one_of, whole
+from classify.config.rules import (
+    ANY,
+    BOOL,
+    TEXT,
+    Rule,
+    elsewhere,
+    is_count,
+    is_finite,
+    one_of,
+    optional,
+    whole,
+)
+from classify.config.sections import Key, key_errors
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import InvalidInput, nearest
 from deepspeed_trial.experiment import (
     LENGTH,
     MINUTES,
     PERIOD_UNITS,
+    SCHEDULING_UNIT,
     Experiment,
     length_errors,
     of_one_unit,
     unit_errors,
 )
 
-FIELDS = """bind_mounts checkpoint_policy checkpoint_storage data debug description entrypoint environment
-    hyperparameters integrations labels log_policies max_restarts min_checkpoint_period min_validation_period
-    name optimizations pbs perform_initial_validation preemption_timeout profiling project records_per_epoch
-    reproducibility resources retention_policy scheduling_unit searcher security slurm tensorboard_storage
-    workspace""".split()
-# The keys of the sections that are read here.
-SECTIONS = {
-    "reproducibility": ["experiment_seed"],
-    "resources": """agent_label devices is_single_node max_slots native_parallel priority resource_pool
-        shm_size slots slots_per_trial weight""".split(),
-    "checkpoint_storage": """access_key account_url bucket checkpoint_path connection_string container
-        container_path credential endpoint_url host_path prefix propagation save_experiment_best
-        save_trial_best save_trial_latest secret_key storage_path tensorboard_path type user""".split(),
-    "profiling": ["begin_on_batch", "enabled", "end_after_batch", "sync_timings"],
-}
-# The keys of each searcher.
+
+def _key(rule: Rule, about: str, default: Any = None, unit: str = "") -> Key:
+    return Key(optional(rule), about, default, unit)
+
+
+def _keys(others: str = "", **keys: Key) -> dict[str, Key]:
+    """Return a section's keys, and those that only Determined reads, without documentation."""
+    return {**keys, **dict.fromkeys(others.split(), Key(ANY, ""))}
+
+
+# The keys of each searcher
 _COMMON = """name metric smaller_is_better source_trial_id source_checkpoint_uuid max_length time_metric
     max_time""".split()
 _HALVING = [*_COMMON, "max_trials", "max_concurrent_trials", "divisor", "stop_once"]
@@ -50,95 +58,133 @@ SEARCHERS = {
     "adaptive_asha": [*_HALVING, "mode", "max_rungs", "bracket_rungs"],
     "tpe": [*_COMMON, "max_trials", "max_concurrent_trials"],
 }
+MODES = ("aggressive", "standard", "conservative")  # of adaptive_asha
+_PERIOD = elsewhere(" or ".join(f"{{{unit}: N}}" for unit in PERIOD_UNITS))
+_METRIC = Rule(
+    lambda value: is_metric(value) or value == SPEED_METRIC,
+    f"must be a metric that validations report: {', '.join((*METRICS, SPEED_METRIC))}, accuracy/CLASS or"
+    " precision/CLASS",
+)
+FIELDS = _keys(
+    """bind_mounts checkpoint_storage data debug entrypoint environment hyperparameters integrations labels
+    log_policies max_restarts optimizations pbs preemption_timeout profiling project records_per_epoch
+    reproducibility resources retention_policy searcher security slurm tensorboard_storage workspace""",
+    name=_key(TEXT, "The experiment's name."),
+    description=_key(TEXT, "The experiment's description."),
+    min_validation_period=_key(_PERIOD, "The interval between validations; by default only at the end."),
+    perform_initial_validation=_key(BOOL, "A validation precedes the training.", False),
+    min_checkpoint_period=_key(_PERIOD, "The interval between checkpoints; by default only at the end."),
+    checkpoint_policy=_key(one_of("best", "all", "none"), "The validations that save a checkpoint.", "best"),
+    scheduling_unit=_key(
+        whole(1), "The interval between reports of training metrics.", SCHEDULING_UNIT, "optimizer steps"
+    ),
+)
+SECTIONS = {
+    "reproducibility": _keys(
+        experiment_seed=_key(whole(0, 2**31), "The seed of weights, order and augmentation.", 0)
+    ),
+    "resources": _keys(
+        """agent_label devices is_single_node max_slots native_parallel priority resource_pool shm_size slots
+        weight""",
+        slots_per_trial=_key(whole(1), "The processes of a trial on a cluster, one a slot.", 1),
+    ),
+    "checkpoint_storage": _keys(
+        """access_key account_url bucket checkpoint_path connection_string container container_path credential
+        endpoint_url host_path prefix propagation save_experiment_best secret_key storage_path
+        tensorboard_path type user""",
+        save_trial_best=_key(whole(0), "The best checkpoints to keep.", 1),
+        save_trial_latest=_key(whole(0), "The latest checkpoints to keep.", 1),
+    ),
+    "profiling": _keys(
+        "begin_on_batch end_after_batch sync_timings",
+        enabled=_key(BOOL, "A profile of a few steps is recorded.", False),
+    ),
+    "searcher": _keys(
+        "source_trial_id source_checkpoint_uuid max_length time_metric max_time",
+        name=_key(TEXT._replace(message=f"must be one of {', '.join(SEARCHERS)}"), "The search.", "single"),
+        metric=_key(_METRIC, "The metric that chooses checkpoints and trials.", "accuracy"),
+        smaller_is_better=_key(BOOL, "Smaller values of the metric are better.", True),
+        max_trials=_key(whole(1), "The number of trials."),
+        max_concurrent_trials=_key(whole(0), "The trials that may run at a time; 0: any number."),
+        divisor=_key(
+            Rule(lambda v: is_finite(v) and v > 1, "must be a number above 1"),
+            "One trial in this number continues at each comparison.",
+            4,
+        ),
+        num_rungs=_key(whole(1), "The number of lengths at which trials are compared."),
+        max_rungs=_key(whole(1), "The largest number of lengths at which trials are compared.", 5),
+        mode=_key(one_of(*MODES), "The share of trials that stop early.", "standard"),
+        bracket_rungs=_key(
+            Rule(
+                lambda v: isinstance(v, list) and all(is_count(rungs, 1) for rungs in v),
+                "must be a list of whole numbers of at least 1, e.g. [3, 2]",
+            ),
+            "The number of rungs of each bracket.",
+        ),
+        stop_once=_key(BOOL, "A stopped trial never resumes.", True),
+    ),
+}
 SAMPLED_TYPES = ("int", "double", "log", "categorical")
 DEFAULT_METRIC = {"metric": "accuracy", "smaller_is_better": False}
 
 
-def _is_metric(value: Any) -> bool:
-    return is_metric(value) or value == SPEED_METRIC
-
-
-RULES: dict[str, Rule] = {
-    "resources.slots_per_trial": whole(1),
-    "searcher.name": TEXT._replace(message="must be a searcher's name, e.g. single"),
-    "searcher.metric": Rule(
-        _is_metric,
-        f"no validation reports it; use {', '.join((*METRICS, SPEED_METRIC))}, accuracy/CLASS or"
-        " precision/CLASS",
-    ),
-    "searcher.smaller_is_better": BOOL,
-    "perform_initial_validation": BOOL,
-    "profiling.enabled": BOOL,
-    "name": TEXT,
-    "description": TEXT,
-    "checkpoint_storage.save_trial_best": whole(0),
-    "checkpoint_storage.save_trial_latest": whole(0),
-    "reproducibility.experiment_seed": Rule(
-        lambda value: is_count(value, 0) and value < 2**31, "must be a whole number from 0 to 2147483647"
-    ),
-    "scheduling_unit": whole(1),
-    "checkpoint_policy": one_of("best", "all", "none"),
-}
-
-
 def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
-    """Checks the fields, all but ``data`` and what of the hyperparameters is not their length.
+    """Check all fields except ``data``, and of the hyperparameters only their length.
 
     Args:
-        config: the whole configuration.
-        search: leave ranges among the hyperparameters.
+        config: the complete configuration.
+        search: accept ranges among the hyperparameters.
 
     Raises:
-        InvalidInput: with a line for each field that is wrong.
+        InvalidInput: with a line for each invalid field.
     """
-    errors = _unknown_keys("", config, FIELDS, "field")
-    sections = ("hyperparameters", "searcher", *SECTIONS)
+    errors = key_errors("", config, FIELDS, redaction.shown)
+    sections = ("hyperparameters", *SECTIONS)
     wrong = [k for k in sections if config.get(k) is not None and not isinstance(config[k], Mapping)]
     errors += [f"{k}: {redaction.shown(k, config[k])}: must be a mapping, as in const.yaml" for k in wrong]
     read = {k: config.get(k) or {} for k in sections if k not in wrong}
-    for section, known in SECTIONS.items():
-        errors += _unknown_keys(f"{section}.", read.get(section, {}), known)
-    if not search:  # or workbench/search/searchers.py checks it
-        errors += _searcher_errors(read.get("searcher", {}))
+    searcher = read.pop("searcher", {})
+    errors += _searcher_errors(searcher, search)
+    for section in [name for name in SECTIONS if name in read]:
+        errors += key_errors(f"{section}.", read[section], SECTIONS[section], redaction.shown)
     for field in ("min_validation_period", "min_checkpoint_period"):
         if config.get(field) is not None:
             errors += unit_errors(field, config[field], PERIOD_UNITS, least=0)
-    for path, rule in RULES.items():
-        section, _, field = path.rpartition(".")
-        value = (read.get(section, {}) if section else config).get(field)
-        if value is not None and not rule.is_valid(value):
-            errors.append(f"{path}: {redaction.shown(path, value)}: {rule.message}")
     hyperparameters = copy.deepcopy(dict(read.get("hyperparameters", {})))
     if "hyperparameters" in read:
         errors += take_constants("hyperparameters", hyperparameters, search)
-        errors += _length_errors(hyperparameters.get("max_length"), read.get("searcher", {}), search)
+        errors += _length_errors(hyperparameters.get("max_length"), searcher, search)
     if errors:
         raise InvalidInput(errors)
-    if not read["searcher"].get("metric"):
-        config = {**config, "searcher": {**read["searcher"], **DEFAULT_METRIC}}
+    if not searcher.get("metric"):
+        config = {**config, "searcher": {**searcher, **DEFAULT_METRIC}}
     return Experiment(config, hyperparameters)
 
 
-def _unknown_keys(
-    path: str, section: Mapping[str, Any], known: Collection[str], what: str = "key"
-) -> list[str]:
-    unknown = {
-        key: redaction.shown(f"{path}{key}", value) for key, value in section.items() if key not in known
-    }
-    return [f"{path}{k}: {v}: unknown {what}; {nearest(k, known)}" for k, v in unknown.items()]
+def _searcher_errors(searcher: Mapping[str, Any], search: bool) -> list[str]:
+    """Check the section; in a search, ``tuning/searchers.py`` refuses the keys of other searchers."""
+    name, keys = searcher.get("name"), SECTIONS["searcher"]
+    is_named = isinstance(name, str)
+    known = SEARCHERS.get(str(name), keys)
+    if search or (is_named and name not in SEARCHERS):
+        searcher = {key: value for key, value in searcher.items() if key in known}
+    errors = key_errors("searcher.", searcher, keys, redaction.shown)
+    return unknown_searcher(name) + errors if is_named else errors
 
 
-def _searcher_errors(searcher: Mapping[str, Any]) -> list[str]:
-    name = searcher.get("name")
-    if isinstance(name, str) and name not in SEARCHERS:
-        return [f"searcher.name: {name!r}: unknown searcher; {nearest(name, SEARCHERS)}"]
-    return _unknown_keys("searcher.", searcher, {key for keys in SEARCHERS.values() for key in keys})
+def unknown_searcher(name: object) -> list[str]:
+    """Return an error line if no searcher has the name."""
+    return (
+        []
+        if name in SEARCHERS
+        else [f"searcher.name: {name!r}: unknown searcher; {nearest(name, SEARCHERS)}"]
+    )
 
 
 def cluster_notes(config: Mapping[str, Any]) -> list[str]:
-    """Return a line for each field of a file that a cluster refuses, or whose credentials it would show.
+    """Return a line for each field that a cluster refuses, or whose credentials a cluster would show.
 
-    The file may hold anything.
+    The file need not be checked.
     """
     lines, searcher, data = [], config.get("searcher"), config.get("data")
     if isinstance(searcher, Mapping) and searcher.get("name") == "tpe":
@@ -156,11 +202,11 @@ def cluster_notes(config: Mapping[str, Any]) -> list[str]:
 
 
 def _length_errors(length: Any, searcher: Mapping[str, Any], search: bool) -> list[str]:
-    """Checks the length, and that a search that stops trials early counts in its unit, up to it."""
+    """Check the length, and that the fields of a search with early stopping repeat it."""
     errors, length = length_errors(length), of_one_unit(length)
     metric, longest = searcher.get("time_metric"), searcher.get("max_time")
     if not errors and MINUTES in length and (search or metric is not None or longest is not None):
-        what = "a search compares its trials after as many epochs or batches"
+        what = "a search compares trials of equal length"
         return [f"{LENGTH}: {dict(length)!r}: {what}; use {{epochs: N}} or {{batches: N}}"]
     if errors or (metric is None and longest is None):
         return errors
@@ -173,7 +219,7 @@ def _length_errors(length: Any, searcher: Mapping[str, Any], search: bool) -> li
 
 
 def take_constants(path: str, section: dict[str, Any], search: bool) -> list[str]:
-    """Puts the value in the place of every ``{type: const, val: VALUE}``; a range is for searches alone."""
+    """Replace every ``{type: const, val: VALUE}`` by its value; only a search may have ranges."""
     errors = []
     for key, value in section.items():
         if not isinstance(value, dict):
@@ -193,7 +239,7 @@ def take_constants(path: str, section: dict[str, Any], search: bool) -> list[str
 
 
 def experiment_of(context: Any) -> Mapping[str, Any]:
-    """The experiment configuration of a Determined context; empty where it was made without one."""
+    """Return the experiment configuration of a Determined context; empty if the context has none."""
     try:
         return context.get_experiment_config()
     except ValueError:

@@ -1,58 +1,64 @@
-"""The entries of ``hyperparameters.parameter_groups``, each checked by itself."""
+"""The entries of ``hyperparameters.parameter_groups``, each checked without the network."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from classify.config.rules import BOOL, RATE, Rule
-from deepspeed_trial.errors import nearest
+from classify.config.sections import Keyed, key, key_errors
 
 KEY = "hyperparameters.parameter_groups"
+EXAMPLE = "[{match: bias, lr_factor: 2}]"
+PATTERN = "a regular expression, searched in the parameters' names"
 
 
 def is_pattern(text: Any) -> bool:
-    """Whether it is a regular expression, and not empty."""
+    """Return whether the text is a regular expression, and not empty."""
     try:
         return isinstance(text, str) and bool(text) and re.compile(text) is not None
     except (re.error, RecursionError, OverflowError):
         return False
 
 
-RULES = {
-    "match": Rule(is_pattern, "must be a regular expression, searched in the parameters' names"),
-    "lr_factor": RATE,
-    "weight_decay": RATE,
-    "frozen": BOOL,
-    "muon": BOOL,
-}
+@dataclass(frozen=True)
+class ParameterGroup(Keyed):
+    """An entry of ``hyperparameters.parameter_groups``."""
+
+    match: str = key("", Rule(is_pattern, f"must be {PATTERN}"), "The parameters of the group. Required.")
+    lr_factor: float = key(1.0, RATE, "The group's learning rate over the optimizer's.")
+    weight_decay: float | None = key(None, RATE, "The group's weight decay instead of the optimizer's.")
+    frozen: bool = key(False, BOOL, "The group is not trained.")
+    muon: bool | None = key(
+        None, BOOL, "Muon trains the group, or AdamW does, whatever its shape; needs `optimizer.type: Muon`."
+    )
 
 
 def entry_errors(value: Any) -> list[str]:
-    """A line for each thing that is wrong with an entry by itself; none for null."""
+    """Return a line for each error within an entry; none for null."""
     if value is None:
         return []
     if not isinstance(value, (list, tuple)):
-        return [f"{KEY}: {value!r}: must be a list of mappings, e.g. [{{match: bias, lr_factor: 2}}]"]
+        return [f"{KEY}: {value!r}: must be a list of mappings, e.g. {EXAMPLE}"]
     return [error for index, entry in enumerate(value) for error in _errors_of(f"{KEY}[{index}]", entry)]
 
 
-def _errors_of(at: str, entry: Any) -> list[str]:
+def _errors_of(path: str, entry: Any) -> list[str]:
+    keys = ParameterGroup.keys()
+    changes = ", ".join(name for name in keys if name != "match")
     if not isinstance(entry, Mapping):
-        return [f"{at}: {entry!r}: must be a mapping with match and {', '.join(list(RULES)[1:])}"]
-    errors = [
-        f"{at}.{k}: {v!r}: unknown key; {nearest(k, RULES)}" for k, v in entry.items() if k not in RULES
-    ]
-    known = {key: value for key, value in entry.items() if key in RULES}
-    errors += [f"{at}.{k}: {v!r}: {RULES[k].message}" for k, v in known.items() if not RULES[k].is_valid(v)]
+        return [f"{path}: {entry!r}: must be a mapping with match and {changes}"]
+    errors = key_errors(f"{path}.", entry, keys)
+    given = [name for name in keys if name in entry]
     if "match" not in entry:
-        errors.append(f"{at}.match: missing; give a regular expression, searched in the parameters' names")
+        errors.append(f"{path}.match: missing; give {PATTERN}")
     if entry.get("frozen") is True:
-        more = [key for key in known if key not in ("match", "frozen")]
+        idle = [name for name in given if name not in ("match", "frozen")]
         errors += [
-            f"{at}.{key}: {entry[key]!r}: does nothing to frozen parameters; remove it" for key in more
+            f"{path}.{name}: {entry[name]!r}: has no effect on frozen parameters; remove it" for name in idle
         ]
-    elif len(known) == 1 and "match" in known and not errors:
-        errors.append(f"{at}: {dict(entry)!r}: changes nothing; give {', '.join(list(RULES)[1:])}")
+    elif given == ["match"] and not errors:
+        errors.append(f"{path}: {dict(entry)!r}: changes nothing; give {changes}")
     return errors

@@ -1,4 +1,4 @@
-"""Rules for single values: when a value is valid, and what to say when it is not."""
+"""Rules for single values: the valid values, and an error line's remedy for any other."""
 
 from __future__ import annotations
 
@@ -9,56 +9,87 @@ from typing import Any, NamedTuple
 
 from deepspeed_trial.errors import InvalidInput
 
-MOST = 2**53  # up to which every whole number is a float, too
+MOST = 2**53  # floats represent every whole number below it
 MOST_PIXELS = 8192  # of an image's side
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Rule(NamedTuple):
-    """When a value is valid, and what to say of one that is not."""
+    """The valid values of a key.
+
+    Attributes:
+        is_valid: tests a value.
+        message: the reason and the remedy in an error line, ``must be`` and the valid values.
+    """
 
     is_valid: Callable[[Any], bool]
     message: str
 
+    @property
+    def values(self) -> str:
+        """The valid values in words."""
+        return self.message.removeprefix("must be ").removesuffix("; put it in quotes")
+
 
 def is_count(value: Any, least: int) -> bool:
-    """Whether the value is a whole number of at least ``least``, and not a boolean."""
+    """Return whether the value is a whole number of at least ``least``, and not a boolean."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < MOST
 
 
 def is_number(value: Any, least: float = 0.0, below: float = float("inf")) -> bool:
-    """Whether the value is a number from ``least`` to less than ``below``, and not a boolean."""
+    """Return whether the value is a number from ``least`` to less than ``below``, and not a boolean."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value < below
 
 
 def is_finite(value: Any) -> bool:
-    """Whether the value is a number, and not a boolean, far enough from infinity to be computed with."""
+    """Return whether the value is a number between -1e300 and 1e300, and not a boolean."""
     return is_number(value, -1e300, 1e300)
 
 
-def size_in_bytes(key: str, text: object) -> int:
-    """The bytes of a size such as ``100MB``; raises ``InvalidInput`` that names the key."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", str(text).strip(), re.I)
-    if not found or found[2].upper() not in _UNITS or not float(found[1]):
-        raise InvalidInput(f"{key}: {text!r}: must be a size, e.g. 100MB or 50GB")
-    return round(float(found[1]) * _UNITS[found[2].upper()])
-
-
 def is_bool(value: Any) -> bool:
-    """Whether the value is true or false."""
+    """Return whether the value is true or false."""
     return isinstance(value, bool)
 
 
+def is_path(value: Any) -> bool:
+    """Return whether the value is text that the operating system takes for a path."""
+    return isinstance(value, str) and bool(value) and "\0" not in value
+
+
+def size_in_bytes(key: str, text: object) -> int:
+    """Return the bytes of a size such as ``100MB``.
+
+    Args:
+        key: names the size in an error line.
+        text: the size.
+
+    Raises:
+        InvalidInput: if the text is not a size above 0.
+    """
+    size = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?B?)", str(text).strip(), re.I)
+    if not size or size[2].upper() not in _UNITS or not float(size[1]):
+        raise InvalidInput(f"{key}: {text!r}: {SIZE_MESSAGE}")
+    return round(float(size[1]) * _UNITS[size[2].upper()])
+
+
+def _is_size(value: Any) -> bool:
+    try:
+        return size_in_bytes("", value) > 0
+    except InvalidInput:
+        return False
+
+
 def one_of(*choices: Any) -> Rule:
-    """The value is one of the choices."""
-    kinds = [(type(choice), choice) for choice in choices]  # for True equals 1
-    shown = ", ".join(dict.fromkeys("null" if each is None else str(each) for each in choices))
+    """Return the rule of a list of choices."""
+    kinds = [(type(choice), choice) for choice in choices]  # True equals 1
+    shown = ", ".join(dict.fromkeys("null" if choice is None else str(choice) for choice in choices))
     return Rule(lambda value: (type(value), value) in kinds, f"must be one of {shown}")
 
 
-def whole(least: int) -> Rule:
-    """The value is a whole number of at least ``least``."""
-    return Rule(lambda value: is_count(value, least), f"must be a whole number of at least {least}")
+def whole(least: int, below: int = MOST) -> Rule:
+    """Return the rule of whole numbers from ``least`` to less than ``below``."""
+    message = f"of at least {least}" if below == MOST else f"from {least} to {below - 1}"
+    return Rule(lambda value: is_count(value, least) and value < below, f"must be a whole number {message}")
 
 
 def number(least: float, below: float) -> Rule:
@@ -67,61 +98,73 @@ def number(least: float, below: float) -> Rule:
     return Rule(lambda value: is_number(value, least, below), message)
 
 
-RATE = Rule(lambda value: is_number(value) and value <= 1e6, "must be a number from 0 to 1e6")
-
-
 def list_of(rule: Rule, length: int | None = None) -> Rule:
-    """The value is a list of valid values, of that length if one is given."""
+    """Return the rule of lists of valid values.
+
+    Args:
+        rule: of a value.
+        length: of the list; any if None.
+    """
 
     def is_valid(value: Any) -> bool:
         return isinstance(value, list) and length in (None, len(value)) and all(map(rule.is_valid, value))
 
-    return Rule(is_valid, f"must be a list{f' of {length}' if length else ''}, of which each {rule.message}")
+    return Rule(is_valid, f"must be a list{f' of {length}' if length else ''}; each value {rule.message}")
 
 
 def mapping_of(rule: Rule) -> Rule:
-    """The value is a mapping to valid values."""
+    """Return the rule of mappings to valid values."""
     return Rule(
         lambda value: isinstance(value, Mapping) and all(map(rule.is_valid, value.values())),
-        f"must be a mapping, of which each value {rule.message}",
+        f"must be a mapping; each value {rule.message}",
     )
 
 
+def optional(rule: Rule) -> Rule:
+    """Return the rule of the same values and null."""
+    return Rule(lambda value: value is None or rule.is_valid(value), rule.message)
+
+
+def elsewhere(values: str) -> Rule:
+    """Return the rule of a key that a check with its own error lines tests, in words for the reference."""
+    return Rule(lambda value: True, f"must be {values}")
+
+
+SIZE_MESSAGE = "must be a size, e.g. 100MB or 50GB"
 BOOL = Rule(is_bool, "must be true or false")
 TEXT = Rule(lambda value: isinstance(value, str), "must be text; put it in quotes")
+PATH = Rule(is_path, "must be a folder's path")
+SIZE = Rule(_is_size, SIZE_MESSAGE)
 NUMBER = Rule(
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool), "must be a number"
 )
+RATE = Rule(lambda value: is_number(value) and value <= 1e6, "must be a number from 0 to 1e6")
+BETWEEN_0_AND_1 = Rule(lambda value: is_number(value) and 0 < value < 1, "must be a number between 0 and 1")
 MAPPING = Rule(lambda value: isinstance(value, Mapping), "must be a mapping")
 ANY = Rule(lambda value: True, "")
 
 
-def optional(rule: Rule) -> Rule:
-    """The same rule for a value that may be null."""
-    return Rule(lambda value: value is None or rule.is_valid(value), rule.message)
-
-
 def errors_in(described: Any, rules: Mapping[str, Rule]) -> list[str]:
-    """Checks what a JSON file says.
+    """Check the content of a JSON file.
 
     Args:
-        described: what it holds.
-        rules: for values by their keys, those of mappings within mappings joined by dots.
+        described: the content.
+        rules: by key; dots join the keys of nested mappings.
 
     Returns:
-        A line for each that is not valid; one where there is nothing.
+        A line for each invalid value, or one line for a content that is not a mapping.
     """
     if not isinstance(described, Mapping) or not described:
-        return [f"{_shown(described)}: must be a mapping with {', '.join(rules)}"]
+        return [f"{_shortened(described)}: must be a mapping with {', '.join(rules)}"]
     errors = []
     for path, rule in rules.items():
         value: Any = described
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
         if not rule.is_valid(value):
-            errors.append(f"{path}: {_shown(value)}: {rule.message}")
+            errors.append(f"{path}: {_shortened(value)}: {rule.message}")
     return errors
 
 
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     return textwrap.shorten(repr(value), 80, placeholder=" ...")

@@ -16,86 +16,102 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from classify.config.rules import is_number, one_of
+from classify.config.rules import Rule, elsewhere, is_number, one_of
+from classify.config.sections import Keyed, key
 from classify.images import transforms
-from deepspeed_trial.errors import ErrorList, InvalidInput, nearest
+from deepspeed_trial.errors import ErrorList, InvalidInput
 
-_CHOICES = {"flip": one_of(False, True, "alternating"), "edge": one_of("zeros", "reflection")}
+PIXELS = elsewhere("a whole number of pixels, at most the image's smaller side")
+
+
+def _is_range(value: Any) -> bool:
+    """Return whether the value is null or two numbers, above 0 and up to 1, in ascending order."""
+    if value is None:
+        return True
+    is_pair = isinstance(value, (list, tuple)) and len(value) == 2 and all(is_number(v) for v in value)
+    return is_pair and 0 < value[0] <= value[1] <= 1
 
 
 @dataclass(frozen=True)
-class Augmentation:
-    """What is done to a training image; nothing by default.
+class Augmentation(Keyed):
+    """The random changes of a training image; none by default.
 
-    A new augmentation is a field here, its rule in ``parse``, a draw at the end of ``Augmenter._draw``, so
-    that the others draw what they did, and a step in ``Augmenter.__call__``.
-
-    Attributes:
-        flip: mirror half of the images, drawn anew in every epoch; or ``alternating``: a half drawn for the
-            first epoch, and the other half in every second one (https://arxiv.org/abs/2404.00498).
-        crop: shift by up to so many pixels in each direction. Where ``data.resize`` keeps larger images
-            than the network sees, these are cropped at a random place in any case.
-        edge: what a shift by ``crop`` brings in: ``zeros``, or the image's ``reflection``.
-        resized_crop: crop a random part of the image and scale it to its size: the least and the largest
-            part of the area, e.g. [0.08, 1], with sides of 3:4 to 4:3 (https://arxiv.org/abs/1409.4842).
-        cutout: put zeros in a square of so many pixels at a random place (https://arxiv.org/abs/1708.04552).
-        transforms: torchvision's, by name and arguments, after crops and before ``cutout``; see
-            ``transforms.py``.
+    A new augmentation is a key here, a draw at the end of ``Augmenter._draw``, so that the others keep their
+    draws, and a step in ``Augmenter.__call__``.
     """
 
-    flip: bool | str = False
-    crop: int = 0
-    edge: str = "zeros"
-    resized_crop: tuple[float, float] | None = None
-    cutout: int = 0
-    transforms: tuple[transforms.Entry, ...] = ()
+    flip: bool | str = key(
+        False,
+        one_of(False, True, "alternating"),
+        "Mirrors a random half of the images in each epoch; `alternating`: by turns one half and the other"
+        " (https://arxiv.org/abs/2404.00498).",
+    )
+    crop: int = key(
+        0,
+        PIXELS,
+        "The largest random shift in each direction; images that `data.resize` enlarged are always cropped at"
+        " a random place.",
+        unit="pixels",
+    )
+    edge: str = key(
+        "zeros",
+        one_of("zeros", "reflection"),
+        "The pixels that a shift by `crop` brings in: zeros, or the image's reflection.",
+    )
+    resized_crop: tuple[float, float] | None = key(
+        None,
+        Rule(_is_range, "must be the smallest and the largest share of the area, e.g. [0.08, 1]"),
+        "Crops a random part of the image, with sides of 3:4 to 4:3, and scales it to the image's size"
+        " (https://arxiv.org/abs/1409.4842).",
+    )
+    cutout: int = key(
+        0,
+        PIXELS,
+        "The side of a square of zeros at a random place (https://arxiv.org/abs/1708.04552).",
+        unit="pixels",
+    )
+    transforms: tuple[transforms.Entry, ...] = key(
+        (),
+        elsewhere(transforms.FORM.removeprefix("must be ").replace("a name", "a list of names", 1)),
+        "torchvision's transforms v2, after crops and before `cutout`.",
+    )
 
     @classmethod
     def parse(cls, section: Mapping[str, Any] | None, sides: tuple[int, int]) -> Augmentation:
-        """Checks ``data.augment`` for images of a height and width.
+        """Check ``data.augment`` for images of a height and width.
 
         Raises:
-            InvalidInput: with all errors.
+            InvalidInput: with a line for each error.
         """
         section = {} if section is None else section
         if not isinstance(section, Mapping):
             raise InvalidInput(f"data.augment: {section!r}: must be a mapping, e.g. {{flip: true, crop: 4}}")
-        size, errors, checked = min(sides), ErrorList(), {}
-        for key, value in section.items():
-            if key not in cls.__annotations__:
-                errors.lines.append(
-                    f"data.augment.{key}: {value!r}: unknown key; {nearest(key, cls.__annotations__)}"
-                )
-            elif key in _CHOICES and not _CHOICES[key].is_valid(value):
-                errors.lines.append(f"data.augment.{key}: {value!r}: {_CHOICES[key].message}")
-            elif key == "resized_crop" and value is not None:
-                numbers = (
-                    isinstance(value, (list, tuple)) and len(value) == 2 and all(is_number(v) for v in value)
-                )
-                if not (numbers and 0 < value[0] <= value[1] <= 1):
-                    must = "must be the least and the largest part of the area, e.g. [0.08, 1]"
-                    errors.lines.append(f"data.augment.resized_crop: {value!r}: {must}")
-            elif key in ("crop", "cutout") and (type(value) is not int or not 0 <= value <= size):
-                errors.lines.append(
-                    f"data.augment.{key}: {value!r}: must be a whole number of pixels from 0 to {size}"
-                )
-            elif key == "transforms" and value is not None:
-                with errors.collecting():
-                    checked[key] = transforms.parse(f"data.augment.{key}", value, sides)
+        size, errors = min(sides), ErrorList()
+        values = cls.read("data.augment.", section, errors)
+        for name in ("crop", "cutout"):
+            value = values.get(name, 0)
+            if type(value) is not int or not 0 <= value <= size:
+                must = f"must be a whole number of pixels from 0 to {size}"
+                errors.lines.append(f"data.augment.{name}: {value!r}: {must}")
+        with errors.collecting():
+            entries = values.get("transforms")
+            values["transforms"] = (
+                () if entries is None else transforms.parse("data.augment.transforms", entries, sides)
+            )
         if "edge" in section and not section.get("crop"):
             errors.lines.append(
-                f"data.augment.edge: {section['edge']!r}: does nothing without crop; set that, too"
+                f"data.augment.edge: {section['edge']!r}: has no effect without crop; set crop, too"
             )
         if section.get("edge") == "reflection" and section.get("crop") == size:
             most = f"an image of {size} pixels has a reflection of {size - 1}"
             errors.lines.append(f"data.augment.crop: {size}: {most}; use less, or edge: zeros")
         if section.get("crop") and section.get("resized_crop"):
             errors.lines.append(
-                f"data.augment.crop: {section['crop']!r}: resized_crop crops already; give one of them"
+                f"data.augment.crop: {section['crop']!r}: resized_crop also crops; remove one of the two"
             )
         errors.raise_any()
-        part = section.get("resized_crop")
-        return cls(**{**section, "resized_crop": tuple(part) if part else None, "transforms": (), **checked})
+        part = values.get("resized_crop")
+        return cls(**{**values, "resized_crop": tuple(part) if part else None})
 
 
 class Augmenter:

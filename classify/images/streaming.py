@@ -66,7 +66,7 @@ class Streaming:
         needed = sum(remote)
         if window or not streams:  # those of a window, and of the next one, which is fetched meanwhile
             needed = sum(sorted(remote)[-2 * max(window or 0, AHEAD) :])
-        shown = f"data.cache.limit: {settings.cache.get('limit')!r}"
+        shown = f"data.cache.limit: {settings.cache.limit!r}"
         if limit is not None and needed > limit:
             kept = f"{in_bytes(needed)} of shards have to be there at a time; raise it"
             errors.lines.append(f"{shown}: {kept}, or set a smaller data.window")

@@ -17,6 +17,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from classify.config.rules import is_number, one_of
+from classify.config.sections import unknown_keys
 from deepspeed_trial.errors import ErrorList, InvalidInput, nearest, one_line
 
 TRANSFORMS: dict[str, type[v2.Transform]] = {
@@ -100,11 +101,11 @@ def _entry(path: str, value: Any, size: tuple[int, int]) -> Entry:
     if not isinstance(arguments, Mapping):
         raise InvalidInput(f"{path}: {arguments!r}: must be a mapping of its arguments, or nothing")
     known, errors, checked = inspect.signature(TRANSFORMS[name]).parameters, ErrorList(), {}
+    errors.lines += unknown_keys(f"{path}.", arguments, known, "no such argument", no_keys="it takes none")
     for key, argument in arguments.items():
+        if key not in known:
+            continue
         with errors.collecting():
-            if key not in known:
-                unknown = f"no such argument; {nearest(key, known)}" if known else "it takes no arguments"
-                raise InvalidInput(f"{path}.{key}: {argument!r}: {unknown}")
             choices = _choices(known[key])
             if choices and not choices.is_valid(argument):
                 raise InvalidInput(f"{path}.{key}: {argument!r}: {choices.message}")

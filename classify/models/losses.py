@@ -14,6 +14,7 @@ from torchvision.ops import sigmoid_focal_loss
 import net as own
 from classify.config.hyperparameters import Hyperparameters
 from classify.config.rules import is_number
+from classify.config.sections import unknown_keys
 from deepspeed_trial.errors import ErrorList, InvalidInput, nearest, one_line
 
 CROSS_ENTROPY, BALANCED = "cross_entropy", "balanced"
@@ -86,11 +87,7 @@ def _check_loss(choice: Any, classes: int) -> None:
         mend = f"{nearest(name, losses())}, or register it in net.py"
         raise InvalidInput(f"{KEY}: {name!r}: no such loss; {mend}")
     known = list(inspect.signature(losses()[name]).parameters)[2:]
-    unknown = {key: value for key, value in arguments.items() if key not in known}
-    mends = {key: nearest(key, known) if known else "it takes none" for key in unknown}
-    errors = [
-        f"{KEY}.{name}.{key}: {value!r}: no such argument; {mends[key]}" for key, value in unknown.items()
-    ]
+    errors = unknown_keys(f"{KEY}.{name}.", arguments, known, "no such argument", no_keys="it takes none")
     if errors:
         raise InvalidInput(errors)
     logits, targets = torch.zeros(2, classes, requires_grad=True), torch.eye(classes)[[0, -1]]

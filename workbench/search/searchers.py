@@ -16,12 +16,10 @@ from optuna.pruners import BasePruner, NopPruner, SuccessiveHalvingPruner
 from optuna.trial import FrozenTrial, TrialState
 from typing_extensions import override
 
-from classify.config.experiment_fields import SEARCHERS, cluster_notes
-from classify.config.rules import BOOL, Rule, is_count, is_finite, one_of, whole
-from deepspeed_trial.errors import nearest
+from classify.config.experiment_fields import SEARCHERS, cluster_notes, unknown_searcher
+from classify.config.sections import unknown_keys
 from deepspeed_trial.experiment import Experiment
 
-MODES = ("aggressive", "standard", "conservative")
 NEEDED = {
     "random": ["max_trials"],
     "tpe": ["max_trials"],
@@ -36,37 +34,14 @@ EXAMPLES = {
 }
 
 
-# The fields that are checked here; the others are in classify/config/experiment_fields.py.
-RULES: dict[str, Rule] = {
-    "max_trials": whole(1),
-    "max_concurrent_trials": whole(0),
-    "num_rungs": whole(1),
-    "max_rungs": whole(1),
-    "divisor": Rule(lambda v: is_finite(v) and v > 1, "must be a number above 1"),
-    "mode": one_of(*MODES),
-    "stop_once": BOOL,
-    "bracket_rungs": Rule(
-        lambda v: isinstance(v, list) and all(is_count(each, 1) for each in v),
-        "must be a list of whole numbers of at least 1, e.g. [3, 2]",
-    ),
-}
-
-
 def errors_of(searcher: Mapping[str, Any]) -> list[str]:
     """Return a line for each wrong field of a searcher section."""
     name = searcher.get("name")
     if name is not None and not isinstance(name, str):
         return []  # experiment_fields.py names the error
     if name not in SEARCHERS:
-        return [f"searcher.name: {name!r}: unknown searcher; {nearest(name, SEARCHERS)}"]
-    found = []
-    for key, value in searcher.items():
-        if key not in SEARCHERS[name]:
-            found.append(
-                f"searcher.{key}: {value!r}: {name} has no such field; {nearest(key, SEARCHERS[name])}"
-            )
-        elif key in RULES and value is not None and not RULES[key].is_valid(value):
-            found.append(f"searcher.{key}: {value!r}: {RULES[key].message}")
+        return unknown_searcher(name)
+    found = unknown_keys("searcher.", searcher, SEARCHERS[name], f"{name} has no such field")
     missing = [key for key in NEEDED.get(name, ()) if searcher.get(key) is None]
     return found + [f"searcher.{key}: None: {name} needs it; {EXAMPLES[key]}" for key in missing]
 

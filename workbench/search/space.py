@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from classify.config.experiment_fields import SAMPLED_TYPES
 from classify.config.rules import is_count, is_finite
+from classify.config.sections import unknown_keys
 from deepspeed_trial.errors import nearest
 
 # https://docs.determined.ai/latest/reference/training/experiment-config-reference.html#hyperparameters
@@ -174,11 +175,7 @@ def find_ranges(path: str, section: Mapping[str, Any], grid: bool) -> tuple[list
 def _range_errors(path: str, spec: Mapping[str, Any], grid: bool) -> list[str]:
     kind = spec["type"]
     known = RANGE_KEYS[kind]
-    errors = [
-        f"{path}.{k}: {spec[k]!r}: unknown key; {nearest(k, known)}"
-        for k in spec
-        if k not in (*known, "type")
-    ]
+    errors = unknown_keys(f"{path}.", {k: v for k, v in spec.items() if k != "type"}, known)
     if kind == "categorical":
         if not isinstance(spec.get("vals"), list) or not spec["vals"]:
             errors.append(f"{path}.vals: {spec.get('vals')!r}: must be a list of the values to try")

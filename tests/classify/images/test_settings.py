@@ -53,7 +53,7 @@ def test_defaults_and_sizes():
         ({"device": "gpu"}, ["data.device: 'gpu': must be one of auto, cpu, cuda"]),
         ({"device": "cuda"}, ["data.device: 'cuda': this machine has no GPU"]),
         ({"workers": 65, "augment": {"transforms": ["RandAugment"]}}, ["data.workers", "65", "from 0 to 64"]),
-        ({"workers": 2, "augment": {"flip": True}}, ["data.workers", "2", "does nothing without data.augment"]),
+        ({"workers": 2, "augment": {"flip": True}}, ["data.workers", "2", "has no effect without data.augment"]),
         ({"validation": 1}, ["data.validation: 1: must be auto or a share between 0 and 1"]),
         ({"test": "some"}, ["data.test: 'some': must be a share between 0 and 1"]),
         ({"split_seed": -1}, ["data.split_seed: -1: must be a whole number"]),

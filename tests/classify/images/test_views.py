@@ -80,7 +80,7 @@ def test_the_scores_of_views(how, expected, count, form):
         "mirror=maybe": "--tta.mirror: 'maybe': must be true or false",
         "shift": "--tta.shift: True: must be a whole number of at least 0",
         "shift=-1": "--tta.shift: '-1': must be a whole number of at least 0",
-        "shift=0": "--tta: has no view but the image itself; ",
+        "shift=0": "--tta: adds no view to the image; ",
         "": "--tta.: True: unknown key; use one of mirror, shift",
         "shift=8": "--tta.shift: 8: images have 8 pixels; use at most 7",
     }.items(),

@@ -1,0 +1,172 @@
+"""Keys and sections: each key once, with its default, rule, unit and documentation.
+
+Every section of an experiment file is checked by ``key_errors``. ``reference.py`` documents the same keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from typing_extensions import Self
+
+from classify.config.rules import Rule
+from deepspeed_trial.errors import ErrorList, InvalidInput, nearest
+
+
+class Key(NamedTuple):
+    """A key of a section.
+
+    Attributes:
+        rule: of its value, whatever the other keys are.
+        about: one sentence for the reference.
+        default: the value if the file gives none.
+        unit: of its number; empty if it has none.
+        section: the keys of a value that is a mapping or a list of mappings; a ``Section`` also parses it.
+    """
+
+    rule: Rule
+    about: str
+    default: Any = None
+    unit: str = ""
+    section: type[Keyed] | None = None
+
+
+def key(default: Any, rule: Rule, about: str, **more: Any) -> Any:
+    """Return the dataclass field of a section's key; see ``Key``.
+
+    Args:
+        default: the value if the file gives none, or a class that makes it.
+        rule: of the value.
+        about: one sentence.
+        more: further attributes of ``Key``.
+    """
+    is_class = isinstance(default, type)
+    metadata = {"key": Key(rule, about, default() if is_class else default, **more)}
+    if is_class:
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def plain(path: str, value: Any) -> str:
+    """Return a value as an error line shows it; ``redaction.shown`` hides possible credentials, too."""
+    return repr(value)
+
+
+def unknown_keys(
+    path: str,
+    section: Mapping[Any, Any],
+    known: Iterable[object],
+    reason: str = "unknown key",
+    shown: Callable[[str, Any], str] = plain,
+    no_keys: str = "remove it",
+) -> list[str]:
+    """Return a line for each unknown key of a section, with the nearest known one.
+
+    Args:
+        path: precedes a key in its line, with the dot.
+        section: the keys and their values.
+        known: the keys that the section may have.
+        reason: of the line.
+        shown: shows the value at a path.
+        no_keys: the remedy if no key is known.
+    """
+    names = list(known)
+    unknown = {key: value for key, value in section.items() if key not in names}
+    return [
+        f"{path}{key}: {shown(f'{path}{key}', value)}: {reason}; {nearest(key, names) if names else no_keys}"
+        for key, value in unknown.items()
+    ]
+
+
+def key_errors(
+    path: str,
+    section: Mapping[Any, Any],
+    keys: Mapping[str, Key],
+    shown: Callable[[str, Any], str] = plain,
+) -> list[str]:
+    """Return a line for each unknown key of a section and for each invalid value.
+
+    Args:
+        path: precedes a key in its line, with the dot.
+        section: the keys and their values.
+        keys: the keys that the section may have.
+        shown: shows the value at a path.
+    """
+    return unknown_keys(path, section, keys, shown=shown) + [
+        f"{path}{name}: {shown(f'{path}{name}', section[name])}: {key.rule.message}"
+        for name, key in keys.items()
+        if name in section and not key.rule.is_valid(section[name])
+    ]
+
+
+class Keyed:
+    """A frozen dataclass whose fields are the keys of a mapping; ``key`` makes each field."""
+
+    @classmethod
+    def keys(cls) -> dict[str, Key]:
+        """Return the section's keys by name."""
+        fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]  # every subclass is a dataclass
+        return {field.name: field.metadata["key"] for field in fields if "key" in field.metadata}
+
+    @classmethod
+    def read(
+        cls,
+        path: str,
+        section: Mapping[Any, Any],
+        errors: ErrorList,
+        shown: Callable[[str, Any], str] = plain,
+    ) -> dict[str, Any]:
+        """Check each key by itself and return the values of the known keys, with nested sections parsed.
+
+        Args:
+            path: precedes a key in an error line, with the dot.
+            section: the mapping.
+            errors: gets a line for each unknown key and invalid value.
+            shown: shows the value at a path.
+        """
+        keys = cls.keys()
+        errors.lines += key_errors(path, section, keys, shown)
+        values = {name: section[name] for name in keys if name in section}
+        for name, value in values.items():
+            nested = keys[name].section
+            if nested and issubclass(nested, Section) and value is not None:
+                with errors.collecting():
+                    values[name] = nested.parse(f"{path}{name}", value)
+        return values
+
+
+class Section(Keyed):
+    """A mapping whose keys are checked without any other section.
+
+    Attributes:
+        EXAMPLE: a mapping, for error lines.
+    """
+
+    EXAMPLE: ClassVar[str]
+
+    @classmethod
+    def parse(cls, path: str, section: Any) -> Self:
+        """Check a mapping and fill in the defaults.
+
+        Args:
+            path: names the mapping in an error line.
+            section: the mapping.
+
+        Raises:
+            InvalidInput: with a line for each unknown key and invalid value.
+        """
+        if not isinstance(section, Mapping):
+            raise InvalidInput(f"{path}: {section!r}: must be a mapping, e.g. {cls.EXAMPLE}")
+        errors = ErrorList()
+        values = cls.read(f"{path}.", section, errors)
+        errors.raise_any()
+        parsed = cls(**values)
+        if reason := parsed.contradiction():
+            raise InvalidInput(f"{path}{reason}")
+        return parsed
+
+    def contradiction(self) -> str | None:
+        """Return the rest of an error line, after the section's path, for valid values that conflict."""
+        return None
