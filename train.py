@@ -13,6 +13,7 @@
     in short:          --epochs 20 --lr 0.001 --batch-size 64 --net resnet18
     only check:        --check [--slots N]     (prints the DeepSpeed configuration that would be used)
                        --check images          (opens every image, too)
+    every key:         --keys               (docs/reference.md; --keys json: a JSON Schema for an editor)
 
 The run's folder (--output) holds summary.json, metrics.jsonl, the checkpoints, and net.pt: the trained
 weights as a plain fp32 state_dict. A signal ends the run with a checkpoint; --resume latest --output FOLDER
@@ -49,6 +50,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--test", action="store_true", help="train, validate and save one batch")
     meaning = "check, print the DeepSpeed configuration, train nothing; images: open every image, too"
     add("--check", nargs="?", const="settings", choices=("settings", "images"), help=meaning)
+    forms = ("text", "markdown", "json")
+    add("--keys", nargs="?", const="text", choices=forms, help="print every key of an experiment file")
     add("--profile", action="store_true", help="record a few steps with torch's profiler")
     add("--tune", action="store_true", help="try ZeRO stages and micro-batches, and write the fastest")
     add("--slots", type=int, metavar="N", help="with --check or --tune: for N processes")
@@ -59,6 +62,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; return the exit code."""
     args = parse(argv)
+    if args.keys:
+        return print_keys(args.keys)
     if not args.check and (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
         print("starting: importing torch, DeepSpeed and Determined", flush=True)
     try:
@@ -86,6 +91,18 @@ def do(args: argparse.Namespace) -> int:
         if is_said_here(error):
             print(f"train.py: {error}", file=sys.stderr)
         return 1
+
+
+def print_keys(form: str) -> int:
+    """Print the reference of every key as text, Markdown or a JSON Schema."""
+    from classify.config import experiment_fields, reference
+    from classify.config.hyperparameters import Hyperparameters
+    from classify.images.settings import DataSettings
+
+    sections = {"hyperparameters.": Hyperparameters.keys(), "data.": DataSettings.keys()}
+    sections |= {f"{name}.": keys for name, keys in experiment_fields.SECTIONS.items()}
+    print(reference.FORMS[form]({"": experiment_fields.FIELDS, **sections}))
+    return 0
 
 
 def load(args: argparse.Namespace) -> Experiment:

@@ -1,5 +1,6 @@
 """The README and the pages of docs/ are short, linked, and true of the programs."""
 
+import json
 import re
 import shlex
 
@@ -12,6 +13,8 @@ import checkpoint
 import search
 import shards
 import train
+from classify.config.hyperparameters import Hyperparameters
+from classify.images.settings import DataSettings
 
 PAGES = [PROJECT / "README.md", *sorted(PROJECT.glob("docs/*.md"))]
 ELSEWHERE = ("cifar10_deepspeed.py",)  # a file of DeepSpeed's examples
@@ -61,6 +64,29 @@ def test_the_readme_is_short_and_links_every_page():
     assert len(commands(PAGES[0])) > 5
     assert len(text.splitlines()) <= 130
     assert not [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in text]
+
+
+def test_the_reference_has_every_key_and_is_current(capsys):
+    assert train.main(["--keys", "markdown"]) == 0
+    page = capsys.readouterr().out
+    assert page == (PROJECT / "docs/reference.md").read_text(), (
+        "python3 train.py --keys markdown > docs/reference.md"
+    )
+    assert train.main(["--keys"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert train.main(["--keys", "json"]) == 0
+    schema = json.loads(capsys.readouterr().out)["properties"]
+    for section, keys in {"hyperparameters": Hyperparameters.keys(), "data": DataSettings.keys()}.items():
+        assert schema[section]["properties"].keys() == keys.keys()
+        for name, key in keys.items():
+            assert f"| `{name}` | {key.rule.values} | " in page
+            place = next(i for i, line in enumerate(lines) if line.startswith(f"{section}.{name}: "))
+            assert lines[place + 1] == f"    {key.about}"
+    groups = schema["hyperparameters"]["properties"]["parameter_groups"]["items"]["properties"]
+    assert (
+        "lr_factor" in groups
+        and "| `parameter_groups[].lr_factor` | a number from 0 to 1e6 | `1.0` |" in page
+    )
 
 
 def test_the_migration_table_quotes_lines_of_both_programs():

@@ -1,0 +1,100 @@
+"""The reference of every key: as text, as Markdown for ``docs/reference.md``, and as a JSON Schema."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from classify.config.sections import Key
+
+Sections = Mapping[str, Mapping[str, Key]]
+
+_DEEPSPEED = "https://www.deepspeed.ai/docs/config-json/"
+_DETERMINED = "https://docs.determined.ai/latest/reference/training/experiment-config-reference.html"
+_INTRODUCTION = f"""# Reference of the keys
+
+`python3 train.py --keys` prints every key of an experiment file; `--keys markdown` makes this page.
+[Configure](configure.md) explains how the keys work together.
+All other hyperparameters are keys of [DeepSpeed's configuration]({_DEEPSPEED}),
+and all other fields are [Determined's]({_DETERMINED}).
+"""
+
+
+class Row(NamedTuple):
+    """A key in the reference, as text."""
+
+    path: str
+    values: str
+    default: str
+    unit: str
+    about: str
+
+
+def _rows(path: str, keys: Mapping[str, Key]) -> Iterator[Row]:
+    for name, key in keys.items():
+        if not key.about:
+            continue
+        yield Row(f"{path}{name}", key.rule.values, _default(key.default), key.unit, key.about)
+        if key.section:
+            entry = "[]" if isinstance(key.default, tuple) else ""
+            yield from _rows(f"{path}{name}{entry}.", key.section.keys())
+
+
+def _default(value: Any) -> str:
+    if value is None or dataclasses.is_dataclass(value):
+        return ""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def text(sections: Sections) -> str:
+    """Return two lines for each key, for a terminal."""
+    lines = []
+    for section, keys in sections.items():
+        for row in _rows(section, keys):
+            default = f"; default {row.default}" if row.default else ""
+            unit = f"; in {row.unit}" if row.unit else ""
+            lines += [f"{row.path}: {row.values}{default}{unit}", f"    {row.about}"]
+    return "\n".join(lines)
+
+
+def markdown(sections: Sections) -> str:
+    """Return the page ``docs/reference.md``, with a table for each section."""
+    parts = [_INTRODUCTION]
+    for section, keys in sections.items():
+        parts += [f"## {f'`{section[:-1]}`' if section else 'Fields'}\n"]
+        parts += ["| key | values | default | unit | meaning |\n|---|---|---|---|---|"]
+        for row in _rows("", keys):
+            default = f"`{row.default}`" if row.default else ""
+            cells = (f"`{row.path}`", row.values, default, row.unit, row.about)
+            parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        parts.append("")
+    return "\n".join(parts).rstrip()
+
+
+def json_schema(sections: Sections) -> str:
+    """Return a JSON Schema with which an editor completes and explains the keys.
+
+    The schema restricts no value, because a search may put a range in the place of any.
+    """
+    root = _properties(sections[""])
+    for section, keys in sections.items():
+        if section:
+            root[section[:-1]] = {"type": "object", "properties": _properties(keys)}
+    schema = "https://json-schema.org/draft/2020-12/schema"
+    return json.dumps({"$schema": schema, "type": "object", "properties": root}, indent=2)
+
+
+def _properties(keys: Mapping[str, Key]) -> dict[str, Any]:
+    properties: dict[str, Any] = {}
+    for name, key in keys.items():
+        values = f" Values: {key.rule.values}." if key.about else ""
+        properties[name] = {"description": f"{key.about}{values}"}
+        if key.section:
+            inner = {"properties": _properties(key.section.keys())}
+            properties[name] |= {"items": inner} if isinstance(key.default, tuple) else inner
+    return properties
+
+
+FORMS: dict[str, Callable[[Sections], str]] = {"text": text, "markdown": markdown, "json": json_schema}
