@@ -54,6 +54,12 @@ def plain(path: str, value: Any) -> str:
     return repr(value)
 
 
+def nearest_or(name: object, known: Iterable[object], other: str) -> str:
+    """Return the nearest known name and another remedy, for an error line."""
+    hint = nearest(name, known)
+    return f"{hint} Or {other}" if hint.endswith("?") else f"{hint}, or {other}"
+
+
 def unknown_keys(
     path: str,
     section: Mapping[Any, Any],

@@ -1,4 +1,4 @@
-"""Whether a network goes with the data: it is run once without computing, before any image is decoded."""
+"""A dry run: a network on images without data, before any image is decoded."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from deepspeed_trial.out_of_memory import is_out_of_memory
 def check(
     spec: NetSpec, micro_batch: int, channels_last: bool = False, smaller: tuple[int, int] | None = None
 ) -> None:
-    """Runs a network on torch's meta device, as training and validation will run it.
+    """Run a network on torch's meta device, as training and validation will run it.
 
     Args:
         spec: the network.
-        micro_batch: the fewest images that it will be given at a time in training.
-        channels_last: whether in that memory format.
-        smaller: height and width of images that ``progressive_resizing`` makes, to be checked instead.
+        micro_batch: the smallest micro-batch in training.
+        channels_last: whether images have that memory format.
+        smaller: height and width of the images of ``progressive_resizing``, which replace the full size.
 
     Raises:
-        InvalidInput: if it does not take such images, or gives no scores for the classes.
+        InvalidInput: if the network fails on such images, or does not give a score for each class.
     """
     if spec.name == MOE:
         spec = spec._replace(name="net", args=None)
     net = on_meta_device(spec)
-    if any(isinstance(each, UninitializedParameter) for each in net.parameters()):
-        reason = "has layers without a size, which no engine takes; give it"
+    if any(isinstance(parameter, UninitializedParameter) for parameter in net.parameters()):
+        reason = "has lazy layers, which no engine takes; give the layers their sizes"
         raise InvalidInput(f"hyperparameters.net: {spec.name!r}: {reason}")
     if not any(parameter.requires_grad for parameter in net.parameters()):
-        reason = "has no parameter to train; give it one, or another net"
+        reason = "has no parameter to train; add one, or use another network"
         raise InvalidInput(f"hyperparameters.net: {spec.name!r}: {reason}")
     try:
         _Run(spec, net, micro_batch, channels_last, smaller)("meta")
-    except InvalidInput:  # by an error of its own, or because it needs the values, as by item() or bool()
+    except InvalidInput:  # an error of the network, or it needs values, e.g. by item() or bool()
         with torch.random.fork_rng(devices=[]):
             _Run(spec, build(spec), micro_batch, channels_last, smaller)("cpu")
 
 
 def why_unfit(net: nn.Module, size: tuple[int, int], classes: int, device: str) -> str | None:
-    """Return why a trained network gives no scores for images of this height and width; None if it does.
+    """Return the reason why a trained network fails on images of a size; None if it gives their scores.
 
     Args:
         net: the network, in evaluation mode.
         size: height and width.
-        classes: how many scores it has to give for an image.
-        device: the network's.
+        classes: the number of scores of an image.
+        device: of the network.
     """
     try:
         with torch.device(device), torch.no_grad():
             outputs = logits(net(torch.zeros(2, 3, *size)))
-    except Exception as error:  # which differ between networks
+    except Exception as error:  # networks raise different types
         if is_out_of_memory(error):
             raise
         return one_line(error)
@@ -76,7 +76,7 @@ class _Run:
     smaller: tuple[int, int] | None
 
     def __call__(self, device: str) -> None:
-        """Trains on and validates one micro-batch on a device; raises as ``check`` does."""
+        """Train on one micro-batch and validate it on a device; raise as ``check`` does."""
         with torch.device(device):
             images = torch.randn(self.micro_batch, 3, *(self.smaller or self.spec.image_size))
             turned = images.contiguous(memory_format=torch.channels_last)
@@ -84,7 +84,7 @@ class _Run:
                 outputs = logits(self.net(images))
                 with torch.no_grad():
                     self.net.eval()(turned if prefers_channels_last(self.spec.name) else images)
-            except NotImplementedError:  # an operator of one's own, which only a real device has
+            except NotImplementedError:  # a custom operator, which the meta device lacks
                 return
             except Exception as error:
                 if is_out_of_memory(error):
@@ -96,7 +96,7 @@ class _Run:
         if (found := _shape(outputs)) != wanted:
             asked = f"{self.micro_batch} images and {self.spec.num_classes} classes"
             raise InvalidInput(
-                f"hyperparameters.net: {self.spec.name!r}: gives {found} for {asked}; it must give {wanted}"
+                f"hyperparameters.net: {self.spec.name!r}: gives {found} for {asked}; make it give {wanted}"
             )
 
     def _try_channels_last(self, images: Tensor) -> None:
@@ -105,9 +105,9 @@ class _Run:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            what = f"{self.spec.name} does not take it ({one_line(error)})"
-            mend = "set it to false, or use reshape instead of view"
-            raise InvalidInput(f"hyperparameters.channels_last: True: {what}; {mend}") from error
+            what = f"{self.spec.name} fails on channels_last images ({one_line(error)})"
+            remedy = "set channels_last to false, or use reshape instead of view"
+            raise InvalidInput(f"hyperparameters.channels_last: True: {what}; {remedy}") from error
 
     def _why_it_fails(self, reason: str) -> InvalidInput:
         name, (height, width) = self.spec.name, self.smaller or self.spec.image_size
@@ -119,12 +119,14 @@ class _Run:
                 " step"
             )
         if self.smaller:
-            mend = "remove it, or use a greater scale"
+            remedy = "remove progressive_resizing, or use a greater scale"
             return InvalidInput(
-                f"hyperparameters.progressive_resizing: {size}: {name} does not take images of this size"
-                f" ({reason}); {mend}"
+                f"hyperparameters.progressive_resizing: {size}: {name} fails on images of this size"
+                f" ({reason}); {remedy}"
             )
         if name in own.NETS and name != "net":
             fails = f"hyperparameters.net: {name!r}: fails on images of {size} ({reason})"
-            return InvalidInput(f"{fails}; mend it, or change data.image_size")
-        return InvalidInput(f"data.image_size: {size}: {name} does not take it ({reason}); use another")
+            return InvalidInput(f"{fails}; fix the network, or change data.image_size")
+        return InvalidInput(
+            f"data.image_size: {size}: {name} fails on this size ({reason}); use another size"
+        )

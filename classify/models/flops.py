@@ -14,31 +14,34 @@ IMAGES = 2  # batch normalization does not train on one
 
 
 def forward(net: nn.Module, size: tuple[int, int]) -> int | None:
-    """The operations of a forward pass over an image; None if the network cannot run without values.
+    """Return the operations of a forward pass over an image; None if the network cannot run without values.
 
-    Those of convolutions, matrix products and attention, two for a multiply-add.
+    Convolutions, matrix products and attention count, a multiply-add as two operations.
 
     Args:
         net: on the meta device.
         size: height and width of the images.
     """
-    with torch.random.fork_rng(devices=[]):  # a network of one's own may draw
+    with torch.random.fork_rng(devices=[]):  # a user's network may sample
         try:
             return _count(net, size)[0]
-        except Exception:  # as many kinds as there are networks
+        except Exception:  # networks raise different types
             return None
 
 
 def training(net: nn.Module, size: tuple[int, int], frozen: Collection[str] = ()) -> int | None:
-    """Those of a training's forward and backward pass, without what is computed anew to spare memory.
+    """Return the operations of a forward and backward pass over an image, without activation checkpointing.
 
-    At most three times those of the forward pass, which is what they are where all layers are trained: torch
-    counts a backward pass of convolutions in groups too high.
+    They are at most three times the operations of a forward pass, the number if all layers are trained.
+    torch counts too many for the backward pass of grouped convolutions.
 
     Args:
-        net: as above.
-        size: as above.
+        net: on the meta device.
+        size: height and width of the images.
         frozen: names of parameters that are not trained.
+
+    Returns:
+        The operations, or None if the network cannot run without values.
     """
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in frozen)

@@ -1,4 +1,4 @@
-"""Which layers of a network give the class scores."""
+"""The head of a network: the layers that give the class scores."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from torch import nn
 
 
 def head_layers(net: nn.Module) -> list[str]:
-    """The names of a network's last layers: what timm calls the classifier, else the last with weights."""
-    own = [name for name, _ in _classifier(net)]
-    if own:
-        return own
+    """Return the names of timm's classifier layers, or of the last layer with weights."""
+    if classifier := [name for name, _ in _classifier(net)]:
+        return classifier
     names = [name for name, _ in net.named_parameters()]
     return [names[-1].rpartition(".")[0]] if names else []
 
 
 def _classifier(net: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers with weights of what ``get_classifier`` gives, which every network of timm has."""
+    """Yield the layers with weights of ``get_classifier``, a method of every network of timm."""
     get: Any = getattr(net, "get_classifier", None)
-    found = get() if callable(get) else ()
-    parts = found if isinstance(found, (tuple, list)) else [found]
-    inside = {id(each) for part in parts if isinstance(part, nn.Module) for each in part.modules()}
+    heads = get() if callable(get) else ()
+    parts = heads if isinstance(heads, (tuple, list)) else [heads]
+    inside = {id(module) for part in parts if isinstance(part, nn.Module) for module in part.modules()}
     for name, module in net.named_modules():
         if id(module) in inside and any(True for _ in module.parameters(recurse=False)):
             yield name, module

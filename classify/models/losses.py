@@ -1,4 +1,4 @@
-"""Losses by name: those here, and those of ``net.py``."""
+"""Losses by name, from this module and ``net.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchvision.ops import sigmoid_focal_loss
 import net as own
 from classify.config.hyperparameters import Hyperparameters
 from classify.config.rules import is_number
-from classify.config.sections import unknown_keys
+from classify.config.sections import nearest_or, unknown_keys
 from deepspeed_trial.errors import ErrorList, InvalidInput, nearest, one_line
 
 CROSS_ENTROPY, BALANCED = "cross_entropy", "balanced"
@@ -39,20 +39,20 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def losses() -> dict[str, LossFunction]:
-    """The losses that ``hyperparameters.loss`` may name."""
+    """Return the losses that ``hyperparameters.loss`` may name."""
     return {CROSS_ENTROPY: cross_entropy, "bce": bce, "focal": focal, **own.LOSSES}
 
 
 def check(choice: Any, class_weights: Any, classes: Sequence[str]) -> None:
-    """Tries a loss on two images, and looks whether there are the classes that have weights.
+    """Try a loss on two images, and check that the weighted classes exist.
 
     Args:
-        choice: ``hyperparameters.loss``: a name, or one with its arguments.
+        choice: ``hyperparameters.loss``: a name, or a mapping of the name to its arguments.
         class_weights: ``hyperparameters.class_weights``.
         classes: the names of the classes.
 
     Raises:
-        InvalidInput: with a line for each thing that is wrong.
+        InvalidInput: with a line for each error.
     """
     errors = ErrorList()
     with errors.collecting():
@@ -69,7 +69,7 @@ def check(choice: Any, class_weights: Any, classes: Sequence[str]) -> None:
 
 
 def _named(choice: Any) -> tuple[str, Mapping[str, Any]]:
-    """The name and the arguments of what ``hyperparameters.loss`` says; raises ``InvalidInput``."""
+    """Return the name and the arguments of ``hyperparameters.loss``; raise ``InvalidInput``."""
     entry = {choice: None} if isinstance(choice, str) else choice
     if not isinstance(entry, Mapping) or len(entry) != 1:
         raise InvalidInput(
@@ -84,10 +84,12 @@ def _named(choice: Any) -> tuple[str, Mapping[str, Any]]:
 def _check_loss(choice: Any, classes: int) -> None:
     name, arguments = _named(choice)
     if name not in losses():
-        mend = f"{nearest(name, losses())}, or register it in net.py"
-        raise InvalidInput(f"{KEY}: {name!r}: no such loss; {mend}")
+        remedy = nearest_or(name, losses(), "register the loss in net.py")
+        raise InvalidInput(f"{KEY}: {name!r}: no such loss; {remedy}")
     known = list(inspect.signature(losses()[name]).parameters)[2:]
-    errors = unknown_keys(f"{KEY}.{name}.", arguments, known, "no such argument", no_keys="it takes none")
+    errors = unknown_keys(
+        f"{KEY}.{name}.", arguments, known, "no such argument", no_keys="the loss takes none"
+    )
     if errors:
         raise InvalidInput(errors)
     logits, targets = torch.zeros(2, classes, requires_grad=True), torch.eye(classes)[[0, -1]]
@@ -95,20 +97,20 @@ def _check_loss(choice: Any, classes: int) -> None:
         with torch.enable_grad():
             values = losses()[name](logits, targets, **arguments)
             if not (isinstance(values, Tensor) and values.shape == (2,) and values.isfinite().all()):
-                raise ValueError("it must give a finite number for each image, a tensor (B,)")
+                raise ValueError("the loss must give a finite number for each image, a tensor (B,)")
             values.sum().backward()
-    except Exception as error:  # each fails in its own way
+    except Exception as error:  # losses raise different types
         shown = f"{KEY}.{name}: {dict(arguments)!r}" if arguments else f"{KEY}: {name!r}"
-        raise InvalidInput(f"{shown}: fails on two images ({one_line(error)}); change that") from error
+        raise InvalidInput(f"{shown}: fails on two images ({one_line(error)}); change it") from error
 
 
 class Loss:
     """The loss of a micro-batch: the mean over its images, each weighted by its class.
 
     Args:
-        hyper: of which ``loss``, ``class_weights`` and ``label_smoothing`` are read, and have been checked.
-        classes: their names.
-        labels: gives those of all training images, (N,) int64.
+        hyper: checked hyperparameters, with ``loss``, ``class_weights`` and ``label_smoothing``.
+        classes: the names of the classes.
+        labels: gives the labels of all training images, (N,) int64.
     """
 
     def __init__(self, hyper: Hyperparameters, classes: Sequence[str], labels: Callable[[], Tensor]) -> None:
@@ -118,11 +120,11 @@ class Loss:
         self._weights: Tensor | None = None
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The mean, a scalar.
+        """Return the mean loss, a scalar.
 
         Args:
             logits: (B, C) float32.
-            labels: (B,) int64, or (B, C) float32 where images are mixed.
+            labels: (B,) int64, or (B, C) float32 for mixed images.
         """
         if self.name == CROSS_ENTROPY and not self.class_weights:
             return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
@@ -136,7 +138,7 @@ class Loss:
         return values.mean()
 
     def _class_weights(self) -> Tensor:
-        """The weight of each class, (C,); balanced, those of all training images have a mean of 1.
+        """Return the weight of each class, (C,); balanced weights have a mean of 1 over the training images.
 
         Source: https://scikit-learn.org/stable/modules/generated/sklearn.utils.class_weight.compute_class_weight.html
         """

@@ -23,8 +23,8 @@ class Airbench(nn.Module):
 
     Args:
         num_classes: the number of classes.
-        width: filters of the first group; the two others have four times as many. 1.97 M parameters at 64.
-        depth: convolutions of a group, 1 to 3; the third is added to what went into the second.
+        width: filters of the first group; each other group has 4 * width. 1.97 M parameters at 64.
+        depth: convolutions of a group, 1 to 3; the output of the third is added to the input of the second.
     """
 
     def __init__(self, num_classes: int = 10, width: int = 64, depth: int = 2) -> None:
@@ -46,7 +46,7 @@ class Airbench(nn.Module):
 
     @torch.no_grad()
     def initialize_from_images(self, images: Tensor) -> None:
-        """Makes the first convolution whiten patches of 2x2 pixels.
+        """Make the first convolution whiten patches of 2x2 pixels.
 
         Its filters are the eigenvectors of the patches' covariance, each divided by the square root of its
         eigenvalue, and their negatives.
@@ -56,13 +56,13 @@ class Airbench(nn.Module):
         """
         patches = F.unfold(images, 2).transpose(1, 2).reshape(-1, WHITENED // 2).double()
         values, vectors = torch.linalg.eigh(patches.T @ patches / len(patches))
-        # The sign of an eigenvector is the library's choice; its largest entry is made positive
+        # The library chooses an eigenvector's sign; make its largest entry positive
         largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
         filters = (vectors * largest.sign() / (values + 5e-4).sqrt()).T.reshape(-1, 3, 2, 2)
         self.whiten.weight.copy_(torch.cat([filters, -filters]))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives the class scores (logits).
+        """Return the class scores (logits).
 
         Args:
             x: images (B, 3, H, W) of at least 9 pixels a side, each channel normalised to mean 0 and
@@ -77,12 +77,12 @@ class Airbench(nn.Module):
 
 
 class _Group(nn.Module):
-    """Convolutions with batch normalization and GELU, the first one pooled."""
+    """Convolutions with batch normalization and GELU; the output of the first is pooled."""
 
     def __init__(self, channels: int, filters: int, depth: int) -> None:
         super().__init__()
         inputs = [channels, *[filters] * (depth - 1)]
-        self.convs = nn.ModuleList(_convolution(each, filters) for each in inputs)
+        self.convs = nn.ModuleList(_convolution(width, filters) for width in inputs)
         self.norms = nn.ModuleList(_normalization(filters) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,14 +100,14 @@ class _Group(nn.Module):
 
 
 def _convolution(channels: int, filters: int) -> nn.Conv2d:
-    """A convolution of 3x3 whose first filters pass their channel on unchanged."""
+    """Return a convolution of 3x3 whose first filters pass their channel on unchanged."""
     conv = nn.Conv2d(channels, filters, 3, padding=1, bias=False)
     nn.init.dirac_(conv.weight.data[:channels])
     return conv
 
 
 def _normalization(filters: int) -> nn.BatchNorm2d:
-    """Batch normalization that learns a bias alone; its running statistics follow the last few batches."""
+    """Return batch normalization that learns only a bias; its statistics follow the last few batches."""
     norm = nn.BatchNorm2d(filters, eps=1e-12, momentum=0.4)
     norm.weight.requires_grad = False
     return norm

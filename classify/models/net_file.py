@@ -1,9 +1,9 @@
-"""A trained network as a file of weights that plain PyTorch loads, and the JSON file that describes it.
+"""A trained network as a file of weights that plain PyTorch loads, and a JSON file that describes it.
 
 ``net.pt`` is a ``state_dict`` of fp32 tensors: ``Net().load_state_dict(torch.load("net.pt",
-weights_only=True))``. ``net.json`` has the network's arguments, the class names, how an image becomes an
-input, and where it all came from. A file of another kind (``workbench/publish/forms.py``) has its own,
-``net.onnx.json``.
+weights_only=True))``. ``net.json`` has the network's arguments, the class names, the preprocessing of an
+image, and the provenance. Other forms (``workbench/publish/forms.py``) have other names: ``net.onnx.json``
+describes ``net.onnx``.
 """
 
 from __future__ import annotations
@@ -40,19 +40,20 @@ from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.input_files import regular_file
 
 NAMES = ("net.pt", "net.json")  # in a run's folder
-IN_A_FOLDER = ("model.safetensors", "config.json")  # as Hugging Face's libraries have them
-DIGEST = "file_sha256"  # in the provenance of a file that is no state_dict
+IN_A_FOLDER = ("model.safetensors", "config.json")  # the names of Hugging Face's libraries
+DIGEST = "file_sha256"  # in the provenance of a file other than a state_dict
 
-WIDEST = 2**16  # of a network's arguments
-LONGEST = 64 * 2**20  # bytes of a description
+EXPORT = "export the network again"  # the remedy of every damaged file
+WIDEST = 2**16  # the largest number among a network's arguments
+LONGEST = 64 * 2**20  # the largest description, in bytes
 
 
 def _is_of_a_network(value: Any, depth: int = 0) -> bool:
-    """Return whether a value is a mapping of arguments with the numbers of real networks."""
+    """Return whether a value is a mapping of arguments with no number above ``WIDEST``."""
     if isinstance(value, Mapping):
-        return depth < 4 and all(_is_of_a_network(each, depth + 1) for each in value.values())
+        return depth < 4 and all(_is_of_a_network(inner, depth + 1) for inner in value.values())
     if isinstance(value, list):
-        return 0 < depth < 4 and all(_is_of_a_network(each, depth + 1) for each in value)
+        return 0 < depth < 4 and all(_is_of_a_network(inner, depth + 1) for inner in value)
     return depth > 0 and (not isinstance(value, (int, float)) or abs(value) <= WIDEST)
 
 
@@ -79,9 +80,9 @@ DESCRIPTION = {
 
 
 def beside(path: pathlib.Path) -> pathlib.Path:
-    """The JSON file that describes a network's file, or the one within its folder.
+    """Return the path of the JSON file that describes a network.
 
-    ``net.json`` of ``net.pt``, ``net.onnx.json`` of ``net.onnx``, ``config.json`` of a folder.
+    It is ``net.json`` for ``net.pt``, ``net.onnx.json`` for ``net.onnx``, and ``config.json`` in a folder.
     """
     if os.path.isdir(path):
         return path / IN_A_FOLDER[1]
@@ -89,17 +90,17 @@ def beside(path: pathlib.Path) -> pathlib.Path:
 
 
 def write(path: pathlib.Path, weights: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
-    """Writes a ``state_dict`` in fp32 and the JSON file beside it, each whole or not at all.
+    """Write a ``state_dict`` in fp32 and its JSON file, each atomically.
 
     Raises:
-        OSError: if the disk does not take it.
+        OSError: if the disk refuses a file.
     """
     write_described(path, description, lambda partial: save(partial, weights))
 
 
 def save(path: pathlib.Path, weights: Mapping[str, Tensor]) -> None:
-    """Writes a ``state_dict``; raises ``OSError`` if the disk does not take it."""
-    with open(path, "wb") as file:  # or torch raises a RuntimeError of its own where it cannot be made
+    """Write a ``state_dict``; raise ``OSError`` if the disk refuses the file."""
+    with open(path, "wb") as file:  # torch.save would raise a RuntimeError for a path
         torch.save(dict(weights), file)
 
 
@@ -109,16 +110,16 @@ def write_described(
     save_as: Callable[[pathlib.Path], None],
     with_digest: bool = False,
 ) -> None:
-    """Writes a network's file and the JSON file beside it, each whole or not at all.
+    """Write a network's file and its JSON file, each atomically.
 
     Args:
-        path: where to.
-        description: what the JSON file says; see ``read_description`` for what it must.
-        save_as: writes the network's file under the name that it is given, in the same folder.
-        with_digest: whether the description is to have the file's SHA-256, too.
+        path: of the network's file.
+        description: the content of the JSON file; ``DESCRIPTION`` has the required keys.
+        save_as: writes the network to a path in the same folder.
+        with_digest: whether the description gets the file's SHA-256 checksum.
 
     Raises:
-        OSError: if the disk does not take it.
+        OSError: if the disk refuses a file.
     """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     text = partial.with_name(f"{partial.name}.json")
@@ -136,7 +137,7 @@ def write_described(
 
 
 def redacted(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a description that others may read."""
+    """Return the description without possible credentials."""
     provenance = redaction.values(description["provenance"])
     if "data" in provenance:
         provenance["data"] = redaction.field("data", description["provenance"]["data"])
@@ -144,7 +145,10 @@ def redacted(description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(path: pathlib.Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Builds the network of a file or folder of weights, ready to classify; gives it with its description.
+    """Build the network of a file or folder of weights, ready to classify.
+
+    Returns:
+        The network and its description.
 
     Raises:
         InvalidInput: if the file or its description is missing, damaged or of another network.
@@ -153,16 +157,16 @@ def read(path: pathlib.Path) -> tuple[nn.Module, dict[str, Any]]:
     state, description = state_dicts.read(str(file)), read_description(path)
     written = description["provenance"].get("weights_sha256")
     if written not in (None, state_dicts.sha256(dict(sorted(state.items())))):
-        what = "are not those that its JSON file describes (provenance.weights_sha256)"
-        raise InvalidInput(f"{file}: its weights {what}; export the network anew")
+        what = "the weights differ from the weights that the JSON file describes (provenance.weights_sha256)"
+        raise InvalidInput(f"{file}: {what}; {EXPORT}")
     return build(description, state, str(file)), description
 
 
 def read_description(path: pathlib.Path) -> dict[str, Any]:
-    """What the JSON file beside a network's file says, or the one that an earlier version wrote.
+    """Read the JSON file of a network, which an earlier version may have written.
 
     Raises:
-        InvalidInput: if it is missing or not such a file, with a line for each value that is not valid.
+        InvalidInput: if the file is missing or damaged, with a line for each invalid value.
     """
     file = beside(path)
     if not file.exists() and path.name and path.with_suffix(".json").exists():
@@ -172,56 +176,55 @@ def read_description(path: pathlib.Path) -> dict[str, Any]:
             raise ValueError(f"more than {LONGEST // 2**20} MiB")
         description = json.loads(file.read_text())
     except FileNotFoundError:
-        mend = f"is missing, it belongs beside {path.name}; export the network anew"
-        raise InvalidInput(f"{file}: {mend}") from None
+        raise InvalidInput(f"{file}: missing; {path.name} needs it; {EXPORT}") from None
     except (OSError, ValueError, RecursionError) as error:
-        mend = f"does not describe a network ({one_line(error)}); export it anew"
-        raise InvalidInput(f"{file}: {mend}") from error
+        what = f"does not describe a network ({one_line(error)})"
+        raise InvalidInput(f"{file}: {what}; {EXPORT}") from error
     errors = errors_in(description, DESCRIPTION) or _contradictions(description)
     if errors:
-        raise InvalidInput(f"{file}: {each}; export the network anew" for each in errors)
+        raise InvalidInput(f"{file}: {line}; {EXPORT}" for line in errors)
     return redacted(description)
 
 
 def _contradictions(description: Mapping[str, Any]) -> list[str]:
-    """Of values each of which is valid."""
-    errors, seen, classes = [], description["input"], description["classes"]
+    """Return a line for each conflict between valid values."""
+    errors, image, classes = [], description["input"], description["classes"]
     if not len(set(classes)) == len(classes) == description["net"]["num_classes"]:
-        errors.append(f"classes: {len(set(classes))} names: must be one for each of net.num_classes")
-    if seen["resize"][0] < seen["height"] or seen["resize"][1] < seen["width"]:
-        errors.append(f"input.resize: {seen['resize']}: must be at least input.height and input.width")
+        errors.append(f"classes: {len(set(classes))} names: must be net.num_classes different names")
+    if image["resize"][0] < image["height"] or image["resize"][1] < image["width"]:
+        errors.append(f"input.resize: {image['resize']}: must be at least input.height and input.width")
     return errors
 
 
 def build(description: Mapping[str, Any], state: Mapping[str, Tensor], path: str = "net") -> nn.Module:
-    """Makes the described network with these weights, in evaluation mode, on the CPU and in fp32.
+    """Make the described network with these weights, in evaluation mode, on the CPU and in fp32.
 
     Raises:
-        InvalidInput: if there is none such, it does not take such images, or the weights are of another.
+        InvalidInput: if no such network exists, it fails on such images, or the weights do not fit.
     """
-    seen, net = description["input"], description["net"]
-    size = seen["height"], seen["width"]
+    image, net = description["input"], description["net"]
+    size = image["height"], image["width"]
     with torch.random.fork_rng(devices=[]), _bounded(len(state)):
         outline = _make(net, size, path, registry.on_meta_device).eval()
     state_dicts.fitting(outline, state, path)  # before the described network takes memory
     reason = dry_run.why_unfit(outline, size, net["num_classes"], "meta")
-    made = _make(net, size, path, registry.build).eval()
-    state_dicts.load_strict(made, state, path)
-    if reason and (reason := dry_run.why_unfit(made, size, net["num_classes"], "cpu")):  # it may need values
-        what = f"input: {size[0]}x{size[1]}: {net['name']} does not take such images ({reason})"
-        raise InvalidInput(f"{path}: its {what}; export the network again")
-    return made
+    network = _make(net, size, path, registry.build).eval()
+    state_dicts.load_strict(network, state, path)
+    if reason and (reason := dry_run.why_unfit(network, size, net["num_classes"], "cpu")):  # with values
+        what = f"input: {size[0]}x{size[1]}: {net['name']} fails on such images ({reason})"
+        raise InvalidInput(f"{path}: its {what}; {EXPORT}")
+    return network
 
 
 @contextlib.contextmanager
 def _bounded(weights: int) -> Iterator[None]:
-    """Stop the making of a network that has far more parameters than its file has weights."""
-    left = iter(range(1000 + 10 * weights))  # layers may be made and replaced
+    """Stop the construction of a network with far more parameters than the file has weights."""
+    left = iter(range(1000 + 10 * weights))  # constructors may replace layers
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if next(left, None) is None:
             what = f"net.net_args: a network of more than {weights:,} weights, which its file has"
-            raise InvalidInput(f"{what}; export the network again")
+            raise InvalidInput(f"{what}; {EXPORT}")
 
     handle = register_module_parameter_registration_hook(count)
     try:
@@ -233,20 +236,20 @@ def _bounded(weights: int) -> Iterator[None]:
 def _make(
     net: Mapping[str, Any], size: tuple[int, int], path: str, make: Callable[[NetSpec], nn.Module]
 ) -> nn.Module:
-    """Make the network of a description in one of the ways of ``registry``."""
+    """Make the network of a description by ``make``, a function of ``registry``."""
     arguments = dict(net)
     name = arguments.pop("name")
     if name != registry.MOE:
         try:
             return make(NetSpec(name, net["num_classes"], size, arguments.get("net_args")))
         except InvalidInput as error:
-            raise InvalidInput(f"{path}: its {each}" for each in error.errors) from error
+            raise InvalidInput(f"{path}: its {line}" for line in error.errors) from error
     from classify.models.net_moe import NetMoE
     from deepspeed_trial.processes import start_process_group
 
-    start_process_group()  # without which DeepSpeed makes no layer of experts
+    start_process_group()  # DeepSpeed's layers of experts need one
     try:
         return NetMoE(**arguments)
-    except Exception as error:  # DeepSpeed refuses in several ways
+    except Exception as error:  # DeepSpeed raises several types
         what = f"net: {arguments}: cannot be made ({one_line(error)})"
-        raise InvalidInput(f"{path}: {what}; export the network anew") from error
+        raise InvalidInput(f"{path}: {what}; {EXPORT}") from error

@@ -19,18 +19,17 @@ class NetMoE(Net):
     Args:
         num_classes: the number of classes.
         num_experts: the experts of each MoE layer.
-        ep_world_size: over how many ranks the experts of a layer are spread.
-        mlp_type: ``standard``, or ``residual`` for an expert beside a fixed layer
+        ep_world_size: the number of ranks that share the experts of a layer.
+        mlp_type: ``standard``, or ``residual`` to add a fixed layer to the experts
             (https://arxiv.org/abs/2201.05596).
-        top_k: how many experts see an image, 1 or 2.
-        min_capacity: the least images an expert takes of a micro-batch.
+        top_k: the number of experts that process an image, 1 or 2.
+        min_capacity: the minimum capacity of an expert, in images of a micro-batch.
         noisy_gate_policy: ``RSample``, ``Jitter`` or None.
-        micro_batch: the size to which smaller micro-batches are filled up, so that ranks exchange equal
-            shares.
+        micro_batch: pad smaller micro-batches to this size, so that ranks exchange equal shares.
 
     Attributes:
-        load_balancing_loss: of the last forward pass, summed over the layers; a scalar. It is least when
-            the experts get equally many images (https://arxiv.org/abs/2006.16668, section 2.2).
+        load_balancing_loss: of the last forward pass, summed over the layers; a scalar. Its minimum is at
+            equally many images for all experts (https://arxiv.org/abs/2006.16668, section 2.2).
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class NetMoE(Net):
         noisy_gate_policy: str | None = None,
         micro_batch: int = 0,
     ) -> None:
-        from deepspeed.moe.layer import MoE  # which takes seconds to import, and only experts need
+        from deepspeed.moe.layer import MoE  # here: the import takes seconds
 
         super().__init__(num_classes)
         del self.fc3
@@ -67,7 +66,7 @@ class NetMoE(Net):
         self.load_balancing_loss = torch.zeros(())
 
     def train(self, mode: bool = True) -> NetMoE:
-        """Draws the second expert at random while training, and takes the likeliest in validation."""
+        """Sample the second expert in training, and take the likeliest in validation."""
         super().train(mode)
         for name, module in self.moe_layer_list.named_modules():
             if name.endswith("gate"):
@@ -75,7 +74,7 @@ class NetMoE(Net):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives the class scores, and leaves ``load_balancing_loss``; shapes as in ``Net.forward``."""
+        """Return the class scores, and set ``load_balancing_loss``; shapes as in ``Net.forward``."""
         images = len(x)
         x = self.pool(F.relu(self.conv1(x)))
         x = self.pool(F.relu(self.conv2(x)))

@@ -1,4 +1,4 @@
-"""Pretrained weights of torchvision and timm, and how they want their images normalised.
+"""Pretrained weights of torchvision and timm, and the normalization of their images.
 
 Source: https://docs.pytorch.org/vision/stable/models.html
 """
@@ -30,12 +30,12 @@ from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.host_lock import host_lock
 from deepspeed_trial.input_files import regular_file
 
-PATIENCE = 20.0  # seconds without a byte, after which a download has failed
+PATIENCE = 20.0  # seconds without a byte until a download fails
 _OLD_DENSE_LAYER = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.(\d)")
 
 
 def is_name(net: str, weights: str) -> bool:
-    """Whether ``weights`` is the name of weights that a library has for a network, such as ``DEFAULT``."""
+    """Return whether a library has weights of this name for a network, such as ``DEFAULT``."""
     if is_own(net):
         return False
     if timm_nets.is_timm(net):
@@ -45,7 +45,7 @@ def is_name(net: str, weights: str) -> bool:
 
 
 def is_own(net: str) -> bool:
-    """Whether a network is none of torchvision's or timm's."""
+    """Return whether a network comes from this project and not from torchvision or timm."""
     return net in own.NETS or net == MOE
 
 
@@ -56,33 +56,33 @@ def read(
     args: Mapping[str, Any] | None,
     classes: Sequence[str],
 ) -> dict[str, Tensor]:
-    """The weights that ``hyperparameters.weights`` names: a library's, or those of a file.
+    """Read the weights that ``hyperparameters.weights`` names, from a library or a file.
 
-    A file that is described as of other classes comes without its head, also where these are as many.
+    If the JSON file of the weights lists other classes, the head is left out.
 
     Args:
         net: the name of the network.
-        weights: their name or path.
-        image_size: height and width of the images, to which timm fits what is for each place in them.
+        weights: the name or the path of the weights.
+        image_size: height and width of the images; timm resamples position embeddings to it.
         args: further arguments of the network.
-        classes: the names of those that it is to be trained for.
+        classes: the names of the classes to train for.
 
     Raises:
-        InvalidInput: if they cannot be had.
+        InvalidInput: if the weights cannot be read or downloaded.
     """
-    found = _read(net, weights, image_size, args)
+    state = _read(net, weights, image_size, args)
     if net == MOE or not _is_of_others(weights, classes):
-        return found
+        return state
     heads = tuple(f"{layer}." for layer in head_layers(on_meta_device(NetSpec(net, 2, image_size, args))))
-    return {name: each for name, each in found.items() if not name.startswith(heads)}
+    return {name: weight for name, weight in state.items() if not name.startswith(heads)}
 
 
 def _is_of_others(weights: str, classes: Sequence[str]) -> bool:
-    """Whether a JSON file beside a file of weights names other classes, or these in another order."""
+    """Return whether the JSON file of the weights lists other classes, or another order."""
     try:
         described = json.loads(regular_file(net_file.beside(pathlib.Path(weights))).read_text())
         return list(described["classes"]) != list(classes)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # it says nothing
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # no description
         return False
 
 
@@ -98,37 +98,37 @@ def _read(
         if is_name(net, weights):
             return fetch(net, weights)
     if weights == "DEFAULT":
-        mend = "give the path of a state_dict"
-        raise InvalidInput(f"hyperparameters.weights: 'DEFAULT': {net} has no pretrained weights; {mend}")
+        remedy = "give the path of a state_dict"
+        raise InvalidInput(f"hyperparameters.weights: 'DEFAULT': {net} has no pretrained weights; {remedy}")
     return state_dicts.read(weights, f"hyperparameters.weights: {weights}")
 
 
 def fetch(net: str, weights: str) -> dict[str, Tensor]:
-    """Torchvision's weights of that name, downloaded once a host.
+    """Return torchvision's weights of a name, downloaded once a host.
 
     Raises:
-        InvalidInput: if they cannot be had.
+        InvalidInput: if the download fails.
     """
     chosen = _weights(net, weights)
     folder = pathlib.Path(torch.hub.get_dir())
     downloads = not os.path.isfile(folder / "checkpoints" / posixpath.basename(chosen.url))
     with host_lock(folder, "weights", "TORCH_HOME") if downloads else contextlib.nullcontext():
         try:
-            with contextlib.redirect_stdout(sys.stderr):  # where torch says that it downloads
+            with contextlib.redirect_stdout(sys.stderr):  # torch announces its downloads
                 progress = sys.stderr.isatty()
-                found = chosen.get_state_dict(progress=progress, check_hash=True, weights_only=True)
+                state = chosen.get_state_dict(progress=progress, check_hash=True, weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, http.client.HTTPException) as error:
             what = f"{chosen.url} cannot be downloaded ({one_line(error)})"
-            mend = f"put it into {folder / 'checkpoints'}, or give the path of a state_dict, or null"
-            raise InvalidInput(f"hyperparameters.weights: {weights}: {what}; {mend}") from error
-    if net.startswith("densenet"):  # whose file has names of before torchvision 0.2
-        found = {_OLD_DENSE_LAYER.sub(r"\1\2", key): value for key, value in found.items()}
-    return {key: value for key, value in found.items() if not key.lower().startswith("aux")}
+            remedy = f"put the file into {folder / 'checkpoints'}, or give the path of a state_dict, or null"
+            raise InvalidInput(f"hyperparameters.weights: {weights}: {what}; {remedy}") from error
+    if net.startswith("densenet"):  # its file has names from before torchvision 0.2
+        state = {_OLD_DENSE_LAYER.sub(r"\1\2", key): value for key, value in state.items()}
+    return {key: value for key, value in state.items() if not key.lower().startswith("aux")}
 
 
 @contextlib.contextmanager
 def _patience() -> Iterator[None]:
-    """Has a server that does not answer be given up, which torch waits for without end."""
+    """Set the time limit of sockets, which torch leaves infinite."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(PATIENCE)
     try:
@@ -138,21 +138,21 @@ def _patience() -> Iterator[None]:
 
 
 def normalization(net: str, weights: str | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation that a network's pretrained weights want.
+    """Return mean and standard deviation of the images of a network's pretrained weights.
 
     Args:
         net: the name of the network.
-        weights: those that it starts from, for timm's differ; its default ones if None.
+        weights: the name of the weights, which matters for timm; the default weights if None.
 
     Raises:
-        InvalidInput: if it has none.
+        InvalidInput: if the network has no pretrained weights.
     """
     if is_own(net):
-        mend = "use half, dataset or imagenet"
-        raise InvalidInput(f"data.normalize: 'weights': {net} has no pretrained weights that say; {mend}")
+        remedy = "use half, dataset or imagenet"
+        raise InvalidInput(f"data.normalize: 'weights': {net} has no pretrained weights; {remedy}")
     if timm_nets.is_timm(net):
         return timm_nets.normalization(net, weights)
-    if net in ("googlenet", "inception_v3"):  # what their transform_input, left out here, makes of ImageNet's
+    if net in ("googlenet", "inception_v3"):  # the result of their transform_input, which is off here
         return (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
     transforms: Any = _weights(net, "DEFAULT").transforms()
     return tuple(transforms.mean), tuple(transforms.std)

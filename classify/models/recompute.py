@@ -1,4 +1,4 @@
-"""Activation checkpointing: a block keeps its inputs alone, and is computed again in the backward pass.
+"""Activation checkpointing: a block keeps only its inputs, and the backward pass computes it again.
 
 Source: https://arxiv.org/abs/1604.06174, by torch.utils.checkpoint.
 """
@@ -19,30 +19,30 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def enable(net: nn.Module) -> None:
-    """Has every block of a network keep no activations; its names and weights stay as they are.
+    """Enable activation checkpointing in every block of a network; names and weights stay the same.
 
     Raises:
-        InvalidInput: if it has no blocks.
+        InvalidInput: if the network has no blocks.
     """
     for norm in net.modules():
         if isinstance(norm, nn.modules.batchnorm._NormBase):
             norm.forward = _counted_once(norm)
-    known: Any = net  # of timm, whose networks but for some know their blocks themselves
+    known: Any = net  # most networks of timm know their blocks
     with contextlib.suppress(AttributeError, AssertionError, NotImplementedError):
         known.set_grad_checkpointing(True)
         return
-    found = list(blocks(net))
-    if not found:
+    in_sequence = list(blocks(net))
+    if not in_sequence:
         raise InvalidInput(
             f"hyperparameters.checkpoint_activations: True: {type(net).__name__} has no blocks of layers in a"
             " sequence; use smaller micro-batches"
         )
-    for block in found:
+    for block in in_sequence:
         block.forward = _recomputed(block.forward)
 
 
 def blocks(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
-    """The outermost modules that stand in a sequence and consist of several, such as a residual block."""
+    """Yield the outermost modules of several layers within a sequence, such as residual blocks."""
     for child in module.children():
         if type(child) in CONTAINERS:
             yield from blocks(child, True)
@@ -62,7 +62,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counted_once(norm: nn.modules.batchnorm._NormBase) -> Callable[..., Any]:
-    """A layer's forward pass that leaves its statistics as they are when it is computed again."""
+    """Return a layer's forward pass that updates the statistics only outside of a backward pass."""
     forward = norm.forward
 
     def run(*inputs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Networks by name: those of ``net.py``, and every classifier of torchvision and of timm.
+"""Networks by name: the networks of ``net.py``, and every classifier of torchvision and timm.
 
 Source: https://docs.pytorch.org/vision/stable/models.html
 """
@@ -12,16 +12,17 @@ import torch
 import torchvision
 from torch import nn
 
-import net as own
+import net as registered
+from classify.config.sections import nearest_or
 from classify.models import (
-    net_airbench,  # noqa: F401 - which registers itself
+    net_airbench,  # noqa: F401 - it registers its network
     timm_nets,
 )
-from deepspeed_trial.errors import InvalidInput, nearest, one_line
+from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.out_of_memory import is_out_of_memory
 
-MOE = "net-moe"  # the name of Net with experts, which classify/models/net_moe.py makes
-# Vision transformers, whose sizes torchvision's own functions fix and so do not take as arguments.
+MOE = "net-moe"  # Net with experts; classify/models/net_moe.py makes it
+# The sizes of vision transformers, which torchvision's functions do not take as arguments
 VIT_KEYS = ("patch_size", "num_layers", "num_heads", "hidden_dim", "mlp_dim")
 VIT = {
     "vit_b_16": (16, 12, 12, 768, 3072),
@@ -33,13 +34,13 @@ VIT = {
 
 
 class NetSpec(NamedTuple):
-    """What has to be said to make a network.
+    """The name and the arguments of a network.
 
     Attributes:
-        name: one of ``names``, or timm's behind ``timm/``.
-        num_classes: the width of its last layer.
-        image_size: height and width of its images in pixels, for the networks that have to know.
-        args: further arguments of its function.
+        name: one of ``names``, or ``timm/NAME``.
+        num_classes: the width of the last layer.
+        image_size: height and width of the images in pixels.
+        args: further arguments of the network's function.
     """
 
     name: str
@@ -49,33 +50,33 @@ class NetSpec(NamedTuple):
 
 
 def names() -> list[str]:
-    """Every name that ``hyperparameters.net`` may have, but timm's, which begin with ``timm/``."""
-    return [*own.NETS, MOE, *torchvision.models.list_models(module=torchvision.models)]
+    """Return every name that ``hyperparameters.net`` may have, except timm's."""
+    return [*registered.NETS, MOE, *torchvision.models.list_models(module=torchvision.models)]
 
 
 def check_name(name: object) -> None:
-    """Refuses a name that ``hyperparameters.net`` cannot have.
+    """Check a value of ``hyperparameters.net``.
 
     Raises:
-        InvalidInput: with the nearest one.
+        InvalidInput: with the nearest name, if no network has the name.
     """
     known = names()
     if isinstance(name, str) and timm_nets.is_timm(name):
         timm_nets.check_name(name)
     elif name not in known:
-        hint = nearest(name, known) if isinstance(name, str) and name else "give one of torchvision's names"
-        mend = f"{hint} Or" if hint.endswith("?") else f"{hint}, or"
-        mend += " use timm/NAME for one of timm's, or register it in net.py"
-        raise InvalidInput(f"hyperparameters.net: {name!r}: no such network; {mend}")
+        other = "use timm/NAME, or register the network in net.py"
+        is_text = isinstance(name, str) and name
+        remedy = nearest_or(name, known, other) if is_text else f"give one of torchvision's names, or {other}"
+        raise InvalidInput(f"hyperparameters.net: {name!r}: no such network; {remedy}")
 
 
 def is_name(name: object) -> bool:
-    """Whether a network may have that name, as far as is known without importing timm."""
+    """Return whether a network may have the name; without importing timm, any ``timm/NAME``."""
     return timm_nets.is_timm(name) or name in names()
 
 
 def input_size(name: object, weights: object = None) -> tuple[int, int] | None:
-    """Height and width of the images that a network was made for with these weights; None if not timm's.
+    """Return height and width of the images of timm's network with these weights; None for any other.
 
     Raises:
         InvalidInput: if timm has no such network.
@@ -84,42 +85,46 @@ def input_size(name: object, weights: object = None) -> tuple[int, int] | None:
 
 
 def build(spec: NetSpec) -> nn.Module:
-    """Makes a network with random weights.
+    """Make a network with random weights.
 
     Raises:
-        InvalidInput: if it does not take these arguments.
-        NotImplementedError: on torch's meta device, where its constructor computes; see ``on_meta_device``.
+        InvalidInput: if the network does not take these arguments.
+        NotImplementedError: on torch's meta device, if the constructor computes; see ``on_meta_device``.
     """
     given, name = dict(spec.args or {}), spec.name
     try:
-        if name in own.NETS:
-            made = own.NETS[name](spec.num_classes, **given)
-            if not isinstance(made, nn.Module):
-                raise TypeError(f"its function in net.py gives a {type(made).__name__}, no nn.Module")
-            return made
+        if name in registered.NETS:
+            net = registered.NETS[name](spec.num_classes, **given)
+            if not isinstance(net, nn.Module):
+                raise TypeError(f"its function in net.py gives a {type(net).__name__}, no nn.Module")
+            return net
         if timm_nets.is_timm(name):
             return timm_nets.build(name, spec.num_classes, spec.image_size, spec.args)
         function, arguments = torchvision_call(spec)
         return getattr(torchvision.models, function)(**arguments)
     except (InvalidInput, NotImplementedError):
         raise
-    except Exception as error:  # each network refuses in its own way
+    except Exception as error:  # networks raise different types
         if is_out_of_memory(error):
             raise
         key = (
             f"hyperparameters.net_args: {given!r}: {name}" if spec.args else f"hyperparameters.net: {name!r}:"
         )
         shown = f"image_size {spec.image_size[0]}x{spec.image_size[1]}"
-        raise InvalidInput(f"{key} cannot be made with {shown} ({one_line(error)}); change that") from error
+        raise InvalidInput(
+            f"{key} cannot be made with {shown} ({one_line(error)}); change one of them"
+        ) from error
 
 
 def torchvision_call(spec: NetSpec) -> tuple[str, dict[str, Any]]:
-    """By which function or class of ``torchvision.models`` a network of its is made, and with what."""
+    """Return the name and the arguments of the function or class of ``torchvision.models`` for a network."""
     name, given = spec.name, dict(spec.args or {})
     if name in VIT:
         sizes = dict(zip(VIT_KEYS, VIT[name], strict=True))
         given = {"image_size": spec.image_size[0], **sizes, **given}
-        return "VisionTransformer", dict(num_classes=spec.num_classes, **given)  # raises where one is twice
+        return "VisionTransformer", dict(
+            num_classes=spec.num_classes, **given
+        )  # raises for an argument given twice
     if name.startswith("maxvit"):
         given.setdefault("input_size", spec.image_size)
     if name in ("googlenet", "inception_v3"):
@@ -128,35 +133,36 @@ def torchvision_call(spec: NetSpec) -> tuple[str, dict[str, Any]]:
 
 
 def on_meta_device(spec: NetSpec) -> nn.Module:
-    """The network on torch's meta device: its layers and shapes, without weights or random numbers drawn.
+    """Make a network on torch's meta device: layers and shapes, without weights or random numbers.
 
-    Takes and raises what ``build`` does.
+    Raises:
+        InvalidInput: if the network does not take these arguments.
     """
     try:
         with torch.device("meta"):
             return build(spec)
-    except (InvalidInput, NotImplementedError):  # such as RegNet, which computes its widths by tensors
+    except (InvalidInput, NotImplementedError):  # e.g. RegNet computes its widths by tensors
         with torch.random.fork_rng(devices=[]):
             return build(spec).to("meta")
 
 
 def prefers_channels_last(name: str) -> bool:
-    """Whether a forward pass is faster in that memory format, and sure to work: ``view`` may refuse it."""
-    return name in ("net", "airbench") or name not in own.NETS
+    """Return whether channels_last is faster in a forward pass, and cannot fail, as ``view`` may."""
+    return name in ("net", "airbench") or name not in registered.NETS
 
 
 def trains_faster_channels_last(name: str, device: str) -> bool:
-    """Whether training is faster in that memory format; for torchvision's it depends on the batch."""
+    """Return whether channels_last is faster in training; for torchvision's it depends on the batch."""
     return name in ("net", "airbench") and device == "cpu"
 
 
 def with_sync_batchnorm(name: str, net: nn.Module) -> nn.Module:
-    """Has a network's batch normalization be over all processes."""
+    """Return the network with batch normalization over all processes."""
     if timm_nets.is_timm(name):
         return timm_nets.with_sync_batchnorm(net)
     return nn.SyncBatchNorm.convert_sync_batchnorm(net)
 
 
 def logits(outputs: Any) -> Any:
-    """The class scores among what a network gives; some of torchvision's give others in training."""
+    """Return the class scores of a network's outputs; some of torchvision's give more in training."""
     return getattr(outputs, "logits", outputs)

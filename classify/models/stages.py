@@ -1,4 +1,4 @@
-"""A network as a sequence of named layers, for a pipeline to cut into stages.
+"""Networks as sequences of named layers, which a pipeline splits into stages.
 
 Source: https://www.deepspeed.ai/tutorials/pipeline/
 """
@@ -15,14 +15,13 @@ from torch.nn import functional as F
 
 from net import Net
 
-Layer = tuple[str, Callable[[Tensor], Tensor]]  # the name that its weights have in the network, and the layer
+Layer = tuple[str, Callable[[Tensor], Tensor]]  # the prefix of its weights, and the layer
 
 
 def layers_of(net: nn.Module) -> list[Layer] | None:
-    """The layers of a network in the order of its forward pass; None if it is no sequence.
+    """Return the layers of a network in the order of its forward pass; None if it is not a sequence.
 
-    Sequences are ``Net``, any ``nn.Sequential`` that does not use weights twice, torchvision's AlexNet and
-    VGG.
+    Sequences are ``Net``, torchvision's AlexNet and VGG, and any ``nn.Sequential`` without shared weights.
     """
     if type(net) is Net:
         return _layers_of_net(net)
@@ -56,10 +55,10 @@ def _layers_of_net(net: Net) -> list[Layer]:
 
 
 def _children(sequence: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All of a sequence's layers by name, one that stands in it twice, too."""
+    """Return the layers of a sequence by name, including repeated layers."""
     return ((name, layer) for name, layer in sequence._modules.items() if layer is not None)
 
 
 def _flatten(x: Tensor) -> Tensor:
-    """Makes one row of each image."""
+    """Make one row of each image."""
     return torch.flatten(x, 1)

@@ -1,4 +1,4 @@
-"""Weights of plain PyTorch: read from files, put into networks, and their digest."""
+"""Weights of plain PyTorch: read from files, loaded into networks, and their checksum."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from deepspeed_trial.errors import InvalidInput, why_unloadable
 from deepspeed_trial.full_weights import kept_buffers
 from deepspeed_trial.input_files import regular_file
 
-# Under which keys training scripts save a state_dict, and what wrappers put before its names.
+# The keys of a state_dict in checkpoints of training scripts, and the prefixes of wrappers
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
 AVERAGED = "n_averaged"  # a count of torch's AveragedModel
-COUNT = "num_batches_tracked"  # of batch normalization, which files of before torch 0.4.1 lack
+COUNT = "num_batches_tracked"  # of batch normalization; files from before torch 0.4.1 lack it
 
 
 def of_module(module: nn.Module) -> dict[str, Tensor]:
-    """The weights and buffers of a network on the CPU in fp32, in the order of their names."""
+    """Return the weights and buffers of a network on the CPU in fp32, in the order of their names."""
     return {name: weight.detach().float().cpu() for name, weight in sorted(module.state_dict().items())}
 
 
 def sha256(weights: Mapping[str, Tensor]) -> str:
-    """The digest of the names, shapes and bytes of weights, in their order."""
+    """Return the SHA-256 checksum of the names, shapes and bytes of weights, in their order."""
     digest = hashlib.sha256()
     for name, weight in weights.items():
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
@@ -44,29 +44,29 @@ def sha256(weights: Mapping[str, Tensor]) -> str:
 
 
 def load_pretrained(module: nn.Module, found: Mapping[str, Tensor], label: str) -> list[str]:
-    """Puts weights into a network that is to be trained, all but those of a head that they lack.
+    """Load weights into a network before training, except for a head that they lack.
 
-    A head is the last layer, for another number of classes; or the child that holds it, of which they have
-    nothing.
+    A head lacks weights if the last layer is for another number of classes, or if the child module with the
+    last layer is absent.
 
     Args:
         module: the network.
         found: the weights by name.
-        label: what to call them in an error line.
+        label: names the weights in an error line.
 
     Returns:
-        The names of the weights that stay as they are.
+        The names of the weights that the network keeps.
 
     Raises:
-        InvalidInput: if they are of another network.
+        InvalidInput: if the weights are of another network.
     """
     mine = {**dict(module.named_parameters(remove_duplicate=False)), **dict(kept_buffers(module))}
     found = as_named(found, mine)
     found = {name: value for name, value in found.items() if name in mine or not name.endswith(COUNT)}
-    wanted = {name: each for name, each in mine.items() if name in found or not name.endswith(COUNT)}
+    wanted = {name: weight for name, weight in mine.items() if name in found or not name.endswith(COUNT)}
     skipped = _heads_without_weights(found, wanted, head_layers(module))
-    wanted = {name: each for name, each in wanted.items() if name not in skipped}
-    found = {name: each for name, each in found.items() if name not in skipped}
+    wanted = {name: weight for name, weight in wanted.items() if name not in skipped}
+    found = {name: weight for name, weight in found.items() if name not in skipped}
     _check(found, wanted, label)
     with torch.no_grad():
         for name, weight in wanted.items():
@@ -75,26 +75,30 @@ def load_pretrained(module: nn.Module, found: Mapping[str, Tensor], label: str) 
 
 
 def describe_skipped_weights(skipped: list[str], label: str) -> str:
-    """What ``load_pretrained`` left at random, as a line."""
-    return f"{label}: {', '.join(skipped)} start at random, for it has none for these classes"
+    """Return the line on a reinitialised head; ``load_pretrained`` gives its names."""
+    return f"{label}: no weights for these classes, so {', '.join(skipped)} start at random"
 
 
 def load_strict(module: nn.Module, found: Mapping[str, Tensor], label: str) -> None:
-    """Puts weights into a network.
+    """Load weights into a network.
 
     Args:
         module: the network.
         found: the weights by name.
-        label: what to call them in an error line.
+        label: names the weights in an error line.
 
     Raises:
-        InvalidInput: if they are of another network.
+        InvalidInput: if the weights are of another network.
     """
     module.load_state_dict(fitting(module, found, label))
 
 
 def fitting(module: nn.Module, found: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
-    """Return weights by a network's names, also of one on the meta device; raises as ``load_strict`` does."""
+    """Return weights by a network's names; the network may be on the meta device.
+
+    Raises:
+        InvalidInput: if the weights are of another network.
+    """
     wanted = module.state_dict()
     found = as_named(found, wanted)
     _check(found, wanted, label)
@@ -103,14 +107,14 @@ def fitting(module: nn.Module, found: Mapping[str, Tensor], label: str) -> dict[
 
 def _check(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], label: str) -> None:
     if wrong := mismatch(found, wanted):
-        raise InvalidInput(f"{label}: {wrong}; give its own weights")
+        raise InvalidInput(f"{label}: {wrong}; give weights of this network")
 
 
 def as_named(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights without what wrappers put before every name, as far as the network has no such names."""
+    """Remove wrappers' prefixes from the names of weights, unless the network has such names."""
     found = {name: value for name, value in found.items() if name != AVERAGED or name in wanted}
     while found and not found.keys() & wanted.keys():
-        prefix = next((each for each in PREFIXES if all(name.startswith(each) for name in found)), None)
+        prefix = next((p for p in PREFIXES if all(name.startswith(p) for name in found)), None)
         if prefix is None:
             break
         found = {name.removeprefix(prefix): value for name, value in found.items()}
@@ -120,14 +124,14 @@ def as_named(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[
 def _heads_without_weights(
     found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], heads: Sequence[str]
 ) -> list[str]:
-    """The weights of the last layers that are not there, or for another number of classes."""
+    """Return the weights of the last layers that are absent, or for another number of classes."""
     skipped: dict[str, None] = {}
     for layer in heads:
         here, there = found.get(f"{layer}.weight"), wanted.get(f"{layer}.weight")
         if here is not None and there is not None:
             is_other = here.shape[1:] == there.shape[1:] and here.shape[:1] != there.shape[:1]
             skipped |= dict.fromkeys(n for n in wanted if is_other and n.rpartition(".")[0] == layer)
-        elif not found.keys() - wanted.keys():  # which may be the head by another name
+        elif not found.keys() - wanted.keys():  # else an unknown name may be the head
             for head in (f"{layer.partition('.')[0]}.", f"{layer}."):
                 missing = [name for name in wanted if name.startswith(head)]
                 if len(missing) < len(wanted) and not any(name.startswith(head) for name in found):
@@ -140,27 +144,27 @@ def _heads_without_weights(
 
 
 def read(path: str, label: str = "", first: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Reads a ``state_dict``, also within a training checkpoint.
+    """Read a ``state_dict``, alone or within a training checkpoint.
 
     Args:
         path: the file, of ``torch.save`` or safetensors.
-        label: what to call it in an error line; its path if empty.
-        first: under which keys of a checkpoint it is looked for before the usual ones.
+        label: names the file in an error line; its path if empty.
+        first: keys of a checkpoint to look for before the usual keys.
 
     Raises:
-        InvalidInput: if the file cannot be read or holds none.
+        InvalidInput: if the file cannot be read or has no ``state_dict``.
     """
     label = label or path
     try:
         found = _load(path)
-    except Exception as error:  # torch, zipfile and pickle raise each their own
+    except Exception as error:  # torch, zipfile and pickle raise different types
         reason = f"not a readable state_dict ({why_unloadable(error)}); give a net.pt"
         raise InvalidInput(f"{label}: {reason}") from error
     keys = (*first, *WRAPPERS)
-    for _ in keys:  # may hold each other
+    for _ in keys:  # checkpoints may be nested
         if isinstance(found, Mapping):
             found = next((found[key] for key in keys if isinstance(found.get(key), Mapping)), found)
-    if not isinstance(found, Mapping) or not found or not all(_is_plain(*each) for each in found.items()):
+    if not isinstance(found, Mapping) or not found or not all(_is_plain(*item) for item in found.items()):
         raise InvalidInput(f"{label}: holds no state_dict; give a net.pt")
     return dict(found)
 
@@ -180,15 +184,15 @@ def _load(path: str) -> Any:
 
 
 def _refuse_packed(path: pathlib.Path) -> None:
-    """Raise ``ValueError`` for an archive that has more bytes than its file, which torch never writes."""
+    """Raise ``ValueError`` for a compressed archive, which torch never writes."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            if sum(each.file_size for each in archive.infolist()) > path.stat().st_size:
+            if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:
                 raise ValueError("its archive is compressed")
 
 
 def _namespaces_allowed() -> contextlib.AbstractContextManager[Any]:
-    """Training scripts keep their arguments beside the weights, timm's, too."""
+    """Allow ``argparse.Namespace``, in which training scripts save their arguments with the weights."""
     if not hasattr(torch.serialization, "safe_globals"):  # before torch 2.5
         return contextlib.nullcontext()
     return torch.serialization.safe_globals([argparse.Namespace])
@@ -199,4 +203,4 @@ def _is_plain(name: object, value: object) -> bool:
         return False
     if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_complex():
         return False
-    return value.nbytes <= value.untyped_storage().nbytes()  # or a stride of 0 makes a few bytes endless
+    return value.nbytes <= value.untyped_storage().nbytes()  # a stride of 0 could make a few bytes endless

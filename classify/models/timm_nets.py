@@ -1,6 +1,6 @@
-"""The classifiers of timm by name, ``timm/NAME``, with its sizes, its normalisation and its weights.
+"""timm's classifiers by name, ``timm/NAME``, with their image sizes, normalization and weights.
 
-timm is imported where such a network is named, and nowhere else. Source: https://huggingface.co/docs/timm
+Only a configuration with such a name imports timm. Source: https://huggingface.co/docs/timm
 """
 
 from __future__ import annotations
@@ -19,64 +19,63 @@ from deepspeed_trial.checkpoints.weights import mismatch
 from deepspeed_trial.errors import InvalidInput, nearest, one_line
 
 PREFIX = "timm/"
-OWN_KEYS = {  # of a network's arguments, what is said elsewhere
+ELSEWHERE = {  # arguments of a network that have a hyperparameter
     "pretrained": "hyperparameters.weights",
     "checkpoint_path": "hyperparameters.weights",
     "pretrained_cfg": "hyperparameters.weights",
     "pretrained_cfg_overlay": "hyperparameters.weights",
 }
-AVERAGED = (
-    "state_dict_ema",
-    "model_ema",
-)  # which timm prefers in its checkpoints, as its own evaluation does
-IN_A_FOLDER = ("model.safetensors", "pytorch_model.bin")  # as timm's save_for_hf writes
+AVERAGED = ("state_dict_ema", "model_ema")  # timm prefers these keys of its checkpoints
+IN_A_FOLDER = ("model.safetensors", "pytorch_model.bin")  # by timm's save_for_hf
 CONFIG = "config.json"
 
 
 def is_timm(name: object) -> bool:
-    """Whether a network is one of timm's, or would be if there were one of this name."""
+    """Return whether a name has the form of timm's networks."""
     return isinstance(name, str) and name.startswith(PREFIX)
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that timm does not have.
+    """Check that timm has a network of the name.
 
     Raises:
-        InvalidInput: with the nearest one; or if timm is not installed.
+        InvalidInput: with the nearest name, if timm has none; or if timm is not installed.
     """
     timm = _timm(name)
     arch, tag = _split(name)
     if arch in timm.list_models() and (not tag or tag in _configs(name)):
         return
-    known = [f"{PREFIX}{each}" for each in (*timm.list_models(), *timm.list_pretrained(f"{arch}.*"))]
+    known = [f"{PREFIX}{model}" for model in (*timm.list_models(), *timm.list_pretrained(f"{arch}.*"))]
     raise InvalidInput(f"hyperparameters.net: {name!r}: timm has no such network; {nearest(name, known)}")
 
 
 def build(
     name: str, num_classes: int, image_size: tuple[int, int], args: Mapping[str, Any] | None
 ) -> nn.Module:
-    """Makes a network with random weights; raises what timm does."""
+    """Make a network with random weights; raise what timm raises."""
     check_name(name)
-    for key, instead in OWN_KEYS.items():
+    for key, instead in ELSEWHERE.items():
         if key in (args or {}):
-            raise InvalidInput(f"hyperparameters.net_args.{key}: {name} takes weights by {instead}; use that")
+            raise InvalidInput(
+                f"hyperparameters.net_args.{key}: {name} takes weights by {instead}; use {instead}"
+            )
     return _create(name, image_size, args, num_classes=num_classes)
 
 
 def with_sync_batchnorm(net: nn.Module) -> nn.Module:
-    """Has batch normalization be over all processes, also that with an activation of its own."""
+    """Return the network with batch normalization over all processes, including timm's fused layers."""
     from timm.layers import convert_sync_batchnorm
 
     return convert_sync_batchnorm(net)
 
 
 def input_size(name: str, weights: object = None) -> tuple[int, int]:
-    """Height and width in pixels of the images that a network was made for; raises as ``check_name`` does."""
+    """Return height and width, in pixels, of a network's images; raise as ``check_name``."""
     return tuple(_config(name, weights).input_size[1:])
 
 
 def normalization(name: str, weights: object = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel that a network's pretrained weights want."""
+    """Return mean and standard deviation of each channel for a network's pretrained weights."""
     config = _config(name, weights)
     return tuple(config.mean), tuple(config.std)
 
@@ -85,23 +84,23 @@ def normalization(name: str, weights: object = None) -> tuple[tuple[float, ...],
 
 
 def is_tag(name: str, weights: str) -> bool:
-    """Whether timm has weights of that name for a network; ``DEFAULT`` is the name of some."""
+    """Return whether timm has weights of the name for a network; ``DEFAULT`` is such a name."""
     return weights == "DEFAULT" or weights in _tags(name)
 
 
 def fetch(
     name: str, weights: str, image_size: tuple[int, int], args: Mapping[str, Any] | None
 ) -> dict[str, Tensor]:
-    """The weights that timm has for a network, fitted to these images.
+    """Return timm's weights for a network, fitted to an image size.
 
     Args:
         name: of the network.
-        weights: their tag, or ``DEFAULT``.
+        weights: the tag of the weights, or ``DEFAULT``.
         image_size: height and width.
         args: further arguments of the network.
 
     Raises:
-        InvalidInput: if they cannot be had.
+        InvalidInput: if timm has no such weights or cannot fetch them.
     """
     tags = _tags(name)
     label = f"hyperparameters.weights: {weights}"
@@ -112,9 +111,9 @@ def fetch(
     try:
         with torch.random.fork_rng(devices=[]):
             net = _create(PREFIX + full, image_size, args, pretrained=True)
-    except Exception as error:  # the hub's, the network's, torch's
-        mend = "without a way there, give the path of a file or folder that holds them"
-        raise InvalidInput(f"{label}: timm cannot fetch {full} ({one_line(error)}); {mend}") from error
+    except Exception as error:  # from the hub, the network or torch
+        remedy = "without a connection, give the path of a file or folder with the weights"
+        raise InvalidInput(f"{label}: timm cannot fetch {full} ({one_line(error)}); {remedy}") from error
     return net.state_dict()
 
 
@@ -125,7 +124,7 @@ def read(
     args: Mapping[str, Any] | None,
     outline: nn.Module,
 ) -> dict[str, Tensor]:
-    """The weights of a file, or of a folder as timm writes it, fitted to a network and these images.
+    """Read the weights of a file, or of a folder by timm, fitted to a network and an image size.
 
     Args:
         name: of the network.
@@ -135,27 +134,27 @@ def read(
         outline: the network on the meta device.
 
     Raises:
-        InvalidInput: if they cannot be read.
+        InvalidInput: if the weights cannot be read.
     """
     label = f"hyperparameters.weights: {weights}"
     path = pathlib.Path(weights)
     if not path.exists():
         known = ["DEFAULT", *_tags(name)]
         has = f"timm has for {name}: {', '.join(known)}" if len(known) > 1 else "timm has none for it"
-        raise InvalidInput(f"{label}: no such file, nor weights of timm ({has}); {nearest(weights, known)}")
+        raise InvalidInput(f"{label}: no such file or weights of timm ({has}); {nearest(weights, known)}")
     found = state_dicts.read(str(_file(path, label) if path.is_dir() else path), label, AVERAGED)
     wanted, heads = outline.state_dict(), head_layers(outline)
     found = state_dicts.as_named(found, wanted)
     if not mismatch(_without(heads, found), _without(heads, wanted)):
         return found
     last = [found.get(f"{layer}.weight") for layer in heads]
-    classes = next((len(each) for each in last if each is not None and each.ndim > 1), 0)
+    classes = next((len(weight) for weight in last if weight is not None and weight.ndim > 1), 0)
     of_file = {"state_dict": found, "num_classes": classes, "label_offset": None, "custom_load": False}
-    try:  # timm converts older names, and what is for each place in an image
+    try:  # timm converts older names, and resamples position embeddings
         with torch.random.fork_rng(devices=[]):
             more = {"num_classes": classes, "pretrained": True, "pretrained_cfg_overlay": of_file}
             return _create(name, image_size, args, **more).state_dict()
-    except Exception:  # it is of another network: the names and shapes that differ say more than timm does
+    except Exception:  # of another network: a later error names the names and shapes that differ
         return found
 
 
@@ -164,15 +163,15 @@ def _without(layers: Sequence[str], weights: Mapping[str, Tensor]) -> dict[str, 
 
 
 def _file(folder: pathlib.Path, label: str) -> pathlib.Path:
-    """The file of weights in a folder."""
+    """Return the file of weights in a folder."""
     for name in IN_A_FOLDER:
         if (folder / name).is_file():
             return folder / name
-    some = sorted(each for each in folder.iterdir() if each.suffix in (".safetensors", ".pth", ".pt", ".bin"))
+    some = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".pth", ".pt", ".bin"))
     if len(some) == 1:
         return some[0]
-    found = f"{len(some)} files of weights" if some else "no file of weights"
-    raise InvalidInput(f"{label}: holds {found} and no {IN_A_FOLDER[0]}; give the path of the file")
+    files = f"{len(some)} files of weights" if some else "no file of weights"
+    raise InvalidInput(f"{label}: has {files} and no {IN_A_FOLDER[0]}; give the path of the file")
 
 
 # ------------------------------------------------------------------------------------------------ timm itself
@@ -181,37 +180,36 @@ def _file(folder: pathlib.Path, label: str) -> pathlib.Path:
 def _timm(name: str) -> Any:
     try:
         import timm
-    except Exception as error:  # it is missing, or too new for this torch
-        mend = "install it as requirements.txt names it, or use an image that has it (Dockerfile)"
-        raise InvalidInput(
-            f"hyperparameters.net: {name!r}: needs timm, which cannot be imported ({one_line(error)}); {mend}"
-        ) from error
+    except Exception as error:  # missing, or too new for this torch
+        what = f"needs timm, which cannot be imported ({one_line(error)})"
+        remedy = "install the version in requirements.txt, or use an image with timm (Dockerfile)"
+        raise InvalidInput(f"hyperparameters.net: {name!r}: {what}; {remedy}") from error
     return timm
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A network's name to timm, and the tag of weights in it, or nothing."""
+    """Return timm's name of a network, and the tag of its weights, or an empty text."""
     arch, _, tag = name.removeprefix(PREFIX).partition(".")
     return arch, tag
 
 
 def _configs(name: str) -> dict[str, Any]:
-    """What timm says of a network by the tags of its weights; the default comes first."""
+    """Return timm's configurations of a network by the tags of its weights, the default first."""
     models, (arch, _) = _timm(name).models, _split(name)
     known = models.get_arch_pretrained_cfgs(arch).values()
     default = models.get_pretrained_cfg(arch)
-    configs = {each.tag or "": each for each in known}
+    configs = {config.tag or "": config for config in known}
     first = {default.tag or "": default} if default else {}
     return {**first, **configs}
 
 
 def _tags(name: str) -> list[str]:
-    """The tags of the weights that timm has for a network; the default comes first."""
+    """Return the tags of timm's weights for a network, the default first."""
     return [tag for tag, config in _configs(name).items() if config.has_weights]
 
 
 def _config(name: str, weights: object) -> Any:
-    """What timm says of a network with these weights: of a tag, of a folder's, else its default."""
+    """Return timm's configuration of a network: of the folder, of the tag, or the default."""
     check_name(name)
     configs = _configs(name)
     if (
@@ -236,17 +234,17 @@ def _config_of_folder(name: str, folder: pathlib.Path) -> Any:
         config = PretrainedCfg(**{key: given[key] for key in ("input_size", "mean", "std") if key in given})
         sizes, numbers = config.input_size, [*config.mean, *config.std]
         is_whole = len(sizes) == len(config.mean) == len(config.std) == 3 and all(config.std)
-        if not is_whole or not all(is_count(each, 1) for each in sizes) or not all(map(is_finite, numbers)):
+        if not is_whole or not all(is_count(size, 1) for size in sizes) or not all(map(is_finite, numbers)):
             raise ValueError(f"input_size {sizes}, mean {config.mean}, std {config.std}")
     except Exception as error:  # no JSON, or other keys
-        mend = "give the path of the file of weights"
-        raise InvalidInput(f"{label}: its {CONFIG} is none of timm's ({one_line(error)}); {mend}") from error
+        remedy = "give the path of the file of weights"
+        raise InvalidInput(f"{label}: {CONFIG} is not timm's ({one_line(error)}); {remedy}") from error
     if arch != _split(name)[0]:
-        raise InvalidInput(f"{label}: its {CONFIG} is of {arch}; set hyperparameters.net: {PREFIX}{arch}")
+        raise InvalidInput(f"{label}: {CONFIG} is of {arch}; set hyperparameters.net: {PREFIX}{arch}")
     return config
 
 
 def _create(name: str, image_size: tuple[int, int], args: Mapping[str, Any] | None, **more: Any) -> nn.Module:
-    """Has timm make a network; those whose size is fixed are told that of the images."""
+    """Make a network by timm; networks of a fixed image size get the size of the images."""
     fixed = {"img_size": image_size} if _config(name, None).fixed_input_size else {}
     return _timm(name).create_model(name.removeprefix(PREFIX), **{**fixed, **(args or {})}, **more)

@@ -320,8 +320,8 @@ HUGE = {"hidden_dim": 60000, "num_heads": 1, "mlp_dim": 60000}  # 690 GB
     other_net=("net name", "resnet18", "is none, but (64,) in this network"),
     odd_arguments=("net net_args", {"depth": 3}, "net_args: {'depth': 3}: net cannot be made"),
     arguments_as_text=("net net_args", "x", "net.net_args: 'x': must be a mapping"),
-    fewer_classes=("classes", ["a"], "classes: 1 names: must be one for each of net.num_classes"),
-    a_class_twice=("classes", ["a", "b", "a", "c"], "classes: 3 names: must be one for each"),
+    fewer_classes=("classes", ["a"], "classes: 1 names: must be net.num_classes different names"),
+    a_class_twice=("classes", ["a", "b", "a", "c"], "classes: 3 names: must be net.num_classes different"),
     classes_as_numbers=("classes", [0, 1, 2, 3], "classes: [0, 1, 2, 3]: must be a list, of which each"),
     classes_as_text=("classes", "abcd", "classes: 'abcd': must be a list"),
     class_count_as_text=("net num_classes", "4", "net.num_classes: '4': must be a whole number"),
@@ -332,7 +332,7 @@ HUGE = {"hidden_dim": 60000, "num_heads": 1, "mlp_dim": 60000}  # 690 GB
     huge=("input resize", [10**9, 10**9], "input.resize: [1000000000, 1000000000]: must be a list of 2"),
     half_a_size=("input resize", [32], "input.resize: [32]: must be a list of 2, of which each"),
     small=("input resize", [32, 16], "input.resize: [32, 16]: must be at least input.height and"),
-    other_height=("input height", 16, "input: 16x32: net does not take such images (mat1 and mat2 shapes"),
+    other_height=("input height", 16, "input: 16x32: net fails on such images (mat1 and mat2 shapes"),
     other_size=(
         "input",
         {"height": 64, "width": 64, "resize": [64, 64], "mean": [0] * 3, "std": [1] * 3},
@@ -454,4 +454,4 @@ def test_every_exported_file_has_its_own_description(root, run, copy, main, tmp_
     (tmp_path / "x.safetensors.json").rename(tmp_path / "x.json")
     assert main("predict", tmp_path / "x.safetensors", root / "test", "--json") == other
     (said,) = main("predict", tmp_path / "x.pt", root / "test", code=2)
-    assert "x.pt: its weights are not those that its JSON file describes" in said
+    assert "x.pt: the weights differ from the weights that the JSON file describes" in said

@@ -162,7 +162,7 @@ BAD = {
     "views in a pipeline": (["hyperparameters.pipe_parallel_size=2", "hyperparameters.test_time_augmentation={mirror: true}"], 2, ["test_time_augmentation: ", "pipeline"]),
     "images of no size": (["hyperparameters.progressive_resizing={scale: 0}"], 1, ["progressive_resizing.scale: 0: ", "between 0 and 1"]),
     "smaller images until the end": (["hyperparameters.progressive_resizing={until: 1}"], 1, ["progressive_resizing.until: 1: ", "between 0 and 1"]),
-    "smaller images than a net takes": (["hyperparameters.progressive_resizing={}"], 1, ["progressive_resizing: 24x24: net does not take images of this size"]),
+    "smaller images than a net takes": (["hyperparameters.progressive_resizing={}"], 1, ["progressive_resizing: 24x24: net fails on images of this size"]),
     "metric of no views": (["searcher.metric=accuracy_tta"], 1, ["searcher.metric: 'accuracy_tta': ", "set hyperparameters.test_time_augmentation"]),
     "patience with no views": (["hyperparameters.early_stopping={metric: accuracy_tta, patience: 2}"], 1, ["early_stopping.metric: 'accuracy_tta': ", "test_time_augmentation"]),
     "length beyond measure": (["hyperparameters.max_length={epochs: 100000000000000000000}"], 1, ["max_length.epochs", "100000000000000000000"]),

@@ -52,13 +52,13 @@ def test_balanced_weights_are_of_all_images_whatever_the_micro_batch(name):
 @pytest.mark.parametrize(
     ("choice", "weights", "line"),
     [
-        ("focl", None, "loss: 'focl': no such loss; did you mean 'focal'?, or register it"),
+        ("focl", None, "loss: 'focl': no such loss; did you mean 'focal'? Or register the loss"),
         (["bce"], None, "loss: ['bce']: must be a name, or one with its arguments"),
         ({"focal": 2}, None, "loss.focal: 2: must be a mapping of its arguments"),
         ({"focal": {"gama": 2}}, None, "loss.focal.gama: 2: no such argument; did you mean"),
-        ({"bce": {"p": 2}}, None, "loss.bce.p: 2: no such argument; it takes none"),
+        ({"bce": {"p": 2}}, None, "loss.bce.p: 2: no such argument; the loss takes none"),
         ({"focal": {"gamma": "x"}}, None, "loss.focal: {'gamma': 'x'}: fails on two images ("),
-        ("one number", None, "loss: 'one number': fails on two images (it must give a finite"),
+        ("one number", None, "loss: 'one number': fails on two images (the loss must give a finite"),
         ("bce", "balance", "class_weights: 'balance': must be balanced, or a mapping"),
         ("bce", {"dgo": 2}, "class_weights.dgo: 2: no such class; did you mean 'dog'?"),
         ("bce", {"dog": 0}, "class_weights.dog: 0: must be a number above 0"),

@@ -67,7 +67,7 @@ def flat(*layers):
     [
         (lambda classes: [nn.Linear(3, classes)], "its function in net.py gives a list, no nn.Module"),
         (lambda classes: nn.Flatten(), "has no parameter to train"),
-        (lambda classes: flat(nn.LazyLinear(classes)), "has layers without a size"),
+        (lambda classes: flat(nn.LazyLinear(classes)), "has lazy layers"),
         (lambda classes: nn.Linear(3, classes // 0), "cannot be made with image_size 8x8 (integer division"),
         (lambda classes: flat(nn.Linear(192, 3)), "gives (2, 3) for 2 images and 5 classes"),
     ],
@@ -173,7 +173,7 @@ def test_weights_start_a_network_for_other_classes(tmp_path, case):
     for key, value in made.state_dict().items():
         assert torch.equal(value, (before if key in random else source)[key]), key
     said = state_dicts.describe_skipped_weights(["fc.weight"], "r")
-    assert said == "r: fc.weight start at random, for it has none for these classes"
+    assert said == "r: no weights for these classes, so fc.weight start at random"
 
 
 class Wrapping(nn.Module):
@@ -201,11 +201,11 @@ def renamed(old, new):
 # Refused files, and the line about the first name that does not fit
 REFUSED: dict[str, tuple[Any, str]] = {
     "another name": (renamed("layer3.", "stage3."), "layer3.0.bn1.bias is none, but (256,) in this network (the file has stage3.0.bn1.bias and "),
-    "a head by another name": (renamed("fc.", "fc2."), "fc.bias is none, but (3,) in this network (the file has fc2.bias), and 3 more do not fit; give its own"),
+    "a head by another name": (renamed("fc.", "fc2."), "fc.bias is none, but (3,) in this network (the file has fc2.bias), and 3 more do not fit; give weights of this"),
     "a head of other inputs": (lambda s: {**s, "fc.weight": torch.zeros(11, 4)}, "fc.bias is (11,), but (3,) in this network, and 1 more do not fit"),
     "half a head": (without("fc.weight"), "fc.bias is (11,), but (3,)"),
     "half a prefix": (lambda s: {"module.conv1.weight": s["conv1.weight"], **without("conv1")(s)}, "conv1.weight"),
-    "whole numbers": (lambda s: {**s, "bn1.weight": s["bn1.weight"].int()}, "bn1.weight is (64,) of int32, but (64,) of float32 in this network; give its own weights"),
+    "whole numbers": (lambda s: {**s, "bn1.weight": s["bn1.weight"].int()}, "bn1.weight is (64,) of int32, but (64,) of float32 in this network; give weights of this network"),
     "nothing": (lambda s: {}, "holds no state_dict"),
     "nothing wrapped": (lambda s: {"model": {}}, "holds no state_dict"),
     "an optimizer": (lambda s: {"optimizer": {"state": {}}}, "holds no state_dict"),
@@ -271,9 +271,9 @@ def test_older_files_of_weights_are_taken(tmp_path, monkeypatch):
     ("arguments", "parts"),
     [
         ((NetSpec("resnet18", 3, (32, 32), {"depth": 3}), 2), ["hyperparameters.net_args", "depth"]),
-        ((NetSpec("alexnet", 3, (32, 32)), 2), ["data.image_size: 32x32", "alexnet does not take it"]),
+        ((NetSpec("alexnet", 3, (32, 32)), 2), ["data.image_size: 32x32", "alexnet fails on this size"]),
         ((NetSpec("vit_b_16", 3, (40, 40)), 2), ["image_size 40x40", "vit_b_16"]),
-        ((NetSpec("net", 3, (64, 64)), 2), ["data.image_size: 64x64", "net does not take it"]),
+        ((NetSpec("net", 3, (64, 64)), 2), ["data.image_size: 64x64", "net fails on this size"]),
         ((NetSpec("resnet18", 3, (32, 32)), 1), ["train_micro_batch_size_per_gpu: 1", "batch normalization"]),
     ],
     ids=lambda value: value[0].name if isinstance(value, tuple) else "",

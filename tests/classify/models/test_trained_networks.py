@@ -101,7 +101,7 @@ def test_a_users_network_trains_and_its_weights_load(tmp_path, monkeypatch):
     built.load_state_dict(torch.load(made.output / "net.pt"))
     assert torch.equal(built.first.weight, built.again.weight)
     line = error_line(dry_run.check, NetSpec("own", 10, SIZE), 2, True)
-    assert "hyperparameters.channels_last: True: own does not take it" in line
+    assert "hyperparameters.channels_last: True: own fails on channels_last images" in line
 
 
 def test_weights_of_torchvision_are_fetched_or_an_error_says_where_to_put_them(tmp_path):
@@ -119,7 +119,9 @@ def test_weights_of_torchvision_are_fetched_or_an_error_says_where_to_put_them(t
     torch.save(state, tmp_path / "hub/checkpoints" / file)
     made = train("with", **{f"{DEEPSPEED}optimizer__params__lr": 0})
     assert made.code == 0, made.stderr
-    assert "weights: DEFAULT: fc.weight, fc.bias start at random, for it has none" in made.stderr
+    assert (
+        "weights: DEFAULT: no weights for these classes, so fc.weight, fc.bias start at random" in made.stderr
+    )
     trained = torch.load(made.output / "net.pt")
     assert torch.equal(trained["layer4.1.conv2.weight"], state["layer4.1.conv2.weight"])
     assert trained["fc.weight"].shape == (10, 512)
