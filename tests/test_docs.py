@@ -17,7 +17,11 @@ from classify.config.hyperparameters import Hyperparameters
 from classify.images.settings import DataSettings
 
 PAGES = [PROJECT / "README.md", *sorted(PROJECT.glob("docs/*.md"))]
-SHORT = ["README", "CHANGELOG", "CONTRIBUTING", "SECURITY", "docs/cluster", "docs/hosts", "docs/modes"]
+SHORT = [
+    *("README", "CHANGELOG", "CONTRIBUTING", "SECURITY"),
+    *("docs/cluster", "docs/configure", "docs/data-and-nets", "docs/evaluation", "docs/hosts", "docs/modes"),
+    *("docs/networks", "docs/optimizers", "docs/photos", "docs/resume"),
+]
 ELSEWHERE = ("cifar10_deepspeed.py",)  # a file of DeepSpeed's examples
 PARSERS = {
     f"{program.__name__}.py": program.parse for program in (train, search, checkpoint, baseline, shards)
