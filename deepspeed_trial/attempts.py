@@ -31,10 +31,10 @@ from deepspeed_trial import machine, processes
 from deepspeed_trial.context import locally
 from deepspeed_trial.errors import InvalidInput, TrainingStopped, one_line
 from deepspeed_trial.experiment import Experiment
-from deepspeed_trial.hangs.watch import watching
 from deepspeed_trial.out_of_memory import is_out_of_memory
 from deepspeed_trial.stops import STOP_WITH_PID
 from deepspeed_trial.trainer import Trainer
+from deepspeed_trial.watch import watching
 
 SECONDS, MOST_STEPS = 1.0, 50  # that are measured, after a step that is not
 LONG = 5.0  # seconds of a first step that is measured itself, for it would take long to repeat

@@ -16,11 +16,9 @@ from determined import core
 from determined.pytorch import deepspeed as det_ds
 from typing_extensions import override
 
-from deepspeed_trial import cluster, processes
+from deepspeed_trial import cluster, place, processes
 from deepspeed_trial.checkpoints.store import LocalCheckpoints
 from deepspeed_trial.experiment import Experiment
-from deepspeed_trial.hangs import place
-from deepspeed_trial.hangs.watch import watching
 from deepspeed_trial.local.folder import default_output, own_folder
 from deepspeed_trial.local.lost_disk import explain_lost_disk
 from deepspeed_trial.local.progress import LocalMetrics
@@ -29,6 +27,7 @@ from deepspeed_trial.plan import Plan
 from deepspeed_trial.random_state import seed_everything
 from deepspeed_trial.services import ClusterServices, LocalServices, Services
 from deepspeed_trial.trackers.tracking import Tracking, tracked, tracking_here, tracking_on_cluster
+from deepspeed_trial.watch import watching
 
 
 class TrialContext(det_ds.DeepSpeedTrialContext):

@@ -27,9 +27,9 @@ from determined import core, pytorch
 
 from deepspeed_trial import evaluation, loaders, metrics, time_budget
 from deepspeed_trial.events import Events, NonFiniteLossMonitor
-from deepspeed_trial.hangs.place import CHECKPOINT, DATA, END, REPORT, TEST, TRAINING, VALIDATION
 from deepspeed_trial.loaders import Batches
 from deepspeed_trial.out_of_memory import explain_out_of_memory
+from deepspeed_trial.place import CHECKPOINT, DATA, END, REPORT, TEST, TRAINING, VALIDATION
 from deepspeed_trial.plan import Minutes
 from deepspeed_trial.profile import profiled
 from deepspeed_trial.saving import Saving, State

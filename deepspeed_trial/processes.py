@@ -17,10 +17,10 @@ from determined import core
 from deepspeed_trial.cluster import cluster_info
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.experiment import HANG_AFTER
-from deepspeed_trial.hangs.joining import joining
 from deepspeed_trial.meeting import check_ranks, local_size, meet
 from deepspeed_trial.messages import Ranks
 from deepspeed_trial.patches.process import limit_waiting, prepare_process
+from deepspeed_trial.watch import joining
 
 PATIENCE = 3  # a collective waits this multiple of ``hang_after`` for a slow rank
 MANUAL = "DET_MANUAL_INIT_DISTRIBUTED"  # Determined's variable: the trial starts the process group itself

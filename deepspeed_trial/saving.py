@@ -24,7 +24,7 @@ from deepspeed_trial.checkpoints.conversion import as_loadable
 from deepspeed_trial.checkpoints.identity import Identity
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.events import Callback, Code, TrialHooks
-from deepspeed_trial.hangs.place import GATHER
+from deepspeed_trial.place import GATHER
 from deepspeed_trial.services import Services
 from deepspeed_trial.time_budget import TimeBudget
 

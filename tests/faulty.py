@@ -14,7 +14,7 @@ from line_trial import LineTrial
 
 import deepspeed_trial.checkpoints.files
 from deepspeed_trial import loaders
-from deepspeed_trial.hangs.exchange import Exchange
+from deepspeed_trial.heartbeat import Heartbeats
 from model_def import CIFARTrial
 from net import Net
 
@@ -62,7 +62,7 @@ if IS_AT_FAULT:
     if FAULT == "unequal":
         loaders.build = have_fewer_batches
     if FAULT == "unheard":
-        Exchange._talk = stop_before_the_first_beat  # type: ignore[method-assign]
+        Heartbeats._talk = stop_before_the_first_beat  # type: ignore[method-assign]
     if FAULT == "save":
         deepspeed_trial.checkpoints.files.write_metadata = lambda *_: time.sleep(SECONDS)
 sys.exit(importlib.import_module(PROGRAM).main(sys.argv[1:]))

@@ -223,7 +223,7 @@ def test_a_disk_without_any_room_is_one_line_of_each_rank(tmp_path):
     line = f"train.py: {output}: [Errno 27] File too large; make room, then start again"
     assert line in full.stderr.splitlines(), full.stderr
     assert re.search(
-        r"^(train.py: )?rank 0 \(.*(is gone|has ended), in .*; --resume latest", full.stderr, re.M
+        r"^(train.py: )?rank 0 \(.*(is gone|has failed), in .*; --resume latest", full.stderr, re.M
     )
     assert "[rank" not in full.stderr and "deepspeed_trial/" not in full.stderr  # a rank's traceback
 

@@ -19,7 +19,7 @@ from matrix import DEEPSPEED, ROWS, Runs
 from support import LATEST, Run, overrides, run, started, time_limit, train_many, wait_until
 
 HOSTS, SEED = [CHIEF, OTHER, THIRD], os.environ.get("SEED") or str(random.SystemRandom().randrange(10**6))
-SILENT = r"rank {} \(host host-{}, process \d+\) is behind: does not answer for"
+SILENT = r"rank {} \(host host-{}, process \d+\) does not answer, in "
 KINDS = {  # the message about a rank and its host; none if the run needs no resume
     "kill a rank": r"rank {0} \(host host-{1}, process \d+\) is gone, in ",
     "kill a host": r"rank \d \(host host-{1}, process \d+\).* is gone, in ",

@@ -1,0 +1,184 @@
+"""Heartbeats: every rank sends its state once a second through torch's store, and reads the others'."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import pathlib
+import socket
+import sys
+import threading
+import traceback
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from deepspeed.accelerator import get_accelerator
+from determined import core
+
+from deepspeed_trial.machine import is_alive
+from deepspeed_trial.place import Place
+
+TICK = 1.0  # seconds between two heartbeats
+SILENT_AFTER = 3.0  # seconds without a heartbeat after which a rank does not answer
+WORK = 0.05  # processor seconds, or MiB read and written, in a second of work
+# Why other ranks wait for a rank in vain; the first reasons explain the others
+MISSING = GONE, SILENT, FAILED, DONE = "is gone", "does not answer", "has failed", "has ended"
+COLLECTIVES = {"distributed_c10d.py": "", "messages.py": "Determined's "}
+# A user at a debugger, or Determined's session, which repeats its request to a master for half an hour
+PATIENT = ("pdb.py", "bdb.py", "pydevd.py", "debugpy", "determined/common/api/_session.py")
+
+
+@dataclass
+class Beat:
+    """Heartbeat of a rank."""
+
+    rank: int
+    place: Place
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    created: float = field(default_factory=lambda: psutil.Process().create_time())  # the process, since 1970
+    count: int = 0  # number of this heartbeat
+    idle: float = 0.0  # seconds since the rank last moved or worked
+    waits_in: str = ""  # collective that the rank waits in
+    ended: str = ""  # FAILED or DONE once the rank has left the training
+    unheard: float = 0.0  # seconds since this heartbeat came; the reader counts them
+    missing: str = ""  # one of MISSING; the reader finds it
+
+    @property
+    def still(self) -> float:
+        """Seconds since the rank last moved."""
+        return self.idle + (self.unheard if self.unheard > SILENT_AFTER else 0.0)
+
+
+def _beat(place: dict[str, Any], **fields: Any) -> Beat:
+    return Beat(place=Place(**place), **fields)
+
+
+class Heartbeats:
+    """Send and read heartbeats in a thread, because a store may never answer.
+
+    Args:
+        distributed: the ranks.
+        mine: this rank's heartbeat; every message has its current values.
+
+    Attributes:
+        ranks: last heartbeat of every rank; of this one alone if torch has no process group.
+        processes: the ranks of this host.
+    """
+
+    def __init__(self, distributed: core.DistributedContext, mine: Beat) -> None:
+        self.ranks, self._mine, self._unanswered = [mine], mine, 0.0
+        self.processes, self._done = dict[int, psutil.Process](), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="deepspeed_trial.heartbeats")
+        if distributed.size > 1 and torch.distributed.is_initialized():
+            told = distributed.allgather((f"watch-{uuid.uuid4()}", dataclasses.asdict(mine)))
+            self._keys = [f"{told[0][0]}/{rank}" for rank in range(distributed.size)]
+            self.ranks = [_beat(**fields) for _, fields in told]
+            self.ranks[mine.rank] = mine
+            self._thread.start()
+        for beat in self.ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(beat.pid)
+                if beat.host == mine.host and process.create_time() == beat.created:
+                    self.processes[beat.rank] = process
+
+    def tick(self) -> None:
+        """Count another second of silence, and find the ranks that are missing."""
+        self._unanswered += TICK
+        for beat in self.ranks:
+            if beat is not self._mine:
+                beat.unheard += TICK
+                # Without the store, only rank 0 is known to be silent: the store is on its host
+                is_silent = beat.unheard - (self._unanswered if beat.rank else 0.0) > SILENT_AFTER
+                is_dead = beat.rank in self.processes and not is_alive(self.processes[beat.rank])
+                beat.missing = beat.ended or (GONE if is_dead else SILENT if is_silent else "")
+
+    def close(self) -> None:
+        """Send the last heartbeat, if the store answers within a second."""
+        self._done.set()
+        if self._thread.is_alive():
+            self._thread.join(TICK)
+
+    def _run(self) -> None:
+        while not self._done.is_set():
+            # The store does not answer, its connection broke, or another program has written there
+            with contextlib.suppress(RuntimeError, ValueError, TypeError, KeyError):
+                self._talk()
+            self._done.wait(TICK)
+
+    def _talk(self) -> None:
+        address, limit = (
+            (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+            datetime.timedelta(0, 60),
+        )
+        # The training's own connection may be waiting for an answer
+        store, present = torch.distributed.TCPStore(*address, is_master=False, timeout=limit), set[int]()
+        while not self._done.wait(TICK):
+            self._send(store)
+            present |= {rank for rank, key in enumerate(self._keys) if rank in present or store.check([key])}
+            contents = store.multi_get([self._keys[rank] for rank in present])
+            for rank, content in zip(present, contents, strict=True):
+                beat = _beat(**json.loads(content))
+                if rank != self._mine.rank and beat.count != self.ranks[rank].count:
+                    self.ranks[rank] = beat
+            self._unanswered = 0.0
+        self._send(store)
+
+    def _send(self, store: torch.distributed.Store) -> None:
+        self._mine.count += 1
+        store.set(self._keys[self._mine.rank], json.dumps(dataclasses.asdict(self._mine)))
+
+
+class Activity:
+    """Measure whether this process moves or works, and write it into its heartbeat."""
+
+    def __init__(self, mine: Beat) -> None:
+        self._mine, self._process = mine, psutil.Process()
+        self._place, self._frames = mine.place, list[tuple[str, int, str]]()
+        self._work = self._work_of_children = 0.0
+
+    def tick(self) -> None:
+        """Measure once a second."""
+        innermost = sys._current_frames()[threading.main_thread().ident or 0]
+        stack = traceback.walk_stack(innermost)
+        frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in stack]
+        place, works = dataclasses.replace(self._mine.place), True
+        if place == self._place and not any(name in file for file, _, _ in frames for name in PATIENT):
+            # A process that waits for a GPU is busy, at one line
+            is_polling = frames == self._frames and get_accelerator().device_name() == "cuda"
+            work = _work(self._process, not is_polling)
+            # They may decode images, or compile
+            children = sum(map(_work, self._process.children(recursive=True)))
+            works = max(work - self._work, abs(children - self._work_of_children)) > WORK
+            # Measured again, because the search for children reads much
+            self._work, self._work_of_children = _work(self._process, not is_polling), children
+        self._mine.idle = 0.0 if works else self._mine.idle + TICK
+        self._mine.waits_in = "" if works else _collective(frames)
+        self._place, self._frames = place, frames
+
+
+def _work(process: psutil.Process, has_processor: bool = True) -> float:
+    """Return the processor seconds of a process, if they count, plus MiB that it has read and written."""
+    work = 0.0
+    with contextlib.suppress(psutil.Error):  # it has just ended
+        if has_processor:
+            work += sum(process.cpu_times()[:2])
+        if hasattr(process, "io_counters"):  # not on macOS
+            counters = process.io_counters()
+            work += (counters.read_chars + counters.write_chars) / 2**20
+    return work
+
+
+def _collective(frames: list[tuple[str, int, str]]) -> str:
+    """Return the collective of torch, DeepSpeed or Determined that the frames are in; empty if none."""
+    for file, _, function in frames:
+        owner = COLLECTIVES.get(pathlib.Path(file).name)
+        if owner is not None and not function.startswith("_"):
+            return owner + function
+    return "a collective" if frames[0][2] == "wait" and "deepspeed" in frames[0][0] else ""

@@ -1,0 +1,231 @@
+"""Watch the ranks: name the one that hangs or is lost, and end the run.
+
+Determined's collectives have no time limit. Torch's have one of minutes, and name no rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+import psutil
+import torch
+from determined import core
+
+from deepspeed_trial.errors import LostRank, printable
+from deepspeed_trial.heartbeat import (
+    DONE,
+    FAILED,
+    GONE,
+    MISSING,
+    SILENT,
+    SILENT_AFTER,
+    TICK,
+    Activity,
+    Beat,
+    Heartbeats,
+)
+from deepspeed_trial.place import CHECKPOINT, END, REPORT, TEST, TRAINING, VALIDATION, Place
+
+REPORTED_AFTER = 20.0  # seconds without a move until the report, or a third of the limit
+GRACE = 4.0  # seconds from the end of a reporting rank to the end of its host's other ranks
+TOGETHER = (TRAINING, REPORT, VALIDATION, CHECKPOINT, TEST)  # phases that need every rank
+RESUME = "--resume latest continues from the last checkpoint"
+JOIN = "start all ranks, with the same MASTER_ADDR and MASTER_PORT, and let no firewall close that port"
+CAUSES = "docs/hangs.md lists causes"
+NCCL = ", and shows how to make torch's flight recorder write the last collectives of every rank"
+
+
+def reported_after(hang_after: float) -> float:
+    """Return the seconds without a move until the report, where a run ends after ``hang_after``."""
+    return min(REPORTED_AFTER, hang_after / 3)
+
+
+@contextlib.contextmanager
+def joining(hang_after: float) -> Iterator[None]:
+    """Name the ranks that have not joined inside the block; end the process after ``hang_after`` seconds."""
+    rank, done, first = os.environ.get("RANK", "0"), threading.Event(), reported_after(hang_after)
+    me = f"rank {rank} (host {socket.gethostname()}, process {os.getpid()})"
+    others = "rank 0" if rank != "0" else f"the other {int(os.environ.get('WORLD_SIZE', 1)) - 1}"
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+    def limit() -> None:
+        if not done.wait(first):
+            _say(f"{me} waits for {others} at {address} for {first:.0f} s: {JOIN}")
+        if not done.wait(hang_after - first):
+            _say(f"{me} has waited for {others} for {hang_after:g} s; so this ends")
+            os._exit(1)
+
+    threading.Thread(target=limit, daemon=True, name="deepspeed_trial.joining").start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+@contextlib.contextmanager
+def watching(distributed: core.DistributedContext, place: Place, hang_after: float) -> Iterator[None]:
+    """Watch the ranks inside the block.
+
+    Args:
+        distributed: the ranks.
+        place: this rank's place.
+        hang_after: seconds without a move of any rank after which the run ends.
+
+    Raises:
+        LostRank: if a collective has failed because another rank is gone; the message names that rank.
+    """
+    watch = _Watch(distributed, place, hang_after)
+    try:
+        yield
+    except BaseException as error:
+        place.is_leaving = True
+        if isinstance(error, RuntimeError) and _has_lost_rank(error):
+            raise LostRank(f"{watch.find_lost()}; {RESUME}") from error
+        if not isinstance(error, SystemExit) or error.code:
+            watch.mine.ended = FAILED
+        raise
+    finally:
+        watch.close()
+
+
+class _Watch:
+    """Look at the ranks once a second, in a thread."""
+
+    def __init__(self, distributed: core.DistributedContext, place: Place, hang_after: float) -> None:
+        self.mine, self._size, self._place = Beat(distributed.rank, place), distributed.size, place
+        self._heartbeats, self._activity = Heartbeats(distributed, self.mine), Activity(self.mine)
+        self._hang_after, self._done = hang_after, threading.Event()
+        self._stuck, self._missed, self._reports = 0.0, 0.0, False
+        threading.Thread(target=self._run, daemon=True, name="deepspeed_trial.watch").start()
+
+    def close(self) -> None:
+        """Tell the others that this rank has ended."""
+        self.mine.ended = self.mine.ended or DONE
+        self._done.set()
+        self._heartbeats.close()
+
+    def find_lost(self) -> str:
+        """Return a line about the rank whose loss made a collective fail, after the seconds to find it."""
+        if self._stuck:
+            return "no rank has moved, and another has ended the run"
+        with contextlib.suppress(KeyboardInterrupt):  # launchers end all ranks after the first
+            time.sleep(SILENT_AFTER + 2 * TICK)
+        ranks = list(self._heartbeats.ranks)
+        is_found = any(beat.missing for beat in ranks)
+        return self._first_line(ranks) if is_found else f"another rank is gone, in {self._place}"
+
+    def _run(self) -> None:
+        while not self._done.wait(TICK):
+            with contextlib.suppress(Exception):  # e.g. about a process that has just ended
+                self._activity.tick()
+                self._heartbeats.tick()
+                if not self._place.is_leaving:
+                    ranks = list(self._heartbeats.ranks)
+                    self._end_if_missed(ranks)
+                    self._end_if_stuck(ranks)
+
+    def _end_if_missed(self, ranks: list[Beat]) -> None:
+        """End this process some seconds after another has died or failed, because it may wait for that one.
+
+        Most collectives fail within those seconds, and ``watching`` raises the error.
+        """
+        missing = {beat.missing for beat in ranks}
+        # In set-up all ranks may find the same errors
+        is_missed = GONE in missing or (FAILED in missing and self._place.phase in TOGETHER)
+        self._missed = self._missed + TICK if is_missed and self._place.phase != END else 0.0
+        if self._missed > SILENT_AFTER:
+            self._end(f"{self._first_line(ranks)}; {RESUME}")
+
+    def _end_if_stuck(self, ranks: list[Beat]) -> None:
+        """Report that no rank moves, or that one moves again; end the process at the limit."""
+        before, still = self._stuck, min(beat.still for beat in ranks)
+        is_stuck = still >= reported_after(self._hang_after) and len(ranks) == self._size
+        self._stuck = still if is_stuck else 0.0
+        if not is_stuck:
+            if before and self._reports:
+                _say(f"the ranks move again after {before:.0f} s: slow, but not stuck")
+            return
+        behind, moved = find_behind(ranks), f"no rank has moved for {still:.0f} s"
+        if not before:
+            able = [beat for beat in ranks if not beat.missing and beat.host == self.mine.host]
+            self._reports = able[0] is self.mine
+            if self._reports:
+                limit = f"at {self._hang_after:g} s the run ends (hyperparameters.hang_after)"
+                causes = CAUSES + (NCCL if torch.cuda.is_available() else "")
+                ordered = sorted(ranks, key=lambda beat: beat not in behind)
+                lines = [f"{moved}; {limit}; {causes}", *(self._line(beat, behind) for beat in ordered)]
+                _say("\n  ".join(lines))
+            if self._reports or self.mine in behind[:1]:
+                _say(f"stack of rank {self.mine.rank}:\n{_stacks()}")
+        if still >= self._hang_after + (0 if self._reports else GRACE):
+            processes = self._heartbeats.processes.items()
+            silent = [process for rank, process in processes if ranks[rank].missing == SILENT]
+            line = f"{moved}: {self._first_line(ranks)}; so this ends; {RESUME}"
+            self._end(line if self._reports else "", silent)
+
+    def _first_line(self, ranks: list[Beat]) -> str:
+        behind = find_behind(ranks)
+        return self._line((behind or ranks)[0], behind)
+
+    def _line(self, beat: Beat, behind: list[Beat]) -> str:
+        """Describe a rank by its state and place."""
+        state = beat.missing or ("is behind" if beat in behind and self._size > 1 else "waits")
+        # This rank may have moved since the last heartbeat of a missing one
+        place = max(beat.place, self._place, key=lambda place: place.step) if beat.missing else beat.place
+        collective = f", in {beat.waits_in}" if beat.waits_in else ""
+        name = f"rank {beat.rank} (host {beat.host}, process {beat.pid})"
+        return f"{name} {state}, in {place} for {beat.still:.0f} s{collective}"
+
+    def _end(self, line: str, others: Sequence[psutil.Process] = ()) -> NoReturn:
+        """Say a line, and end this process, its children, and others."""
+        _say(line)
+        with contextlib.suppress(Exception):
+            for process in [*others, *psutil.Process().children(recursive=True)]:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        os._exit(1)
+
+
+def find_behind(ranks: list[Beat]) -> list[Beat]:
+    """Find the ranks that the others wait for; none if all are at the same place.
+
+    Missing ranks come first, then the ranks that have come least far. Of ranks at the same place, the ones
+    outside of a collective are behind.
+    """
+    for reason in MISSING:
+        if missing := [beat for beat in ranks if beat.missing == reason]:
+            return missing
+    is_training = {beat.place.phase for beat in ranks} == {TRAINING}  # elsewhere one rank may work alone
+    places = [(beat.place.step, beat.place.begun, is_training * beat.place.moves) for beat in ranks]
+    last = [beat for beat, place in zip(ranks, places, strict=True) if place < max(places)]
+    free = [beat for beat in ranks if not beat.waits_in]
+    return last or (free if len(free) < len(ranks) else [])
+
+
+def _stacks() -> str:
+    """Return the stack of every thread of this process, innermost call first."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        return file.read()
+
+
+def _has_lost_rank(error: RuntimeError) -> bool:
+    """Return whether gloo or the store has lost another rank, or has waited for one in vain."""
+    is_gloo = "gloo" in str(error) and re.search("onnect|Timed out", str(error))
+    return bool(is_gloo) or isinstance(error, torch.distributed.DistNetworkError)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # stderr is closed
+        print("\n".join(map(printable, text.splitlines())), file=sys.stderr, flush=True)
