@@ -1,7 +1,7 @@
-"""A few steps of a trial, tried in processes of their own: what runs out of memory there ends nothing else.
+"""Try a few steps of a trial in separate processes, which may run out of memory without ending this one.
 
-Each is the real trial in the real trainer: the same engine, ranks, images and hooks. Nothing of it stays,
-and no cluster hears of it. Without a GPU the processes are forked: what is imported is there once.
+An attempt runs the real trial in the real trainer: the same engine, ranks, images and hooks. It leaves no
+files, and no cluster sees it. Without a GPU the processes are forks, and share the imported modules.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from deepspeed_trial.stops import STOP_WITH_PID
 from deepspeed_trial.trainer import Trainer
 from deepspeed_trial.watch import watching
 
-SECONDS, MOST_STEPS = 1.0, 50  # that are measured, after a step that is not
-LONG = 5.0  # seconds of a first step that is measured itself, for it would take long to repeat
-AWAY = 10_000  # from the launcher's port to the one by which tried ranks find each other
+SECONDS, MOST_STEPS = 1.0, 50  # of measured steps, after a first one without measurement
+LONG = 5.0  # seconds of a first step that is measured itself, because a second one takes too long
+AWAY = 10_000  # distance from the launcher's port to the port of an attempt
 MOST_PORT = 2**16
-HANG = 120.0  # seconds without a move of any rank after which a try ends, if a run would not before
-LIMIT = 0.97  # of the memory that is free: what other programs may need meanwhile
+HANG = 120.0  # seconds without a move of any rank after which an attempt ends, at the latest
+LIMIT = 0.97  # of the free memory; other programs may need the rest
 NO_MEMORY = "no memory left"
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """How a few steps went: the same on all ranks.
+    """Result of a few steps; equal on all ranks.
 
     Attributes:
-        micro_batch_seconds: of a micro-batch after which the optimizer does not step; 0 where each is a step.
-        last_seconds: of the micro-batch that ends an optimizer step, with the step.
-        peak_memory: MiB of the rank that had most.
-        reason: why there are no figures; empty where there are.
-        errors: the lines of an ``InvalidInput`` among the reasons.
+        micro_batch_seconds: seconds of a micro-batch without an optimizer step; 0 if every one has a step.
+        last_seconds: seconds of a micro-batch with its optimizer step.
+        peak_memory: largest memory of a rank in MiB.
+        reason: reason why the steps failed; empty if they did not.
+        errors: lines of the ``InvalidInput`` that is the reason, if it is one.
     """
 
     micro_batch_seconds: float = 0.0
@@ -64,15 +64,15 @@ class Attempt:
     errors: tuple[str, ...] = ()
 
     def step_seconds(self, micro_batches: int) -> float:
-        """The seconds of an optimizer step of so many micro-batches a rank."""
+        """Return the seconds of an optimizer step of ``micro_batches`` per rank."""
         return (micro_batches - 1) * self.micro_batch_seconds + self.last_seconds
 
 
-def beside(number: int) -> list[dict[str, str]]:
-    """The rank that this process is, in an attempt of all ranks, which find each other at another port.
+def env_on_other_port(number: int) -> list[dict[str, str]]:
+    """Return the environment of this process's rank in an attempt of all ranks, which has another port.
 
     Args:
-        number: of the attempt, the same on all ranks.
+        number: number of the attempt, equal on all ranks.
     """
     port = int(os.environ.get("MASTER_PORT") or 0)
     away = port + AWAY + number
@@ -81,7 +81,7 @@ def beside(number: int) -> list[dict[str, str]]:
 
 
 def local_ranks(count: int) -> list[dict[str, str]]:
-    """All ranks of an attempt on this host, where no launcher has started any."""
+    """Return the environments of the ranks of an attempt on this host, without a launcher."""
     if count == 1:
         return [{}]
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), str(count))
@@ -93,7 +93,7 @@ def local_ranks(count: int) -> list[dict[str, str]]:
 
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
-    """Has this process compute with one thread: those that OpenMP has begun would be missing in a fork."""
+    """Let this process compute with one thread in the block: a fork would lack the threads of OpenMP."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -109,14 +109,14 @@ def attempt(
     threads: int,
     needs: int = 0,
 ) -> Attempt:
-    """Trains a few steps in a process for each rank, waits for them, and says how it went.
+    """Train a few steps in one process per rank, and return the result.
 
     Args:
         trial_class: the ``DeepSpeedTrial``.
-        experiment: what the trial is given.
-        ranks: variables of the environment of each, beside those of this process.
-        threads: with which each computes.
-        needs: bytes that each will need; if fewer are free, nothing is tried.
+        experiment: configuration of the trial.
+        ranks: environment variables of each rank, in addition to this process's.
+        threads: threads of each rank.
+        needs: bytes that each rank will need; without enough free memory no step is tried.
     """
     is_new = not torch.cuda.is_available() and not torch.distributed.is_initialized()
     forks = sys.platform == "linux" and is_new and _fork_has_gradients()
@@ -142,9 +142,9 @@ def attempt(
 
 
 def _fork_has_gradients() -> bool:
-    """Whether torch computes gradients in a fork of this process: not where it has threads for a GPU.
+    """Return whether torch computes gradients in a fork: not if this process has autograd threads for a GPU.
 
-    It begins these without a GPU, too, if the process's first backward pass is one on fake tensors.
+    Torch starts these threads without a GPU, too, if the first backward pass is one on fake tensors.
     """
     child = os.fork()
     if child == 0:
@@ -157,7 +157,7 @@ def _fork_has_gradients() -> bool:
 
 
 def _answer(started: Sequence[tuple[Any, Connection]]) -> Attempt:
-    """The answer of all ranks; that of the first one that fails where one does."""
+    """Return the answer of the first rank that fails, else of the last one that ends."""
     answer, left = Attempt(reason="no process"), {child.sentinel: (child, mine) for child, mine in started}
     while left:
         for sentinel in wait(list(left)):
@@ -165,7 +165,7 @@ def _answer(started: Sequence[tuple[Any, Connection]]) -> Attempt:
             child.join()
             try:
                 answer = mine.recv()
-            except EOFError:  # nothing was sent
+            except EOFError:  # the rank sent nothing
                 answer = Attempt(reason=_why(child.exitcode))
             if answer.reason:
                 return answer
@@ -173,7 +173,7 @@ def _answer(started: Sequence[tuple[Any, Connection]]) -> Attempt:
 
 
 def _why(code: int) -> str:
-    if code == -signal.SIGKILL:  # as Linux ends a process where memory is short
+    if code == -signal.SIGKILL:  # Linux ends a process so if memory runs out
         return f"{NO_MEMORY} (killed)"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
@@ -181,8 +181,8 @@ def _why(code: int) -> str:
 # ----------------------------------------------------------------------------------- in the process of a rank
 
 
-class _Enough(Exception):
-    """All that is to be measured has been."""
+class _MeasurementDone(Exception):
+    """The measurement is complete."""
 
 
 def _rank(
@@ -194,7 +194,7 @@ def _rank(
     needs: int,
     scratch: pathlib.Path,
 ) -> None:
-    """Tries the steps as one of the ranks, and sends an ``Attempt``."""
+    """Try the steps as one of the ranks, and send an ``Attempt``."""
     scratch.mkdir()
     log = os.open(scratch / "log", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
@@ -241,28 +241,28 @@ def _steps(
             return train_batch(*arguments)
 
         trial.train_batch = timed
-        with contextlib.suppress(_Enough):
+        with contextlib.suppress(_MeasurementDone):
             Trainer(trial, context).fit(pytorch.Batch(MOST_STEPS + 3), checkpoint_policy="none")
         peak = max(ranks.allgather(machine.peak_memory()))
         return Attempt(*clock.medians, peak_memory=peak)
 
 
 class _Clock:
-    """Times micro-batches, from the begin of one to that of the next, on the chief."""
+    """Measure on the chief the time from the begin of a micro-batch to the begin of the next."""
 
     def __init__(self, context: Any) -> None:
         self.context = context
         self.begins: list[float] = []
-        self.last: int | None = None  # the micro-batch at whose begin it is enough
+        self.last: int | None = None  # micro-batch whose begin completes the measurement
         self.medians = 0.0, 0.0
         whole_steps = context.use_pipeline_parallel or not context.accumulates
         self.calls = 1 if whole_steps else context.get_num_micro_batches_per_slot()  # of a step
 
     def tick(self) -> None:
-        """Called at the begin of every micro-batch.
+        """Record the begin of a micro-batch.
 
         Raises:
-            _Enough: after so many steps as the first one says; where that is long, after a micro-batch more.
+            _MeasurementDone: after a number of steps by the first one, or a micro-batch if that was long.
         """
         get_accelerator().synchronize()
         self.begins.append(time.perf_counter())
@@ -273,11 +273,11 @@ class _Clock:
             self.last = done + max(1, calls * min(MOST_STEPS, self.context.distributed.broadcast(steps)))
         if done == self.last:
             self.medians = self.context.distributed.broadcast(self._medians())
-            raise _Enough
+            raise _MeasurementDone
 
     def _medians(self) -> tuple[float, float]:
         calls = self.calls
         seconds = [after - before for before, after in zip(self.begins, self.begins[1:], strict=False)]
         ends, others = seconds[calls - 1 :: calls], [s for at, s in enumerate(seconds) if (at + 1) % calls]
-        # The first step has much to make; of a long one that is little
+        # The first step allocates and compiles; in a long one that counts little
         return statistics.median(others[calls - 1 :] or [0.0]), statistics.median(ends[1:] or ends)

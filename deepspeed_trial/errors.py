@@ -1,4 +1,4 @@
-"""Errors that are reported in one line each, without a traceback."""
+"""Errors that programs report in one line each, without a traceback."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class InvalidInput(ValueError):
-    """Bad configuration or data, which the user can mend.
+    """Bad configuration or data.
 
-    Every error is one line that names the key or file, its value and what to do. Programs print the lines on
-    stderr and exit with code 2; on a cluster they end the trial as an invalid hyperparameter set.
+    Every error is one line with the key or file, its value and the remedy. Programs print the lines on stderr
+    and exit with code 2. On a cluster they end the trial as an invalid hyperparameter set.
 
     Args:
-        errors: one line, or several when more than one thing is wrong; made ``printable``.
+        errors: one line or several; they are made ``printable``.
 
     Attributes:
-        is_every_rank_s: whether all ranks raise it, so that one of them says it for all.
+        is_every_rank_s: whether all ranks raise the error, so that rank 0 alone prints it.
     """
 
     is_every_rank_s = True
 
     def __init__(self, errors: str | Iterable[str]) -> None:
-        self.errors = [printable(each) for each in ([errors] if isinstance(errors, str) else errors)]
+        self.errors = [printable(line) for line in ([errors] if isinstance(errors, str) else errors)]
         super().__init__("\n".join(self.errors))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -41,28 +41,28 @@ class InvalidInput(ValueError):
 
 
 class UnreadableData(InvalidInput):
-    """Data that cannot be read in the middle of a training, as one rank alone may find.
+    """Data that one rank alone cannot read during a training.
 
-    On a cluster the trial is started again: a server may be back by then.
+    On a cluster the trial starts again: a server may be back by then.
     """
 
     is_every_rank_s = False
 
 
 class UnusableCheckpoint(InvalidInput, AssertionError):
-    """A checkpoint from which the trial cannot go on.
+    """A checkpoint that the trial cannot continue from.
 
-    An ``AssertionError`` as well, which Determined raises where engines cannot load theirs.
+    Also an ``AssertionError``, as Determined raises for an engine's checkpoint that does not load.
     """
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot go on, e.g. because the disk is full or the loss is NaN.
+    """A training that cannot continue, e.g. because the disk is full or the loss is NaN.
 
-    The message is one line that says why and what was saved. Programs print it and exit with code 1.
+    The message is one line with the reason and the last checkpoint. Programs print it and exit with code 1.
 
     Attributes:
-        is_every_rank_s: as of ``InvalidInput``.
+        is_every_rank_s: as in ``InvalidInput``.
     """
 
     is_every_rank_s = False
@@ -78,11 +78,11 @@ class Diverged(TrainingStopped):
 
 
 class LostRank(TrainingStopped):
-    """Another rank is gone, which is not this one's fault: on a cluster the trial is started again."""
+    """The loss of another rank; on a cluster the trial starts again."""
 
 
 class ErrorList:
-    """Collects the errors of several checks, so that all are reported at once.
+    """Collect the errors of several checks, to report all at once.
 
     Attributes:
         lines: the errors so far.
@@ -93,27 +93,27 @@ class ErrorList:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Keeps the lines of an ``InvalidInput`` that is raised inside, and goes on after the block."""
+        """Catch an ``InvalidInput`` from the block, and add its lines."""
         try:
             yield
         except InvalidInput as error:
             self.lines += error.errors
 
     def raise_any(self) -> None:
-        """Raises all errors, each once, as one ``InvalidInput``."""
+        """Raise all errors, without duplicates, as one ``InvalidInput``."""
         if self.lines:
             raise InvalidInput(dict.fromkeys(self.lines))
 
 
 def add_new(errors: Iterable[str], more: Iterable[str]) -> list[str]:
-    """The errors, and of more those whose key has not been named yet, nor one within or around it."""
-    found = list(errors)
-    named = [_path(each) for each in found]
-    return found + [each for each in more if not any(_overlap(_path(each), other) for other in named)]
+    """Return the errors, and the ones of ``more`` whose key does not overlap with a key of the errors."""
+    lines = list(errors)
+    paths = [_path(line) for line in lines]
+    return lines + [line for line in more if not any(_overlap(_path(line), path) for path in paths)]
 
 
 def _path(line: str) -> list[str]:
-    """The path of the key that a line begins with; DeepSpeed's keys are named with and without a head."""
+    """Return the path of the key at the start of a line, without the sections around DeepSpeed's keys."""
     key = line.split(": ")[0].removeprefix("hyperparameters.").removeprefix("overwrite_deepspeed_args.")
     return key.split(".")
 
@@ -131,7 +131,7 @@ def print_errors(program: str, error: InvalidInput) -> int:
 
 
 def is_said_here(error: InvalidInput | TrainingStopped) -> bool:
-    """Whether this rank is the one to say an error: rank 0 says what every rank raises."""
+    """Return whether this rank prints an error: rank 0 prints the errors that every rank raises."""
     rank = os.environ.get("RANK", "0")
     return not error.is_every_rank_s or not rank.isdecimal() or int(rank) == 0
 
@@ -139,11 +139,11 @@ def is_said_here(error: InvalidInput | TrainingStopped) -> bool:
 def printable(text: object) -> str:
     """Return a text as a terminal or page may show it.
 
-    URLs lose their credentials. A character that nobody can see is written as in Python.
+    URLs lose their credentials. Characters that are not printable become Python escapes.
     """
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode()
-        for each in redaction.text(str(text))
+        character if character.isprintable() else character.encode("unicode_escape").decode()
+        for character in redaction.text(str(text))
     )
 
 
@@ -152,7 +152,7 @@ def one_line(error: BaseException, most: int = 500) -> str:
 
     Args:
         error: the error; foreign bytes may be part of its message.
-        most: characters that are shown.
+        most: maximum length in characters.
     """
     if isinstance(error, shutil.Error) and isinstance(error.args[0], list):  # a folder's copy: of every file
         error = OSError(error.args[0][0][2])
@@ -163,7 +163,7 @@ def one_line(error: BaseException, most: int = 500) -> str:
 
 
 def why_unloadable(error: BaseException) -> str:
-    """Why ``torch.load`` refuses a file, without its advice to load it all the same."""
+    """Return the reason why ``torch.load`` refuses a file, without its advice to load the file unsafely."""
     text = one_line(error, 5_000)  # the advice comes first
     before, after = r"(?:WeightsUnpickler error: |trusted source\. )", r"(?= Check the doc| Please use|$)"
     found = re.search(rf"{before}(?!Please|\(2\))(.*?)\.?{after}", text)
@@ -173,20 +173,20 @@ def why_unloadable(error: BaseException) -> str:
 
 
 def nearest(key: object, known: Iterable[object], prefixes: Mapping[str, str] | None = None) -> str:
-    """Says which of the known keys a mistyped one may be, for an error line.
+    """Return the hint of an error line about an unknown key: the known key that it may stand for.
 
     Args:
-        key: the mistyped one.
-        known: the keys that there are.
-        prefixes: what to write before those of them that stand elsewhere.
+        key: the unknown key.
+        known: all known keys.
+        prefixes: prefix of a known key that belongs to another section.
     """
-    names = sorted(str(k) for k in known)
+    names = sorted(map(str, known))
     if close := _closest(str(key), names):
         return f"did you mean {(prefixes or {}).get(close, '') + close!r}?"
     return f"use one of {', '.join(names)}" if len(names) <= 20 else "remove it"
 
 
-# Names that other programs have for keys of this one and of DeepSpeed's.
+# Names in other programs for keys of this one and of DeepSpeed
 SYNONYMS = {
     "ema": "weight_average",
     "swa": "weight_average",
@@ -207,14 +207,14 @@ SYNONYMS = {
 
 
 def _closest(key: str, names: Sequence[str]) -> str | None:
-    """Return the name that a mistyped key may be: a synonym, a typo, the same words, or one alike."""
+    """Return the name that an unknown key may stand for: by synonym, typo, equal words, or likeness."""
     wanted = SYNONYMS.get(key.lower(), key)
     for name in names:
         if wanted == name.rpartition(".")[2]:
             return name
     if typo := difflib.get_close_matches(key, names, n=1, cutoff=0.9):
         return typo[0]
-    same = [name for name in names if _words(key) and all(_is_among(each, name) for each in _words(key))]
+    same = [name for name in names if _words(key) and all(_is_among(word, name) for word in _words(key))]
     alike = difflib.get_close_matches(key, names, n=1, cutoff=0.65)
     return min(same or alike, key=lambda name: (len(_words(name)), -_likeness(key, name)), default=None)
 
@@ -224,9 +224,9 @@ def _words(name: str) -> list[str]:
 
 
 def _is_among(word: str, name: str) -> bool:
-    """Whether a word is one of a name's words, begins one, or is a mistyped one."""
+    """Return whether a word is one of a name's words, or its beginning, or a typo of it."""
     return any(
-        (len(word) > 2 and each.startswith(word)) or _likeness(word, each) >= 0.8 for each in _words(name)
+        (len(word) > 2 and other.startswith(word)) or _likeness(word, other) >= 0.8 for other in _words(name)
     )
 
 

@@ -1,4 +1,4 @@
-"""What a Determined experiment configuration says of a training: its seed, length, periods and metric.
+"""The training in a Determined experiment configuration: its seed, length, periods and metric.
 
 Source: https://docs.determined.ai/latest/reference/training/experiment-config-reference.html
 """
@@ -21,11 +21,11 @@ from deepspeed_trial.plan import Minutes
 PERIOD_UNITS = ("batches", "records", "epochs")
 LENGTH_UNITS = ("batches", "epochs")
 LENGTH = "hyperparameters.max_length"
-MINUTES = "minutes"  # a length alone: what follows from time is no period
+MINUTES = "minutes"  # unit of lengths, not of periods
 HANG_AFTER = 600.0  # seconds
-SCHEDULING_UNIT = 100  # Determined's default, which a master writes into every configuration
+SCHEDULING_UNIT = 100  # Determined's default; a master writes it into every configuration
 TRACKERS = ("mlflow", "wandb")
-LEAST_REPORTS = 50  # the points of a curve
+LEAST_REPORTS = 50  # points of a curve
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Experiment:
     """An experiment configuration with one value for every hyperparameter.
 
     Attributes:
-        config: the whole configuration, as Determined has it.
-        hyperparameters: what the trial gets.
+        config: the whole configuration, in Determined's form.
+        hyperparameters: hyperparameters of the trial.
     """
 
     config: Mapping[str, Any]
@@ -42,15 +42,15 @@ class Experiment:
 
     @property
     def seed(self) -> int:
-        """The seed of everything random: weights, order of the data, augmentation."""
+        """Seed of weights, order of the data, and augmentation."""
         return int(self._section("reproducibility").get("experiment_seed") or 0)
 
     @property
     def max_length(self) -> tuple[str, float]:
-        """The training length: ``("batches" | "epochs", N)``, or ``("minutes", M)`` of wall time.
+        """Length of the training: ``("batches" | "epochs", N)``, or ``("minutes", M)`` of wall time.
 
         Raises:
-            InvalidInput: if ``hyperparameters.max_length``, which the master does not check, is none.
+            InvalidInput: if ``hyperparameters.max_length`` is no length; the master does not check it.
         """
         length = of_one_unit(self.hyperparameters.get("max_length"))
         errors = length_errors(length)
@@ -72,10 +72,10 @@ class Experiment:
 
     @property
     def trackers(self) -> tuple[str, ...]:
-        """Where else the run is written down: names of ``deepspeed_trial.trackers``.
+        """Names of the trackers that record the run; see ``deepspeed_trial.trackers``.
 
         Raises:
-            InvalidInput: if ``hyperparameters.track`` is no list of them, or one is not installed.
+            InvalidInput: if ``hyperparameters.track`` is no list of trackers, or one is not installed.
         """
         names = self.hyperparameters.get("track")
         if errors := tracker_errors(names):
@@ -84,56 +84,56 @@ class Experiment:
 
     @property
     def shown(self) -> dict[str, Any]:
-        """The configuration that others may read; see ``redaction``."""
+        """Configuration without secrets; see ``redaction``."""
         return redaction.experiment(self.config)
 
     @property
     def name(self) -> str:
-        """The experiment's; empty if it has none."""
+        """Name of the experiment; empty if it has none."""
         return str(self.config.get("name") or "")
 
     @property
     def slots(self) -> int:
-        """Processes of a trial, one a slot; off a cluster the launcher says how many there are."""
+        """Slots of a trial, one process each; without a cluster the launcher sets the number of processes."""
         return int(self._section("resources").get("slots_per_trial") or 1)
 
     def period(self, field: str) -> tuple[str, int] | None:
-        """A period such as ``min_validation_period``: (unit, N), or None if there is none."""
+        """Return a period such as ``min_validation_period`` as (unit, N); None if it is not set."""
         return next(((unit, n) for unit, n in self._section(field).items() if n), None)
 
     @property
     def scheduling_unit(self) -> int:
-        """Optimizer steps between two reports of training metrics."""
+        """Optimizer steps between reports of training metrics."""
         return int(self.config.get("scheduling_unit") or SCHEDULING_UNIT)
 
     def checkpoints_to_keep(self, field: str) -> int:
-        """How many checkpoints ``save_trial_best`` or ``save_trial_latest`` say to keep."""
+        """Return the number of checkpoints to keep by ``save_trial_best`` or ``save_trial_latest``."""
         value = self._section("checkpoint_storage").get(field)
         return 1 if value is None else int(value)  # Determined's defaults
 
     @property
     def profiling(self) -> bool:
-        """Whether to profile."""
+        """Whether the run is profiled."""
         return bool(self._section("profiling").get("enabled"))
 
     @property
     def searcher(self) -> str:
-        """The name of the search that makes the trials; ``single`` makes one."""
+        """Name of the search that starts the trials; ``single`` starts one."""
         return str(self._section("searcher").get("name") or "single")
 
     @property
     def metric(self) -> str:
-        """The validation metric by which checkpoints and trials are compared; empty where none is named."""
+        """Validation metric that compares checkpoints and trials; empty if none is configured."""
         return str(self._section("searcher").get("metric") or "")
 
     @property
     def smaller_is_better(self) -> bool:
-        """Whether smaller values of ``metric`` are better, as they are in Determined by default."""
+        """Whether smaller values of ``metric`` are better; Determined's default is true."""
         chosen = self._section("searcher").get("smaller_is_better")
         return True if chosen is None else bool(chosen)
 
     def notes(self) -> list[str]:
-        """What the file leaves to a default that may surprise."""
+        """Return a line for each default that may surprise."""
         chosen = self._section("searcher").get("smaller_is_better")
         if chosen is not None or self.metric in ("", "loss"):
             return []
@@ -141,12 +141,12 @@ class Experiment:
         return [f"searcher.smaller_is_better: None: {what}; set it to false if a larger one is"]
 
     def length_notes(self, steps: int, epoch_steps: int, batch_size: int) -> list[str]:
-        """Says where the last validation comes right after another.
+        """Return a note if the last validation comes shortly after another.
 
         Args:
             steps: optimizer steps of the whole training.
-            epoch_steps: those of an epoch.
-            batch_size: images, or other records, a step.
+            epoch_steps: optimizer steps of an epoch.
+            batch_size: images or other records of a step.
         """
         unit, number = self.period("min_validation_period") or ("batches", sys.maxsize)
         factor = {"epochs": epoch_steps, "batches": 1, "records": 1 / batch_size}[unit]
@@ -158,12 +158,12 @@ class Experiment:
         return [f"{LENGTH}: {steps:,} steps: {what}; use {steps - rest:,} steps to leave it out"]
 
     def fit_arguments(self, batch_size: int, steps: int | None = None) -> dict[str, Any]:
-        """Return the arguments of ``Trainer.fit`` that the configuration gives.
+        """Return the configuration's arguments for ``Trainer.fit``.
 
         Args:
-            batch_size: images, or other records, an optimizer step: periods may count them.
-            steps: optimizer steps of the whole training, if they are known. A short training reports at
-                least ``LEAST_REPORTS`` times, unless ``scheduling_unit`` is not the default.
+            batch_size: images or other records of an optimizer step; periods may count records.
+            steps: optimizer steps of the whole training, if known. A short training reports at least
+                ``LEAST_REPORTS`` times, unless ``scheduling_unit`` differs from the default.
         """
         period = self.scheduling_unit
         if steps and period == SCHEDULING_UNIT:
@@ -186,7 +186,7 @@ class Experiment:
 def of_one_unit(value: Any) -> Any:
     """Return a length or period without its null entries.
 
-    A merge with the experiment file keeps the file's unit beside the new one. Null removes it.
+    Determined merges a new unit with the file's unit instead of replacing it. A null entry removes a unit.
     """
     if not isinstance(value, Mapping):
         return value
@@ -194,7 +194,7 @@ def of_one_unit(value: Any) -> Any:
 
 
 def unit_errors(field: str, value: Any, units: tuple[str, ...], least: int) -> list[str]:
-    """Check that a value is ``{UNIT: N}`` with one of the units and a whole N of at least ``least``.
+    """Return error lines unless a value is ``{UNIT: N}``, with one of the units and a whole N >= ``least``.
 
     Null entries do not count.
     """
@@ -215,7 +215,7 @@ def unit_errors(field: str, value: Any, units: tuple[str, ...], least: int) -> l
 
 
 def length_errors(value: Any) -> list[str]:
-    """Checks ``hyperparameters.max_length``."""
+    """Return error lines about ``hyperparameters.max_length``."""
     value = of_one_unit(value)
     if not isinstance(value, Mapping) or list(value) != [MINUTES]:
         errors = unit_errors(LENGTH, value, LENGTH_UNITS, least=1)
@@ -226,7 +226,7 @@ def length_errors(value: Any) -> list[str]:
 
 
 def hang_errors(seconds: Any) -> list[str]:
-    """Checks ``hyperparameters.hang_after``."""
+    """Return error lines about ``hyperparameters.hang_after``."""
     is_number = type(seconds) in (int, float) and 3 <= seconds < 10**6
     return [] if is_number else [f"hyperparameters.hang_after: {seconds!r}: must be seconds, at least 3"]
 
@@ -243,11 +243,11 @@ def tracker_errors(value: Any) -> list[str]:
 
 
 def train_unit(period: tuple[str, float] | None, batch_size: int) -> pytorch.TrainUnit:
-    """Puts (unit, N) into Determined's terms; None is a period that never ends.
+    """Return (unit, N) as Determined's type; None is a period that never ends.
 
     Args:
-        period: ``batches``, ``records``, ``epochs`` or ``minutes``, and how many.
-        batch_size: records an optimizer step.
+        period: ``batches``, ``records``, ``epochs`` or ``minutes``, and their number.
+        batch_size: records of an optimizer step.
     """
     if period is None:
         return pytorch.Batch(sys.maxsize)

@@ -146,17 +146,14 @@ def _control_groups(
                     yield limit, limit - used + int(cached[names[2]])
 
 
-def waited_for_cores(thread: str = "*") -> float:
-    """Return the seconds that threads of this process waited for a core, in total; 0 if unknown.
+def waited_for_cores() -> float:
+    """Return the seconds that threads of this process were ready to run without a core; 0 if unknown.
 
     Source: https://docs.kernel.org/scheduler/sched-stats.html
-
-    Args:
-        thread: id of a thread, or ``*`` for all.
     """
     nanoseconds = 0
-    for file in pathlib.Path("/proc/self/task").glob(f"{thread}/schedstat"):  # on Linux
-        with contextlib.suppress(OSError, IndexError, ValueError):  # of a thread that has just ended
+    for file in pathlib.Path("/proc/self/task").glob("*/schedstat"):  # on Linux
+        with contextlib.suppress(OSError, IndexError, ValueError):  # a thread has just ended
             nanoseconds += int(file.read_text().split()[1])
     return nanoseconds / 1e9
 

@@ -1,8 +1,8 @@
-"""A training's length as a time: its steps are planned by the speed, so that all is done when it is over.
+"""Plan the number of steps of a training whose length is a time, from the speed of its steps.
 
-Rank 0 alone measures and decides. The plan is looked at after 1, 2, 4, 8, ... steps, and towards the end
-whenever a quarter of the rest is done. It is corrected where it would end more than ``TOLERANCE`` of the
-budget too early or too late.
+Rank 0 alone measures and decides. It looks at the plan after 1, 2, 4, 8, ... steps, and towards the end after
+each quarter of the rest. It corrects a plan that would end more than ``TOLERANCE`` of the budget too early or
+too late.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import Any
 
 from deepspeed_trial.plan import Plan, least_rest
 
-TOLERANCE = 0.01  # of the budget, by which a plan may end too early or too late
-SLOW_STEPS = 2  # the first ones, which compile kernels and fill caches: a plan of theirs is of few steps
-LEAST = 100  # steps of a plan by those, for the schedule cannot go back
-NOT_WORTH = 0.0025  # of the budget, in which no plan is looked at any more
+TOLERANCE = 0.01  # of the budget: a plan may end that much too early or too late
+SLOW_STEPS = 2  # the first ones: they compile kernels and fill caches, and would plan too few steps
+LEAST = 100  # steps of a plan from slow steps, because a schedule cannot go back
+NOT_WORTH = 0.0025  # of the budget: near the end the plan stays
 STEP, VALIDATION, CHECKPOINT = "step", "validation", "checkpoint"
-WITHIN = "within"  # what a validation takes to save what is best
+WITHIN = "within"  # a checkpoint that a validation saves
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a training has to do beside its steps.
+    """Work of a training in addition to its steps.
 
     Attributes:
-        validation_period: optimizer steps from one validation to the next; None for one at the end alone.
-        checkpoint_period: the same of checkpoints.
-        validation_steps: how many steps of training a validation is guessed to take until one is measured.
-        test_share: how many validations the test at the end is long; 0 without one.
+        validation_period: optimizer steps between validations; None for a single one at the end.
+        checkpoint_period: optimizer steps between checkpoints; None for a single one at the end.
+        validation_steps: duration of a validation in training steps, until one is measured.
+        test_share: duration of the test at the end in validations; 0 without a test.
     """
 
     validation_period: int | None = None
@@ -42,49 +42,49 @@ class Work:
 
 
 class TimeBudget:
-    """Keeps a training to its minutes, by correcting the plan of its steps.
+    """Make a training last its minutes by correcting the plan of its steps.
 
     Args:
-        minutes: of wall time.
-        plan: which it makes and corrects.
-        clock: gives seconds.
+        minutes: wall time of the training.
+        plan: the plan to make and correct.
+        clock: returns seconds.
 
     Attributes:
-        next_look: the steps after which the plan is looked at next; the same on all ranks.
+        next_look: step after which to look at the plan next; equal on all ranks.
     """
 
     def __init__(self, minutes: float, plan: Plan, clock: Callable[[], float] = time.monotonic) -> None:
         self.minutes, self.plan, self.clock = minutes, plan, clock
         self.next_look = 1
         self.work = Work()
-        self._used_before = 0.0  # seconds, in the runs that this one goes on from
+        self._used_before = 0.0  # seconds, in the runs that this one continues
         self._began: float | None = None
-        self._costs: dict[str, float] = {}  # seconds of each
-        self._first = 0  # steps that were done when this run began
-        self._looks: list[tuple[int, float]] = []  # the steps done, and the seconds used for steps alone
+        self._costs: dict[str, float] = {}  # seconds by kind of work
+        self._first = 0  # steps done before this run
+        self._looks: list[tuple[int, float]] = []  # steps done, and seconds used for steps alone
         self._other = 0.0  # seconds of validations and checkpoints in this run
 
     @property
     def seconds(self) -> float:
-        """The length in seconds."""
+        """Length of the training in seconds."""
         return 60.0 * self.minutes
 
     @property
     def used(self) -> float:
-        """Seconds of it that are used."""
+        """Seconds used."""
         return self._used_before + (0.0 if self._began is None else self.clock() - self._began)
 
     @property
     def left(self) -> float:
-        """Seconds of it that are left; not below 0."""
+        """Seconds left; at least 0."""
         return max(0.0, self.seconds - self.used)
 
     def begin(self, done: int, work: Work) -> None:
-        """Starts the clock.
+        """Start the clock.
 
         Args:
-            done: steps that are done, in the runs that this one goes on from.
-            work: what there is to do.
+            done: steps done in the runs that this one continues.
+            work: work in addition to the steps.
         """
         self.work, self._began, self._first = work, self.clock(), done
         self.next_look = done + 1
@@ -92,7 +92,7 @@ class TimeBudget:
 
     @contextlib.contextmanager
     def measuring(self, what: str) -> Iterator[None]:
-        """Measures a validation, or a checkpoint, which may be within one."""
+        """Measure a validation, or a checkpoint, which may be part of a validation."""
         began, other = self.clock(), self._other
         try:
             yield
@@ -100,20 +100,20 @@ class TimeBudget:
             took = self.clock() - began
             own = took - (self._other - other)
             self._other = other + took
-            # The last counts most, for a busy host's speed changes
+            # The last one counts most, because a busy host's speed changes
             self._costs[what] = (self._costs.get(what, own) + own) / 2
             if what == VALIDATION:
                 self._costs[WITHIN] = (self._costs.get(WITHIN, took - own) + took - own) / 2
 
     def is_due(self, done: int) -> bool:
-        """Whether to look at the plan after so many steps; the same on all ranks."""
+        """Return whether to look at the plan after ``done`` steps; equal on all ranks."""
         return done == self.next_look and done != self.plan.total
 
     def look(self, done: int) -> bool:
-        """Looks at the plan after a step; call it on the rank whose clock counts.
+        """Look at the plan after a step; for the rank whose clock counts.
 
         Args:
-            done: steps that are done.
+            done: steps done.
 
         Returns:
             Whether the plan was corrected.
@@ -126,7 +126,7 @@ class TimeBudget:
         left, total = self.seconds - now, self.plan.total
         corrects = total is None or abs(self._rest(done, total) - left) > TOLERANCE * self.seconds
         if corrects:
-            # A training whose time is over comes to its end in a few steps, which it does not put off
+            # A training whose time is over ends a few steps later, and does not postpone that end
             least = done + least_rest(done)
             wanted = max(self._affordable(done, left), least if total is None else min(least, total))
             if done <= SLOW_STEPS:
@@ -142,7 +142,7 @@ class TimeBudget:
         return corrects
 
     def _rest(self, done: int, total: int) -> float:
-        """Seconds until all is done, if the training has so many steps."""
+        """Return the seconds from step ``done`` to the end, if the training has ``total`` steps."""
         step, work = self._costs[STEP], self.work
         guessed = step * work.validation_steps
         validation = self._costs.get(VALIDATION, guessed)
@@ -154,7 +154,7 @@ class TimeBudget:
         return rest + validations * validation + checkpoints * checkpoint
 
     def _affordable(self, done: int, left: float) -> int:
-        """The most steps of a whole training that end in the seconds left."""
+        """Return the most steps in all that end within the seconds left."""
         low, high = done, done + 1
         while self._rest(done, high) <= left and high < 2**50:
             low, high = high, 2 * high
@@ -164,7 +164,7 @@ class TimeBudget:
         return low
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, in JSON values."""
+        """Return the state for a checkpoint, in JSON values."""
         return {
             "minutes": self.minutes,
             "seconds": self.used,
@@ -173,18 +173,18 @@ class TimeBudget:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], done: int) -> None:
-        """Goes on from a checkpoint's.
+        """Continue from the state of a checkpoint.
 
         Args:
-            state: of ``state_dict``; of another length, the plan is made longer or shorter.
-            done: steps that are done.
+            state: from ``state_dict``; if its length differs, the plan is scaled.
+            done: steps done.
 
         Raises:
-            ValueError, TypeError, KeyError: if it is no such state.
+            ValueError, TypeError, KeyError: if the state is not from ``state_dict``.
         """
         minutes, seconds, costs = state["minutes"], state["seconds"], dict(state["costs"])
         numbers = [minutes, seconds, *costs.values()]
-        if any(type(each) not in (int, float) or not math.isfinite(each) or each < 0 for each in numbers):
+        if any(type(n) not in (int, float) or not math.isfinite(n) or n < 0 for n in numbers):
             raise ValueError("must hold minutes and seconds")
         if not minutes or STEP not in costs:
             raise ValueError("must hold minutes, and the seconds of a step")
@@ -192,33 +192,33 @@ class TimeBudget:
         self._used_before, self._costs = float(seconds), costs
 
     def summary(self) -> dict[str, Any]:
-        """What became of it, in JSON values: the minutes, the seconds used, and each plan."""
+        """Return the minutes, the seconds used, and every plan, in JSON values."""
         plans = [{"after": done, "steps": total} for done, total in self.plan.plans]
         return {"minutes": self.minutes, "seconds": self.used, "plans": plans}
 
     def describe(self, done: int) -> str:
-        """Return a line about the plan that was made after so many steps."""
+        """Return a line about the plan that was made after ``done`` steps."""
         when = f"by the speed of {done:,}, {clock_text(self.used)} of {clock_text(self.seconds)}"
         return f"plan: {self.plan.total:,} steps, {when}"
 
     def decisions(self) -> tuple[int, list[tuple[int, int]]]:
-        """What the other ranks need to know: when to look next, and the plans."""
+        """Return the decisions for the other ranks: when to look next, and the plans."""
         return self.next_look, self.plan.plans
 
     def follow(self, decisions: tuple[int, list[tuple[int, int]]]) -> None:
-        """Takes over the decisions of another rank."""
+        """Apply the decisions of another rank."""
         self.next_look, plans = decisions
         for done, total in plans[len(self.plan.plans) :]:
             self.plan.make(done, total)
 
 
 def _periods(period: int | None, done: int, total: int) -> int:
-    """How often a period ends from a step on, that one included; the end of the training counts as one."""
+    """Count the ends of a period from step ``done``, included; the end of the training counts as one."""
     return 1 if period is None else -(-total // period) - (done - 1) // period
 
 
 def clock_text(seconds: float) -> str:
-    """``4:05``, or ``1:04:05``."""
+    """Return seconds as ``4:05`` or ``1:04:05``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

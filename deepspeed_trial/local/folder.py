@@ -1,4 +1,4 @@
-"""A run's own folder: its name, and who may write there."""
+"""Folder of a run: its name, and its lock."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ T = TypeVar("T")
 
 
 def default_output(name: str) -> pathlib.Path:
-    """A new folder for a run: ``runs/<name>-<time>``; of a file's path, the name without its ending."""
+    """Return a new folder for a run: ``runs/<name>-<time>``; ``name`` may be the path of a file."""
     first = pathlib.Path(f"runs/{pathlib.Path(name).stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}")
     others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
-    # Not Path.exists, which fails for a name that is too long
+    # Path.exists fails for a name that is too long
     return next(folder for folder in itertools.chain([first], others) if not os.path.exists(folder))
 
 
 def shown(path: pathlib.Path) -> str:
-    """A path as a user would write it: relative to the working directory where it is within."""
+    """Return a path as a user would write it: relative to the working directory if that contains it."""
     path = path.resolve()
     return str(path.relative_to(pathlib.Path.cwd()) if path.is_relative_to(pathlib.Path.cwd()) else path)
 
 
 def why_unusable(output: pathlib.Path, resumes: bool, writes: Sequence[str] = ()) -> str | None:
-    """Why a run cannot use a folder; None if it can.
+    """Return the reason why a run cannot use a folder; None if it can.
 
     Args:
         output: the folder.
-        resumes: whether the run goes on with the one that is there, which it would replace otherwise.
+        resumes: whether the run continues the folder's run.
         writes: further files that the run writes.
     """
     for name in (*FILES, *writes, *FOLDERS):
@@ -52,8 +52,9 @@ def why_unusable(output: pathlib.Path, resumes: bool, writes: Sequence[str] = ()
         if path.exists() and not os.access(path, os.W_OK if is_file else os.R_OK | os.W_OK | os.X_OK):
             return f"--output: {path}: may not be written to; change that, or give another folder"
     if not resumes and ((output / "summary.json").exists() or _has_checkpoints(output)):
-        mend = "give another folder, or go on with it: train.py --resume latest"
-        return f"--output: {output}: holds a run; {mend}"
+        return (
+            f"--output: {output}: holds a run; give another folder, or continue it: train.py --resume latest"
+        )
     return None
 
 
@@ -63,14 +64,14 @@ def _has_checkpoints(output: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def locked_folder(output: pathlib.Path, writer: str) -> Iterator[None]:
-    """Makes a folder and keeps others out of it until the block ends, however it ends.
+    """Make a folder, and lock it inside the block.
 
     Args:
         output: the folder.
-        writer: what writes there, for an error line.
+        writer: name of the writer in an error line.
 
     Raises:
-        InvalidInput: if it cannot be made, or another writes there.
+        InvalidInput: if the folder cannot be made, or another writer has locked it.
     """
     lock = filelock.FileLock(output / ".lock")
     if str(output).encode(errors="replace") != os.fsencode(output):
@@ -79,8 +80,8 @@ def locked_folder(output: pathlib.Path, writer: str) -> Iterator[None]:
         output.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except filelock.Timeout:
-        mend = "wait for its end or give another folder"
-        raise InvalidInput(f"--output: {output}: another {writer} is writing there; {mend}") from None
+        remedy = "wait for its end or give another folder"
+        raise InvalidInput(f"--output: {output}: another {writer} is writing there; {remedy}") from None
     except OSError as error:
         raise InvalidInput(
             f"--output: {output}: cannot be made ({one_line(error)}); give another folder"
@@ -98,13 +99,13 @@ def own_folder(
     resumes: bool | None,
     writes: Sequence[str] = (),
 ) -> Iterator[bool]:
-    """Makes a run's folder on the chief, keeps other runs out of it, and says whether the one there goes on.
+    """Make and lock a run's folder on the chief; the block gets whether the run continues the folder's run.
 
     Args:
         output: the folder.
         distributed: the ranks.
-        resumes: as ``why_unusable`` has it; if None, whether the folder has a checkpoint.
-        writes: the same.
+        resumes: as in ``why_unusable``; None to continue if the folder has a checkpoint.
+        writes: as in ``why_unusable``.
 
     Raises:
         InvalidInput: on every rank, if the folder cannot be used.
@@ -114,17 +115,17 @@ def own_folder(
         def take() -> bool:
             lock.enter_context(locked_folder(output, "run"))
             with refused(f"--output: {output}"):
-                goes_on = _has_checkpoints(output) if resumes is None else resumes
-                reason = why_unusable(output, goes_on, writes)
+                continues = _has_checkpoints(output) if resumes is None else resumes
+                reason = why_unusable(output, continues, writes)
             if reason:
                 raise InvalidInput(reason)
-            return goes_on
+            return continues
 
         yield on_chief(take, distributed)
 
 
 def on_chief(work: Callable[[], T], distributed: core.DistributedContext) -> T:
-    """Does something on rank 0 and gives its result, or raises its ``InvalidInput``, on every rank."""
+    """Do work on rank 0, and return its result, or raise its ``InvalidInput``, on every rank."""
     done: tuple[T | None, list[str]] = None, []
     if distributed.rank == 0:
         try:

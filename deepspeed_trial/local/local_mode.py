@@ -1,8 +1,8 @@
-"""What Determined's local test mode expects of a trial class, and since 0.38 no longer finds in one.
+"""The parts of a trial class that Determined's local test mode calls; since 0.38 its own classes lack them.
 
     det experiment create const.yaml . --local --test --config entrypoint=model_def:CIFARTrial
 
-The same with today's means is ``python3 train.py --test``.
+``python3 train.py --test`` does the same without Determined's test mode.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from deepspeed_trial.trainer import Trainer
 
 
 def make_test_context(core_context: core.Context, env: det.EnvContext) -> TrialContext:
-    """The trial's context; its checkpoint goes where ``det`` will remove it."""
+    """Make the trial's context; its checkpoint goes into a folder that ``det`` removes."""
     storage = pathlib.Path(env.experiment_config["checkpoint_storage"]["host_path"])
     core_context.preempt.start()
-    core_context.train = core.DummyTrainContext(storage / "tensorboard")  # det's own names no folder for it
+    core_context.train = core.DummyTrainContext(storage / "tensorboard")  # det's has no folder
     core_context.checkpoint = LocalCheckpoints(storage, core_context.distributed, 1, 1, lambda step: None)
     experiment = Experiment(env.experiment_config, env.hparams)
     return make_context(core_context, experiment, env.trial_seed, LocalServices(core_context, experiment))
 
 
 class _TestController:
-    """Trains, validates and saves one batch, called by ``det`` as its controllers once were."""
+    """Train, validate and save one batch; ``det`` calls these methods."""
 
     def __init__(self, trial: Any, context: TrialContext) -> None:
         self.trial, self.context = trial, context
 
     @staticmethod
     def pre_execute_hook(env: det.EnvContext, distributed_backend: Any) -> None:
-        """Starts the one process's group and seeds it."""
+        """Start the process group of one process, and seed the process."""
         processes.start_process_group()
         seed_everything(env.trial_seed)
 
@@ -49,22 +49,22 @@ class _TestController:
     def from_trial(
         cls, trial_inst: Any, context: Any, env: det.EnvContext, workloads: Any
     ) -> _TestController:
-        """Makes the controller; the workloads are those of a loop that Determined no longer has."""
+        """Make the controller; the workloads have no meaning any more."""
         return cls(trial_inst, context)
 
     def run(self) -> None:
-        """Runs the test in the trainer that trains for real."""
+        """Run the test in the real trainer."""
         experiment = self.context.experiment
         self.trial.check_experiment({**experiment.config, "hyperparameters": experiment.hyperparameters})
         Trainer(self.trial, self.context).fit(max_length=pytorch.Batch(1), test_mode=True)
 
 
 class LocalTestMode:
-    """A base of a ``DeepSpeedTrial`` that ``det experiment create ... --local --test`` can run."""
+    """A base class that lets ``det experiment create ... --local --test`` run a ``DeepSpeedTrial``."""
 
     trial_context_class: Any = staticmethod(make_test_context)
     trial_controller_class: Any = _TestController
 
     @staticmethod
     def check_experiment(config: Mapping[str, Any]) -> Any:
-        """Raises ``InvalidInput`` where the experiment configuration is wrong; takes any by default."""
+        """Raise ``InvalidInput`` if the experiment configuration is wrong; this default accepts any."""

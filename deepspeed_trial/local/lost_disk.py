@@ -1,4 +1,4 @@
-"""What is said where the disk of a run's folder is full, or gone."""
+"""Errors about a run's folder whose disk is full or gone."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from collections.abc import Iterator
 from deepspeed_trial.errors import DISK_FULL, TrainingStopped, one_line
 from deepspeed_trial.local.folder import shown
 
-# Of a shared folder whose server is gone, or that is read-only since an error
+# Errors of a shared folder whose server is gone, or of a disk that is read-only after an error
 GONE = (errno.EIO, errno.ENOTCONN, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT)
+
+RESUME = "--resume latest continues"
 
 
 @contextlib.contextmanager
 def explain_lost_disk(output: pathlib.Path) -> Iterator[None]:
-    """Ends what runs inside, where there is no room for its files, or no folder, with how to go on.
+    """Turn errors of a full or lost disk in the block into one line with the remedy.
 
     Args:
-        output: the run's folder.
+        output: folder of the run.
 
     Raises:
-        TrainingStopped: if the disk is full, or the folder cannot be written to any more.
+        TrainingStopped: if the disk is full, or the folder is not writable any more.
     """
     with _writers_errors_once():
         try:
@@ -34,13 +36,13 @@ def explain_lost_disk(output: pathlib.Path) -> Iterator[None]:
             is_full = is_full_disk(error)
             if isinstance(error, TrainingStopped) or not (is_full or is_gone(error, output)):
                 raise
-            mend = how_to_go_on(output) if is_full else "bring the folder back, then --resume latest goes on"
-            raise TrainingStopped(f"{shown(output)}: {one_line(error)}; {mend}") from error
+            remedy = how_to_go_on(output) if is_full else f"bring the folder back, then {RESUME}"
+            raise TrainingStopped(f"{shown(output)}: {one_line(error)}; {remedy}") from error
 
 
 def is_gone(error: BaseException, output: pathlib.Path) -> bool:
-    """Whether a file of the folder cannot be written or read, though it could."""
-    if isinstance(error, shutil.Error):  # of a folder's copy, with the text alone
+    """Return whether an error says that a file of the folder has become inaccessible."""
+    if isinstance(error, shutil.Error):  # of a folder's copy; it has only the text
         return os.strerror(errno.ENOENT) in str(error)
     if not isinstance(error, OSError):
         return False
@@ -50,23 +52,23 @@ def is_gone(error: BaseException, output: pathlib.Path) -> bool:
 
 
 def how_to_go_on(output: pathlib.Path) -> str:
-    """What to do once a run's disk was full."""
+    """Return the remedy after a run's disk was full."""
     has_checkpoints = any(output.glob("checkpoints/[!.]*/"))
-    return f"make room, then {'--resume latest goes on' if has_checkpoints else 'start again'}"
+    return f"make room, then {RESUME if has_checkpoints else 'start again'}"
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Whether an error says that a disk is full."""
-    if isinstance(error, shutil.Error):  # of a folder's copy, with the text alone
+    """Return whether an error says that a disk is full."""
+    if isinstance(error, shutil.Error):  # of a folder's copy; it has only the text
         return any(os.strerror(number) in str(error) for number in DISK_FULL)
     if isinstance(error, OSError):
         return error.errno in DISK_FULL
-    return "inline_container.cc" in str(error)  # where torch.save cannot write
+    return "inline_container.cc" in str(error)  # torch.save cannot write
 
 
 @contextlib.contextmanager
 def _writers_errors_once() -> Iterator[None]:
-    """Keeps TensorBoard's writing thread from printing what its next caller is going to raise."""
+    """Keep TensorBoard's writing thread from printing an error that its next caller raises."""
     hook = threading.excepthook
 
     def show(arguments: threading.ExceptHookArgs) -> None:

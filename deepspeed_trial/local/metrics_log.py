@@ -1,4 +1,4 @@
-"""What a run has reported: the lines of its ``metrics.jsonl``."""
+"""The lines of a run's ``metrics.jsonl``: its reports."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ FILE = "metrics.jsonl"
 
 
 def read(run: pathlib.Path) -> list[dict[str, Any]]:
-    """Gives a run's reports of training and validation, in order.
+    """Return a run's reports of training and validation, in order.
 
-    Lines that are no report, such as a last one that was cut off when the run was killed, are left out.
+    Lines that are no report are left out, such as a last one that a kill has cut off.
 
     Args:
-        run: its folder; one without the file has no reports.
+        run: folder of the run; without the file there are no reports.
 
     Raises:
         OSError: if the file cannot be read.
     """
     file = run / FILE
     lines = file.read_text(errors="replace").splitlines() if file.exists() else []
-    found = []
+    reports = []
     for line in lines:
         with contextlib.suppress(ValueError, RecursionError):
             entry = json.loads(line)
             if _is_report(entry):
-                found.append(entry)
-    return found
+                reports.append(entry)
+    return reports
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics that are one number, as Python's own numbers."""
+    """Return the metrics that are single numbers, as Python's numbers."""
     numbers = {name: value.item() if _is_tensor(value) else value for name, value in metrics.items()}
     return {
         name: value.item() if hasattr(value, "item") else value

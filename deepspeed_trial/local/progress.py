@@ -1,4 +1,4 @@
-"""What a cluster's master does with a trial's metrics, done on this machine: kept, and shown."""
+"""Metrics of a run without a cluster: written to a file, and shown as progress."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.local import metrics_log
 from deepspeed_trial.time_budget import TimeBudget, clock_text
 
-# What is shown first of metrics: what it is called there, and its format.
+# Label and format of the metrics that come first
 FORMS = {
     "loss": ("loss", ".4f"),
     "learning_rate": ("lr", ".2g"),
@@ -28,52 +28,51 @@ FORMS = {
     "images_per_second": ("images/s", ",.0f"),
 }
 SHOWN = 6  # metrics
-NOT_SHOWN = ("batches", "epochs")  # which Determined adds to a validation's
-# Seconds without a report after which a step is shown, on a terminal and elsewhere: a GPU has to wait for it.
+NOT_SHOWN = ("batches", "epochs")  # Determined adds them to a validation's
+# Seconds without a report after which a step is shown, on a terminal (True) and elsewhere; a GPU waits for it
 SHOWN_EVERY = {True: 1.0, False: 60.0}
-WATCHED = 5  # seconds at least over which threads are watched
-LONGEST_WAIT = 0.2  # part of the time that threads may be without a core before it is said
-# Without steps a second, which would count validations in, as images a second do not.
+WATCHED = 5  # least seconds of a measurement of threads
+LONGEST_WAIT = 0.2  # share of the time without a core above which a note is shown
+# Without steps a second: unlike images a second, they would count the time of validations
 BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
 
 
 class LocalMetrics(core.DummyTrainContext):
-    """Takes the metrics that a trial reports, on the chief.
+    """Show and write the metrics that a trial reports, on the chief.
 
-    They are shown as a progress bar on a terminal and as plain lines elsewhere, and kept in
-    ``OUTPUT/metrics.jsonl``.
+    A terminal shows a progress bar, other outputs plain lines. ``OUTPUT/metrics.jsonl`` gets all metrics.
 
     Args:
-        output: the run's folder.
-        experiment: which says by which validation metric the best checkpoint is told.
+        output: folder of the run.
+        experiment: configuration; its validation metric decides which checkpoint is best.
 
     Attributes:
-        validation: the metrics of the last validation.
+        validation: metrics of the last validation.
     """
 
     def __init__(self, output: pathlib.Path, experiment: Experiment) -> None:
-        super().__init__(output)  # TensorBoard's files, which it names after their folder
+        super().__init__(output)  # the folder names TensorBoard's files
         self.output, self.experiment = output, experiment
         self.validation: dict[str, Any] = {}
-        self._scores: dict[int, float] = {}  # the metric by step
+        self._scores: dict[int, float] = {}  # the validation metric by step
         self.steps: int | None = 0
         self.steps_per_epoch = 1
         self._budget: TimeBudget | None = None
         self._bar = tqdm(disable=True)  # until the length is known
         self._reported: dict[str, Any] = {}
         self._shown_at = 0.0  # seconds
-        self._watched_since: tuple[float, float] | None = None  # now, and what machine.waited_for_cores() was
+        self._watched_since: tuple[float, float] | None = None  # time, and machine.waited_for_cores() then
 
     def begin(
         self, steps: int | None, steps_per_epoch: int, done: int, budget: TimeBudget | None = None
     ) -> None:
-        """Starts to show the training, whose length is known once the data is there.
+        """Start to show the training.
 
         Args:
-            steps: optimizer steps in all; None if they are not known yet.
+            steps: optimizer steps in all; None if not known yet.
             steps_per_epoch: optimizer steps in an epoch.
-            done: steps done already, in the run that this one resumes.
-            budget: of a training whose length is a time.
+            done: steps done in the run that this one continues.
+            budget: budget of a training whose length is a time.
         """
         self._budget = budget
         self.steps, self.steps_per_epoch = steps, steps_per_epoch
@@ -99,19 +98,19 @@ class LocalMetrics(core.DummyTrainContext):
         self._watched_since = time.monotonic(), machine.waited_for_cores()
 
     def plan(self, steps: int, text: str) -> None:
-        """Takes another number of steps in all, and says why."""
+        """Change the number of steps in all, and show a line about it."""
         self.steps = self._bar.total = steps
         self._bar.write(text, file=sys.stdout)
         sys.stdout.flush()
 
     def step(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        """Counts one optimizer step; shows its metrics, which may be tensors, if none were shown for long."""
+        """Count an optimizer step; show its metrics, which may be tensors, if the last ones are old."""
         self._bar.update()
         if time.monotonic() - self._shown_at >= SHOWN_EVERY[not self._bar.disable]:
             self._show(steps_completed, metrics)
 
     def close(self) -> None:
-        """Leaves the terminal to others."""
+        """Close the progress bar."""
         self._bar.close()
 
     @override
@@ -147,17 +146,17 @@ class LocalMetrics(core.DummyTrainContext):
         return best(self._scores.values(), default=None)
 
     def score(self, step: int) -> float | None:
-        """How good the validation after a step was, the higher the better; None if there was none."""
+        """Return the score of the validation after a step, higher is better; None without a validation."""
         value = self._scores.get(step)
         return -value if value is not None and self.experiment.smaller_is_better else value
 
     def judge_by(self, step: int) -> None:
-        """Take the validation after a step for that of the final weights."""
+        """Use the validation after a step as the result of the final weights."""
         entries = metrics_log.read(self.output)
         self.validation = next(
-            each
-            for each in reversed(entries)
-            if each["group"] == "validation" and each["steps_completed"] == step
+            entry
+            for entry in reversed(entries)
+            if entry["group"] == "validation" and entry["steps_completed"] == step
         )
 
     @override
@@ -173,12 +172,12 @@ class LocalMetrics(core.DummyTrainContext):
         pass
 
     def _forget_after(self, done: int) -> None:
-        """Leaves of an earlier run in the same folder only what this one goes on from."""
+        """Remove the metrics of an earlier run in the folder that come after step ``done``."""
         (self.output / "summary.json").unlink(missing_ok=True)
         rest = self.output / f".{metrics_log.FILE}"
         with open(rest, "w") as file:
             for entry in metrics_log.read(self.output) if done else ():
-                is_known = entry["group"] in ("training", "validation")  # a test comes anew
+                is_known = entry["group"] in ("training", "validation")  # the test runs again
                 if entry["steps_completed"] <= done and is_known:
                     file.write(json.dumps(entry) + "\n")
                     if entry["group"] == "validation":
@@ -206,7 +205,7 @@ class LocalMetrics(core.DummyTrainContext):
         self._say_if_threads_wait()
 
     def _say_if_threads_wait(self) -> None:
-        """Says once that other programs keep the threads of a step, which wait for each other, from cores."""
+        """Show once that other programs take the cores of this run's threads."""
         threads, now = torch.get_num_threads(), time.monotonic()
         if threads == 1 or self._watched_since is None or now - self._watched_since[0] < WATCHED:
             return
@@ -215,13 +214,11 @@ class LocalMetrics(core.DummyTrainContext):
         self._watched_since = now, machine.waited_for_cores()
         if share > LONGEST_WAIT:
             self._watched_since = None
-            what = (
-                f"this host is busy: {threads} threads, of which each waits for the others, had no core for"
-            )
-            mend = "OMP_NUM_THREADS=1 may be faster"
+            what = f"this host is busy: {threads} threads, which wait for each other, had no core for"
+            remedy = "OMP_NUM_THREADS=1 may be faster"
             if os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
-                mend += ", and so may OMP_WAIT_POLICY=passive"
-            self._bar.write(f"note: {what} {min(share, 1):.0%} of the time; {mend}", file=sys.stderr)
+                remedy += ", and so may OMP_WAIT_POLICY=passive"
+            self._bar.write(f"note: {what} {min(share, 1):.0%} of the time; {remedy}", file=sys.stderr)
 
     def _epoch(self, steps_completed: int) -> str:
         epoch = -(-steps_completed // self.steps_per_epoch)
@@ -234,16 +231,16 @@ class LocalMetrics(core.DummyTrainContext):
     def _line(self, steps_completed: int, text: str, always: bool = False) -> None:
         out: TextIO = sys.stdout
         if always or self._bar.disable:
-            of_all = "" if self.steps is None else f"/{self.steps}"
-            where = f"{self._epoch(steps_completed)}  step {steps_completed}{of_all}"
+            total = "" if self.steps is None else f"/{self.steps}"
+            where = f"{self._epoch(steps_completed)}  step {steps_completed}{total}"
             self._bar.write(f"{where}  {text}", file=out)
             out.flush()
 
 
 def _in_words(metrics: Mapping[str, Any], chosen: str = "") -> dict[str, str]:
-    """Return the metrics that are shown, as text, by their labels.
+    """Return the text of the metrics to show, by their labels.
 
-    Metrics of single classes are not shown, except a chosen one, which comes first.
+    The chosen metric comes first. Other metrics of single classes are left out.
     """
     first = [name for name in (chosen, *FORMS) if name in metrics]
     others = [name for name in metrics if name not in (*FORMS, *NOT_SHOWN) and "/" not in name]

@@ -1,4 +1,4 @@
-"""The processes that started this one, and what is to be done when one of them ends."""
+"""Launchers of this process, and calls at their end."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from deepspeed_trial.machine import is_alive
 
 
 def launchers() -> list[int]:
-    """The ids of the processes of ``torchrun`` or ``deepspeed`` that started this one; none without them."""
+    """Return the ids of the ``torchrun`` or ``deepspeed`` processes that started this one."""
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(os.getppid())
         if "TORCHELASTIC_RUN_ID" in os.environ:
             return [parent.pid]
-        if "deepspeed.launcher.launch" in parent.cmdline():  # which on one host another has started
+        if "deepspeed.launcher.launch" in parent.cmdline():  # on one host another one starts it
             above = parent.parent()
-            is_runner = above and any("deepspeed" in pathlib.Path(each).name for each in above.cmdline()[:3])
+            is_runner = above and any("deepspeed" in pathlib.Path(word).name for word in above.cmdline()[:3])
             return [parent.pid, above.pid] if above and is_runner else [parent.pid]
     return []
 
 
 @contextlib.contextmanager
 def at_the_end_of(processes: Mapping[int, Callable[[], None]]) -> Iterator[None]:
-    """Looks once a second, while the block runs, whether other processes still do.
+    """Look once a second, inside the block, whether other processes still run.
 
     Args:
-        processes: what to call at the end of each, by its id, if the block still runs.
+        processes: call at the end of each process, by its id; it runs in another thread.
     """
     done, left = threading.Event(), {_find(pid): call for pid, call in processes.items()}
 
     def watch() -> None:
         while not done.wait(1):
-            for process in [each for each in left if not is_alive(each)]:
+            for process in [process for process in left if not is_alive(process)]:
                 left.pop(process)()
 
     if left:

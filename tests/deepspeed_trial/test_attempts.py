@@ -88,7 +88,7 @@ def test_the_times_are_medians_without_the_first_step(monkeypatch):
     )
     for _ in seconds:
         clock.tick()
-    with pytest.raises(attempts._Enough):
+    with pytest.raises(attempts._MeasurementDone):
         clock.tick()
     assert clock.medians == pytest.approx((0.05, 0.15))
     tried = Attempt(*clock.medians)

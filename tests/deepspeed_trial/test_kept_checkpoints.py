@@ -32,7 +32,7 @@ def test_a_run_is_not_replaced(two_checkpoints, tmp_path, capsys):
     (tmp_path / "loop/checkpoints").symlink_to("checkpoints")
     before = contents(tmp_path / "again")
     for name, expected in {
-        "again": "holds a run; give another folder, or go on with it: train.py --resume latest",
+        "again": "holds a run; give another folder, or continue it: train.py --resume latest",
         "odd": "metrics.jsonl: is no file",
         "pipe": "run.json: is no file",
         "loop": "loop/checkpoints: is no folder",
@@ -208,7 +208,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(two_checkpoints, tmp_path):
     (line,) = [line for line in full.stderr.splitlines() if line.startswith("train.py:")]
     assert "the checkpoint of step 6 cannot be written" in line and "MiB are free" in line
     last = f"the last whole one is {before[4].name} (step 4)"
-    assert line.endswith(f"{last}; make room, then --resume latest goes on")
+    assert line.endswith(f"{last}; make room, then --resume latest continues")
     assert "Traceback" not in full.stderr
     assert checkpoints(full) == before
     assert not list(output.glob("checkpoints/.partial*"))

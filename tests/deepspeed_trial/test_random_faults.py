@@ -45,7 +45,7 @@ def test_a_run_resumes_when_its_lost_folder_is_back(runs: Runs, tmp_path):
     assert "Traceback" not in said
     (line,) = [line for line in said.splitlines() if line.startswith("train.py: ") and "note" not in line]
     assert "No such file or directory" in line
-    assert line.endswith("; bring the folder back, then --resume latest goes on")
+    assert line.endswith("; bring the folder back, then --resume latest continues")
     shutil.rmtree(output, ignore_errors=True)
     away.rename(output)
     done = run(["train.py", *row, *LATEST], output)
