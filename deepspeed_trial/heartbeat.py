@@ -11,6 +11,7 @@ import pathlib
 import socket
 import sys
 import threading
+import time
 import traceback
 import uuid
 from dataclasses import dataclass, field
@@ -141,10 +142,12 @@ class Activity:
     def __init__(self, mine: Beat) -> None:
         self._mine, self._process = mine, psutil.Process()
         self._place, self._frames = mine.place, list[tuple[str, int, str]]()
-        self._work = self._work_of_children = 0.0
+        self._work, self._work_of_children, self._ticked = 0.0, 0.0, time.monotonic()
 
     def tick(self) -> None:
         """Measure once a second."""
+        ticked, self._ticked = self._ticked, time.monotonic()
+        least = WORK * (self._ticked - ticked)
         innermost = sys._current_frames()[threading.main_thread().ident or 0]
         stack = traceback.walk_stack(innermost)
         frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in stack]
@@ -155,7 +158,7 @@ class Activity:
             work = _work(self._process, not is_polling)
             # They may decode images, or compile
             children = sum(map(_work, self._process.children(recursive=True)))
-            works = max(work - self._work, abs(children - self._work_of_children)) > WORK
+            works = max(work - self._work, abs(children - self._work_of_children)) > least
             # Measured again, because the search for children reads much
             self._work, self._work_of_children = _work(self._process, not is_polling), children
         self._mine.idle = 0.0 if works else self._mine.idle + TICK
@@ -181,4 +184,6 @@ def _collective(frames: list[tuple[str, int, str]]) -> str:
         owner = COLLECTIVES.get(pathlib.Path(file).name)
         if owner is not None and not function.startswith("_"):
             return owner + function
-    return "a collective" if frames[0][2] == "wait" and "deepspeed" in frames[0][0] else ""
+        if function == "wait" and "/deepspeed/" in file:
+            return "a collective"
+    return ""

@@ -213,11 +213,15 @@ def find_behind(ranks: list[Beat]) -> list[Beat]:
 
 
 def _stacks() -> str:
-    """Return the stack of every thread of this process, innermost call first."""
+    """Return the stacks of the main thread and of other threads that do not wait, innermost call first."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
-        return file.read()
+        *others, main = file.read().split("\n\n")
+    busy = [
+        stack for stack in others if not re.search(r"\n.*(threading|watch)\.py", stack.partition(" in ")[0])
+    ]
+    return "\n\n".join([*busy, main])
 
 
 def _has_lost_rank(error: RuntimeError) -> bool:

@@ -40,7 +40,7 @@ FAULTS: dict[str, tuple] = {
     "the chief is stopped": ("SIGSTOP", 0, "", [], "in step ", IN_CHIEF),
     "a process that is stopped": ("SIGSTOP", 1, "torchrun", [], "in step ", "all_reduce"),
     "a barrier of one rank": ("barrier", 0, "", [], "step 6 (data)", "in barrier"),
-    "a save that is stuck": ("save", 0, "", [], "checkpoint after step 12", "write_metadata"),
+    "a save that is stuck": ("save", 0, "", [], "checkpoint after step 12", "in store_path"),
     "fewer batches": ("unequal", 1, "", overrides(scheduling_unit=99), "after step 5", "gather"),
     "the chief with the store is stopped": ("SIGSTOP", 0, "deepspeed", [], "in step ", IN_CHIEF),
     "a chief that never tells anything": ("unheard", 0, "deepspeed", [], "setup", "new_group"),
