@@ -140,7 +140,7 @@ def export(args: argparse.Namespace) -> None:
         )
     folder = locate(args.source, args.checkpoint)
     whole = folder / net_file.NAMES[0]
-    state = state_dicts.read(str(whole))
+    state = net_file.of_checkpoint(folder)
     description = net_file.read_description(whole)
     net_file.build(description, state, str(whole))  # raises if the weights do not fit the description
     digest = state_dicts.sha256(dict(sorted(state.items())))

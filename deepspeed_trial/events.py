@@ -11,6 +11,7 @@ from typing import Any
 
 import determined as det
 from determined import pytorch
+from torch import Tensor
 from typing_extensions import override
 
 from deepspeed_trial.errors import Diverged, TrainingStopped
@@ -76,6 +77,10 @@ class TrialHooks(Callback):
         With these names a pipeline resumes from the plain network's checkpoints, and the reverse.
         """
         return None
+
+    def averages(self) -> Mapping[Tensor, Tensor]:
+        """Return averages to save, by the engines' master weights and buffers that they are averages of."""
+        return {}
 
     def advise_on_memory(self) -> str:
         """Return a line that says how to use less memory; it is printed when memory runs out."""

@@ -19,8 +19,7 @@ from determined import pytorch
 from determined.pytorch.deepspeed import DeepSpeedTrial
 
 from deepspeed_trial import engines, redaction
-from deepspeed_trial.checkpoints import by_name, contents, identity, safe_load
-from deepspeed_trial.checkpoints.conversion import as_loadable
+from deepspeed_trial.checkpoints import contents, identity, pieces, safe_load, shards, state
 from deepspeed_trial.checkpoints.identity import Identity
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.events import Callback, Code, TrialHooks
@@ -28,6 +27,7 @@ from deepspeed_trial.place import GATHER
 from deepspeed_trial.services import Services
 from deepspeed_trial.time_budget import TimeBudget
 
+ENGINES = "engines"  # key of a rank's file
 BUDGET = "budget"  # key of a checkpoint's progress: the plan, and the time used
 
 logger = logging.getLogger("deepspeed_trial")
@@ -84,36 +84,39 @@ class Saving:
 
     # --------------------------------------------------------------------------------------------- write
 
-    def write(self, path: pathlib.Path, state: State, budget: TimeBudget | None) -> None:
+    def write(self, path: pathlib.Path, progress: State, budget: TimeBudget | None) -> None:
         """Write a checkpoint into a folder. Every rank calls it."""
         path.mkdir(parents=True, exist_ok=True)
         is_chief, rank = self.context.distributed.rank == 0, self.context.distributed.rank
         if is_chief:
             self.services.copy_code(self.hooks.code(), path)
-            (path / "trial_state.pkl").write_bytes(pickle.dumps(asdict(state)))
+            (path / "trial_state.pkl").write_bytes(pickle.dumps(asdict(progress)))
             self._write_load_data(path)
         of_rank = {
             "callbacks": {name: callback.state_dict() for name, callback in self.callbacks.items()},
             "rng_state": _random_numbers(self.context),
+            ENGINES: [state.numbers(engine) for engine in self.engines],
         }
         for callback in self.callbacks.values():
             callback.on_checkpoint_save_start(of_rank)
         torch.save(of_rank, path / f"det_state_dict_rank{rank}.pth")
-        self.trial.save(self.context, path)
+        trial = type(self.trial)
+        is_default = trial.save is DeepSpeedTrial.save and trial.load is DeepSpeedTrial.load
+        if is_default and all(pieces.are_known(engine) for engine in self.engines):
+            self.context.place.enter(GATHER)
+            for index, engine in enumerate(self.engines):
+                folder = shards.folder_of(path, index)
+                state.save(engine, folder, self.hooks.layer_names(), self.hooks.averages())
+        else:
+            self.trial.save(self.context, path)
         for callback in self.callbacks.values():
             callback.on_checkpoint_end(str(path))
             callback.on_checkpoint_write_end(str(path))
-        self.context.place.enter(GATHER)
-        for index, engine in enumerate(self.engines):
-            by_name.save(engine, by_name.folder_of(path, index), self.hooks.layer_names())
         if is_chief:
-            progress = dict(contents.progress_of(state, self.engines))
-            if budget:
-                progress[BUDGET] = budget.state_dict()
-            identity.write(path, self.identity(), progress)
+            identity.write(path, self.identity(), {BUDGET: budget.state_dict()} if budget else {})
 
     def _write_load_data(self, path: pathlib.Path) -> None:
-        """Write the file by which ``determined.pytorch.load_trial_from_checkpoint_path`` makes a trial."""
+        """Write the file that ``determined.pytorch.load_trial_from_checkpoint_path`` reads."""
         experiment = self.context.experiment
         load_data = {
             "trial_type": "DeepSpeedTrial",
@@ -125,7 +128,7 @@ class Saving:
     # ---------------------------------------------------------------------------------------------- read
 
     def check(self, path: pathlib.Path, name: str, steps: int) -> None:
-        """Check a checkpoint on one rank of each host.
+        """Check a checkpoint: its files on one rank of each host, its weights on every rank.
 
         Args:
             path: the checkpoint's folder.
@@ -136,17 +139,15 @@ class Saving:
             UnusableCheckpoint: on every rank, with all lines of any rank.
         """
         with contents.loading(name, self.context.distributed):
-            if self.context.distributed.local_rank != 0:
-                return
-            saved, trial, mine = identity.read(path, name), type(self.trial), self.identity()
-            if trial.save is DeepSpeedTrial.save:
-                identity.check_engines(path, name, len(self.engines))
-            identity.check(path, name, mine, self.services.trial_id)
-            is_same = identity.is_same_form(saved, mine)
-            engines = self.engines if is_same and trial.load is DeepSpeedTrial.load else []
-            contents.check(path, saved, engines, steps, self.services.trial_id)
-            if not is_same:
-                by_name.check(path, self.engines, self.hooks.layer_names(), saved["progress"])
+            if self.context.distributed.local_rank == 0:
+                saved = identity.read(path, name)
+                if type(self.trial).save is DeepSpeedTrial.save:
+                    identity.check_engines(path, name, len(self.engines))
+                identity.check(path, name, self.identity(), self.services.trial_id)
+                contents.check(path, saved, steps, self.services.trial_id)
+            if shards.are_in(path):
+                for index, engine in enumerate(self.engines):
+                    state.check(engine, shards.folder_of(path, index), self.hooks.layer_names())
 
     def load_budget(self, path: pathlib.Path, name: str, steps: int, budget: TimeBudget) -> None:
         """Continue the plan of a length in minutes; schedules follow it, so it comes before the engines.
@@ -154,12 +155,12 @@ class Saving:
         Raises:
             InvalidInput: if the checkpoint has no such plan, or a damaged one.
         """
-        file, state = path / identity.FILE, identity.read(path, name)["progress"].get(BUDGET)
-        if state is None:
+        file, plan = path / identity.FILE, identity.read(path, name)["progress"].get(BUDGET)
+        if plan is None:
             what = f"has no plan of minutes, but a length of {steps:,} steps or more"
             raise InvalidInput(f"--resume: {name}: {what}; use that length, or start a new run")
         try:
-            budget.load_state_dict(state, steps)
+            budget.load_state_dict(plan, steps)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
             raise InvalidInput(f"{file}: progress.{BUDGET}: {one_line(error)}; it is damaged") from error
 
@@ -169,29 +170,35 @@ class Saving:
         Returns:
             The trial's progress; of another trial's checkpoint only the weights are taken.
         """
-        mine, rank = self.identity(), self.context.distributed.rank
+        rank = self.context.distributed.rank
         with contents.loading(name, self.context.distributed), contextlib.ExitStack() as around:
             for engine in self.engines:
                 around.enter_context(engines.keep_configured_hyperparameters(engine))
-            folder = around.enter_context(
-                as_loadable(
-                    path, name, mine, self.engines, self.hooks.layer_names(), self.context.distributed
-                )
-            )
             around.enter_context(safe_load.allowed_globals())
-            file = folder / f"det_state_dict_rank{rank}.pth"
+            ranks = identity.read(path, name)["mode"][identity.PROCESSES]
+            file = (
+                path / f"det_state_dict_rank{rank % ranks}.pth"
+            )  # new ranks take random numbers of old ones
             of_rank = torch.load(file, map_location="cpu", weights_only=True)
             for callback in self.callbacks.values():
                 callback.on_checkpoint_load_start(of_rank)
-            self.trial.load(self.context, folder)
+            self._load_engines(path, of_rank)
             _set_random_numbers(of_rank["rng_state"], self.context)
             self._load_callbacks(of_rank["callbacks"])
             for callback in self.callbacks.values():
                 if isinstance(callback, Callback):
                     callback.on_checkpoint_load_end(path)
-            contents.check_loaded(self.engines)
-        state = State(**safe_load.read_trial_state(path))
-        return state if state.trial_id == self.services.trial_id else State(self.services.trial_id)
+        progress = State(**safe_load.read_trial_state(path))
+        return progress if progress.trial_id == self.services.trial_id else State(self.services.trial_id)
+
+    def _load_engines(self, path: pathlib.Path, of_rank: Mapping[str, Any]) -> None:
+        if not shards.are_in(path):
+            self.trial.load(self.context, path)
+            return
+        for index, engine in enumerate(self.engines):
+            folder = shards.folder_of(path, index)
+            state.load(engine, folder, self.hooks.layer_names(), self.hooks.averages())
+            state.load_numbers(engine, of_rank[ENGINES][index])
 
     def _load_callbacks(self, states: Mapping[str, Any]) -> None:
         for name, callback in self.callbacks.items():

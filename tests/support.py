@@ -217,7 +217,7 @@ def all_at_once(*works) -> None:
 
 
 LATEST = ["--resume", "latest"]
-MODEL = "model0/mp_rank_00_model_states.pt"  # of a checkpoint
+MODEL = "model0/shard-00001-model-00001-of-00001.safetensors"  # of a checkpoint
 
 
 def checkpoints(run) -> dict[int, pathlib.Path]:

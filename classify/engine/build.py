@@ -25,9 +25,9 @@ from classify.engine.trial_config import TrialConfig
 from classify.models import pretrained, recompute, registry, state_dicts
 from classify.models.net_moe import NetMoE
 from classify.models.stages import layers_of
+from deepspeed_trial.checkpoints.pieces import name_in_stage
 from deepspeed_trial.engines import partition_for_zero3
 from deepspeed_trial.errors import InvalidInput, one_line, printable
-from deepspeed_trial.full_weights import name_in_stage
 from deepspeed_trial.out_of_memory import explain_out_of_memory
 from deepspeed_trial.patches.pipeline import clip_stages_together
 from deepspeed_trial.schedules import GroupSchedule, PlannedSchedule

@@ -20,9 +20,10 @@ from classify.engine import memory
 from classify.engine.parameter_groups import summarise
 from classify.engine.trial_config import TrialConfig
 from classify.engine.weight_average import WeightAverage
-from classify.models import net_file, state_dicts
+from classify.models import net_file
 from classify.models.registry import MOE
 from deepspeed_trial import machine
+from deepspeed_trial.checkpoints import pieces, shards
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.events import Code, TrialHooks, steps_done
 from deepspeed_trial.full_weights import gather_full_state_dict
@@ -31,9 +32,9 @@ NOT_EXPORTED = ("ep_world_size", "noisy_gate_policy")  # settings of a training 
 
 
 class ClassifierHooks(TrialHooks):
-    """Writes the whole fp32 network into every checkpoint, and identifies the trial.
+    """Describes the network in every checkpoint, and identifies the trial.
 
-    With ``weight_average``, the average replaces the network in checkpoints and validations.
+    With ``weight_average``, a checkpoint also holds the average; validations and exports use it.
 
     Args:
         context: the trial's context.
@@ -97,13 +98,24 @@ class ClassifierHooks(TrialHooks):
 
     @override
     def on_checkpoint_load_end(self, checkpoint_dir: pathlib.Path) -> None:
-        """Load the average; from a checkpoint without an average, the network starts one."""
-        if self.average:
-            self.average.load_state_dict(state_dicts.read(str(checkpoint_dir / net_file.NAMES[0])))
+        """Load the average of a checkpoint without shards; the loader of shards has loaded it already."""
+        if not self.average:
+            return
+        if not shards.are_in(checkpoint_dir):
+            self.average.load_state_dict(net_file.of_checkpoint(checkpoint_dir))
+        self.average.on_loaded()
+
+    @override
+    def averages(self) -> Mapping[Tensor, Tensor]:
+        return self.average.by_weight() if self.average else {}
 
     @override
     def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:
-        self.write_network(pathlib.Path(checkpoint_dir, net_file.NAMES[0]))
+        path = pathlib.Path(checkpoint_dir, net_file.NAMES[0])
+        if not pieces.are_known(self.engine):  # then no shards have the weights
+            self.write_network(path)
+        elif self.context.distributed.rank == 0:
+            net_file.write_description(path, self.describe_network())
 
     def write_network(self, path: pathlib.Path) -> dict[str, Tensor]:
         """Write the network's file on the chief, and return its weights.

@@ -15,14 +15,12 @@ from torch import Tensor
 from torch.optim import swa_utils
 
 from classify.config.options import WeightAverage as Options
+from deepspeed_trial.checkpoints import pieces
 from deepspeed_trial.engines import broadcast_buffers
 from deepspeed_trial.full_weights import (
     exchange_masters,
     gather_full_state_dict,
-    kept_buffers,
     master_weights,
-    plain_name,
-    scatter_full_state_dict,
     update_network,
 )
 from deepspeed_trial.plan import Plan
@@ -90,13 +88,24 @@ class WeightAverage:
         exchange_masters(self.engine, self._masters)
         return whole
 
+    def by_weight(self) -> dict[Tensor, Tensor]:
+        """Return the averages by the engine's master weights and buffers."""
+        buffers = self._engine_buffers()
+        of_buffers = {buffers[name]: average for name, average in self._buffers.items()}
+        return {**dict(zip(master_weights(self.engine), self._masters, strict=True)), **of_buffers}
+
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load an average from ``state_dict``, of any number of ranks and any ZeRO stage."""
-        exchange_masters(self.engine, self._masters)
-        scatter_full_state_dict(self.engine, state, self.stage_layers)
-        exchange_masters(self.engine, self._masters)
+        averages = self.by_weight()
+        for name, _, piece, _ in pieces.named(self.engine, self.stage_layers):
+            if piece.owner in averages:
+                part = piece.of(averages[piece.owner])
+                part.copy_(state[name].flatten().narrow(0, piece.start, piece.numel).view(part.shape))
         for name, average in self._buffers.items():
-            average.copy_(state[plain_name(self.engine, name, self.stage_layers)])
+            average.copy_(state[pieces.plain_name(self.engine, name, self.stage_layers)])
+
+    def on_loaded(self) -> None:
+        """Count from the steps of the checkpoint that the engine has loaded."""
         self._steps = self._steps_done()
 
     def _steps_done(self) -> int:
@@ -104,7 +113,7 @@ class WeightAverage:
 
     def _engine_buffers(self) -> dict[str, Tensor]:
         """Return the engine's floating-point buffers; counts are not averaged."""
-        return {name: b for name, b in kept_buffers(self.engine.module) if b.is_floating_point()}
+        return {name: b for name, b in pieces.buffers(self.engine.module) if b.is_floating_point()}
 
 
 @torch.no_grad()

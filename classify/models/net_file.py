@@ -35,6 +35,7 @@ from classify.config.rules import (
 from classify.models import dry_run, registry, state_dicts
 from classify.models.registry import NetSpec
 from deepspeed_trial import redaction
+from deepspeed_trial.checkpoints import shards
 from deepspeed_trial.checkpoints.files import sha256
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.input_files import regular_file
@@ -134,6 +135,22 @@ def write_described(
     finally:
         partial.unlink(missing_ok=True)
         text.unlink(missing_ok=True)
+
+
+def write_description(path: pathlib.Path, description: Mapping[str, Any]) -> None:
+    """Write the JSON file alone; a checkpoint has the weights in shards."""
+    beside(path).write_text(json.dumps(redacted(description), indent=2) + "\n")
+
+
+def of_checkpoint(checkpoint: pathlib.Path) -> dict[str, Tensor]:
+    """Return the network's weights in a checkpoint, in fp32, in the order of their names.
+
+    Raises:
+        InvalidInput: if a file of them is missing or damaged.
+    """
+    if shards.are_in(checkpoint):
+        return shards.Shards(shards.folder_of(checkpoint)).weights()
+    return state_dicts.read(str(checkpoint / NAMES[0]))  # of an earlier version, or of a mode without shards
 
 
 def redacted(description: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from classify.models.heads import head_layers
+from deepspeed_trial.checkpoints.pieces import buffers
 from deepspeed_trial.checkpoints.weights import mismatch
 from deepspeed_trial.errors import InvalidInput, why_unloadable
-from deepspeed_trial.full_weights import kept_buffers
 from deepspeed_trial.input_files import regular_file
 
 # The keys of a state_dict in checkpoints of training scripts, and the prefixes of wrappers
@@ -60,7 +60,7 @@ def load_pretrained(module: nn.Module, found: Mapping[str, Tensor], label: str) 
     Raises:
         InvalidInput: if the weights are of another network.
     """
-    mine = {**dict(module.named_parameters(remove_duplicate=False)), **dict(kept_buffers(module))}
+    mine = {**dict(module.named_parameters(remove_duplicate=False)), **dict(buffers(module))}
     found = as_named(found, mine)
     found = {name: value for name, value in found.items() if name in mine or not name.endswith(COUNT)}
     wanted = {name: weight for name, weight in mine.items() if name in found or not name.endswith(COUNT)}

@@ -1,4 +1,4 @@
-"""What a checkpoint is of, and whether a trial can go on from it."""
+"""The settings of a checkpoint's trial, and whether another trial can resume from it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from deepspeed import DeepSpeedEngine
 
 from deepspeed_trial import redaction
-from deepspeed_trial.checkpoints import by_name
+from deepspeed_trial.checkpoints import shards
 from deepspeed_trial.checkpoints.safe_load import read_trial_state
 from deepspeed_trial.engines import engine_dtype
 from deepspeed_trial.errors import InvalidInput, one_line
-from deepspeed_trial.patches.muon import MUON
 
 FILE = "identity.json"
 GROUPS = ("net", "mode", "position")
@@ -25,17 +24,17 @@ Progress = Mapping[str, Any]
 
 
 def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Iterable[Identity]) -> Identity:
-    """What must be the same for a trial to go on from another's checkpoint, by the keys of its configuration.
+    """Return the settings that a trial must share with another to resume from its checkpoint.
 
     Args:
         engines: the trial's; the keys of all but the first have the engine's number before them.
         seed: of the experiment.
-        more: what the trial's hooks add, in the groups ``net``, ``mode`` and ``position``.
+        more: settings of the trial's hooks, in the groups ``net``, ``mode`` and ``position``.
 
     Returns:
-        JSON values by key, in four groups: ``net`` and ``mode``, without which the engine's files are of no
-        use, though the weights go on in another mode of the same precision and optimizer; ``position``,
-        without which the place in the data is not; ``states`` that the optimizer keeps.
+        JSON values by key, in four groups: ``net``: without a match the weights are useless; ``mode``:
+        another one must have the same precision and optimizer; ``position``: without a match the place in
+        the data is lost; ``states``: whether the optimizer has each further state.
     """
     mode: dict[str, Any] = {PROCESSES: torch.distributed.get_world_size()}
     position: dict[str, Any] = {"reproducibility.experiment_seed": seed}
@@ -57,7 +56,7 @@ def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Iterable[Id
 
 
 def _kept_states(optimizer: torch.optim.Optimizer | None) -> dict[str, bool]:
-    """Which of the settings are on with which an optimizer keeps a further state that it then needs."""
+    """Return whether each setting is on that makes an optimizer keep a further state."""
     if optimizer is None:
         return {}
     settings = {"amsgrad", "centered"}
@@ -68,16 +67,16 @@ def _kept_states(optimizer: torch.optim.Optimizer | None) -> dict[str, bool]:
 
 
 def write(path: pathlib.Path, identity: Identity, progress: Progress) -> None:
-    """Writes an identity, and how far the training is, beside the engine's files."""
+    """Write an identity and the progress of the training into a checkpoint."""
     (path / FILE).write_text(json.dumps({**identity, "progress": progress}, indent=2))
 
 
 def read(path: pathlib.Path, name: str) -> Identity:
-    """What ``write`` wrote.
+    """Read an identity that ``write`` has written.
 
     Args:
         path: the checkpoint's folder.
-        name: what to call it in an error line.
+        name: the checkpoint's, in an error line.
 
     Raises:
         InvalidInput: if it is missing or damaged.
@@ -100,21 +99,21 @@ def read(path: pathlib.Path, name: str) -> Identity:
 
 
 def check_engines(path: pathlib.Path, name: str, engines: int) -> None:
-    """Raises ``InvalidInput`` unless a checkpoint holds as many engines as the trial has."""
+    """Raise ``InvalidInput`` if a checkpoint has another number of engines than the trial."""
     held = len(list(path.glob("model*/")))
     if held != engines:
         reason = f"Failed to load deepspeed checkpoint. It holds {held} engines, and the trial has {engines}"
         raise InvalidInput(
-            f"--resume: {name}: {reason}; go on from another checkpoint, or with the trial that saved it"
+            f"--resume: {name}: {reason}; resume from another checkpoint, or with the trial that saved it"
         )
 
 
 def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
-    """Compares a checkpoint with the trial that is to go on from it.
+    """Compare a checkpoint with the trial that resumes from it.
 
     Args:
         path: the checkpoint's folder.
-        name: what to call it in an error line.
+        name: the checkpoint's, in an error line.
         mine: the trial's identity.
         trial_id: of the trial; one that starts from another's checkpoint takes its weights, not its position.
 
@@ -123,14 +122,15 @@ def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
     """
     saved = read(path, name)
     same_trial = read_trial_state(path).get("trial_id") == trial_id
-    obstacle = why_not_convertible(path, saved, mine)
     known = {**saved["net"], **saved["mode"], **saved["position"]}
+    is_other_mode = any(known.get(key) != value for key, value in mine["mode"].items())
+    converts = shards.are_in(path)
     errors = []
     for group in GROUPS if same_trial else GROUPS[:2]:
         for key, value in mine[group].items():
             was = known.get(key)
-            converts = obstacle is None and group == "mode" and not _is_fixed(key)
-            if value != was and not converts:
+            is_fixed = group != "mode" or key.endswith(("precision", "optimizer.type"))
+            if value != was and (is_fixed or not converts):
                 made_with = f"checkpoint {name} was made with {was!r}"
                 errors.append(f"{key}: {value!r}: {made_with}; use that, or start anew")
     for key, needed in mine["states"].items():
@@ -139,27 +139,7 @@ def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
                 f"{key}: True: checkpoint {name} holds no state for it; set it to false, or start anew"
             )
     if errors:
-        raise InvalidInput(errors if not obstacle else [*errors, f"--resume: {name}: {obstacle}"])
-
-
-def is_same_form(saved: Identity, mine: Identity) -> bool:
-    """Whether DeepSpeed's own files of a checkpoint go back into a trial's engines."""
-    was = {**saved["net"], **saved["mode"]}  # where checkpoints of earlier versions have some
-    return all(was.get(key) == value for key, value in mine["mode"].items())
-
-
-def _is_fixed(key: str) -> bool:
-    """Whether a key of the mode is of what the weights' states are, and not of where they lie."""
-    return key.endswith(("precision", "optimizer.type"))
-
-
-def why_not_convertible(path: pathlib.Path, saved: Identity, mine: Identity) -> str | None:
-    """Why a checkpoint cannot go on in another mode; None if it can, or has the same."""
-    if is_same_form(saved, mine):
-        return None
-    if mine["mode"][STAGE] and mine["mode"].get("optimizer.type") == MUON:
-        return "Muon with ZeRO goes on with the same processes and ZeRO stage alone"
-    if not (path / by_name.FOLDER).is_dir():
-        made = "made by an earlier version, or with Muon and ZeRO, Adafactor, or an optimizer on NVMe"
-        return f"it holds no states by the weights' names ({made})"
-    return None
+        if is_other_mode and not converts:
+            made = "made by an earlier version, on NVMe, or by a trial's own save"
+            errors.append(f"--resume: {name}: holds files for one mode alone ({made}); resume in that mode")
+        raise InvalidInput(errors)

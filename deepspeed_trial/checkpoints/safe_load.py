@@ -21,58 +21,60 @@ TRIAL_STATE = ("trial_id", "last_ckpt", "last_val", "step_id", "batches_trained"
 
 
 def _member_of_zero_stage(enum: Any, name: str) -> ZeroStageEnum:
-    """What stands for ``getattr``, by which Python 3.11.2 pickles the member of an enumeration."""
+    """Replace ``getattr``: Python 3.11.2 pickles the member of an enumeration as a call of it."""
     if enum is not ZeroStageEnum:
         raise pickle.UnpicklingError(f"getattr of {enum} is not allowed in a checkpoint")
     return ZeroStageEnum[name]
 
 
 _reconstruct: Any = np.zeros(0, dtype=np.uint32).__reduce__()[0]
-# All that a checkpoint may hold beside tensors and plain values: numpy's RNG state, DeepSpeed's own.
-# A trial adds what its callbacks keep with torch.serialization.add_safe_globals.
+# A checkpoint may hold these besides tensors and plain values: classes of numpy's generator and of DeepSpeed.
+# A trial adds the classes of its callbacks' states with torch.serialization.add_safe_globals.
 ALLOWED: list[Any] = [
     *(_reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))),
     *(LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address),
     *(np.float64(1).__reduce__()[0], *(type(np.dtype(kind)) for kind in ("f4", "f8", "i4", "i8", "?"))),
-    (_member_of_zero_stage, "builtins.getattr"),  # what to call where a file names this
+    (_member_of_zero_stage, "builtins.getattr"),  # a file with the second name calls the first
 ]
 
 
 def allowed_globals() -> contextlib.AbstractContextManager[Any]:
-    """Lets ``torch.load`` read what a checkpoint has to hold, and nothing else that it would refuse."""
+    """Let ``torch.load`` construct the classes of ``ALLOWED``, and no other class."""
     if not hasattr(torch.serialization, "safe_globals"):  # before torch 2.5, whose torch.load checks nothing
         return contextlib.nullcontext()
     return torch.serialization.safe_globals(ALLOWED)
 
 
 def read(file: pathlib.Path) -> Any:
-    """Reads the structure of a file of ``torch.save``, allowing nothing that runs code.
+    """Read the structure of a file of ``torch.save`` without running code.
 
-    Its tensors stay in the file, from where their values come when they are asked for.
+    Its tensors stay in the file; the values are read at their first use.
 
     Raises:
-        InvalidInput: if it is damaged, or holds anything but what a checkpoint has to hold.
+        InvalidInput: if it is damaged, or has an object of a class that is not allowed.
     """
     try:
         with allowed_globals():
             return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch, zipfile and pickle raise each their own
         reason = why_unloadable(error)
-        mend = "go on from another checkpoint"
+        remedy = "resume from another checkpoint"
         if "Unsupported global" in reason:
-            mend = f"if the trial keeps that, allow it with torch.serialization.add_safe_globals; else {mend}"
-        raise InvalidInput(f"{file}: cannot be loaded safely ({reason}); {mend}") from error
+            remedy = (
+                f"if the trial keeps that, allow it with torch.serialization.add_safe_globals; else {remedy}"
+            )
+        raise InvalidInput(f"{file}: cannot be loaded safely ({reason}); {remedy}") from error
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads plain values and refuses everything that would have to be looked up."""
+    """Reads plain values, and refuses classes and functions."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
 
 
 def read_trial_state(path: pathlib.Path) -> dict[str, int]:
-    """Determined's own state of a trial, a pickle of whole numbers.
+    """Read Determined's state of a trial, a pickle of whole numbers.
 
     Args:
         path: the checkpoint's folder.
@@ -88,6 +90,6 @@ def read_trial_state(path: pathlib.Path) -> dict[str, int]:
             raise ValueError(f"{wrong[0]}: {state.get(wrong[0], 'is missing')!r}")
     except Exception as error:  # a damaged pickle raises nearly anything
         raise InvalidInput(
-            f"{file}: cannot be read ({one_line(error)}); go on from another checkpoint"
+            f"{file}: cannot be read ({one_line(error)}); resume from another checkpoint"
         ) from error
     return state

@@ -124,7 +124,7 @@ def test_a_trial_in_one_slot(tmp_path):
     assert progress[-1] == 1 and progress == sorted(progress)
     saved = master.bodies("/checkpoints")[-1]
     assert saved["metadata"]["steps_completed"] == 90
-    files = {"det_state_dict_rank0.pth", "trial_state.pkl", "net.pt", "net.json", "code/"}
+    files = {"det_state_dict_rank0.pth", "trial_state.pkl", "model0/state.json", "net.json", "code/"}
     assert files <= set(saved["resources"])
     stored = tmp_path / "trial/shared/checkpoints" / saved["uuid"]  # as `det checkpoint download` gives it
     assert checkpoint.main(["export", str(stored), str(tmp_path / "net.pt")]) == 0

@@ -8,16 +8,18 @@ import pickle
 import shutil
 
 import pytest
+import safetensors
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from matrix import DEEPSPEED, ROWS
 from matrix import train as train_row
+from safetensors.torch import load_file, save_file
 from support import LATEST, MODEL, TWO, Run, checkpoints, error_line, overrides, truncate_model
 from support import contents as every_byte
 
 import train
-from deepspeed_trial.checkpoints import contents, files, identity, safe_load
+from deepspeed_trial.checkpoints import contents, files, identity, safe_load, shards
 
 METADATA, RANK0, STATE = files.METADATA, "det_state_dict_rank0.pth", "trial_state.pkl"
 
@@ -78,7 +80,9 @@ def edit(pattern, change):
         paths = sorted(folder.glob(pattern))
         assert paths
         for path in paths:
-            if path.suffix == ".json":
+            if path.suffix == ".safetensors":
+                change_shard(path, change)
+            elif path.suffix == ".json":
                 held = json.loads(path.read_text())
                 path.write_text(json.dumps(change(held) or held))
             elif path.suffix == ".pkl":
@@ -90,6 +94,17 @@ def edit(pattern, change):
                 torch.save(change(held) or held, path)
 
     return damage
+
+
+def change_shard(path, change):
+    """Change the tensors, by their keys, and the places of their parts, under ``saved_offsets``."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    offsets = json.loads(metadata[shards.OFFSETS])
+    held = {**load_file(path), "saved_offsets": offsets}
+    change(held)
+    del held["saved_offsets"]
+    save_file(held, path, {**metadata, shards.OFFSETS: json.dumps(offsets)})
 
 
 def inside(held, place):
@@ -108,55 +123,43 @@ def remove(file):
     return lambda folder: (folder / file).unlink()
 
 
-OTHER, MEND = "the last whole one is --resume", "go on from another checkpoint"
+OTHER, REMEDY = "the last whole one is --resume", "resume from another checkpoint"
+RECORD = f"model0/{shards.RECORD}"
+BIAS = "weights/fc3.bias"
+EARLIER = "model0/mp_rank_00_model_states.pt"  # as DeepSpeed saves
 STEPS = put("steps_completed", value=2)
 # Files with wrong contents and right digests: the file, the change, the words of the line
 WRONG = {
     "steps in the metadata": (METADATA, STEPS, [f"{METADATA}: steps_completed: 2: but trial_state.pkl has 4"]),
     "no state": (STATE, dict.clear, [f"{STATE}: cannot be read (batches_trained"]),
     "steps as text": (STATE, put("batches_trained", value="4"), ["(batches_trained: '4')"]),
-    "other epochs": (STATE, put("epochs_trained", value=3), ["epochs_trained: 3: but identity"]),
-    "other trial": (STATE, put("trial_id", value=7), ["trial_id: 7: but identity.json has 0"]),
     "processes as text": (identity.FILE, put("mode", "processes", value="1"), ["(processes: '1')"]),
     "no processes": (identity.FILE, drop("mode", "processes"), ["identity.json", "(processes: None)"]),
     "no mode": (identity.FILE, put("mode", value={}), ["identity.json: cannot be read"]),
     "an odd mode": (identity.FILE, put("mode", value=[]), ["identity.json: cannot be read (mode: [])"]),
-    "odd steps": (identity.FILE, put("progress", "engines", value=[5]), ["cannot be loaded"]),
     "no random state": (RANK0, put("rng_state", value={}), [RANK0, "rng_state: is no state"]),
     "random state of a list": (RANK0, put("rng_state", value=[1]), [RANK0, "rng_state is missing"]),
     "random state of zeros": (RANK0, put("rng_state", "cpu_rng_state", value=torch.zeros(4)), ["is no state"]),
     "no callbacks": (RANK0, drop("callbacks"), [RANK0, "callbacks is missing"]),
-    "no mapping": (MODEL, lambda held: [held], [f"{MODEL}: is a list, no mapping"]),
-    "no weights": (MODEL, drop("module"), [f"{MODEL}: holds no weights"]),
-    "a weight less": (MODEL, drop("module", "fc3.bias"), [MODEL, "fc3.bias is none, but (10,)"]),
-    "a weight more": (MODEL, put("module", "fc4", value=torch.zeros(3)), ["fc4 is (3,), but none"]),
-    "a small weight": (MODEL, put("module", "fc3.bias", value=torch.zeros(3)), ["is (3,), but (10,)"]),
-    "whole numbers": (MODEL, put("module", "fc3.bias", value=torch.zeros(10, dtype=torch.int32)),
+    "no numbers of the engine": (RANK0, drop("engines"), ["cannot be loaded (KeyError 'engines')"]),
+    "no steps of the engine": (RANK0, drop("engines", 0, "counts", "global_steps"), ["KeyError 'global_steps'"]),
+    "an odd schedule": (RANK0, put("engines", 0, "schedule", value="x"), ["cannot be loaded"]),
+    "no tensors": (RECORD, drop("tensors"), [f"{RECORD}: cannot be read (KeyError 'tensors')"]),
+    "an odd shape": (RECORD, put("tensors", BIAS, value=[-1]), [f"{RECORD}: cannot be read ([-1]: must be"]),
+    "ranks as text": (RECORD, put("ranks", value="1"), [f"{RECORD}: cannot be read (['1']: must be"]),
+    "more ranks": (RECORD, put("ranks", value=2), ["shard-00002-model-00001-of-00001.safetensors: cannot be read"]),
+    "a weight that is not in the record": (RECORD, drop("tensors", BIAS), [f"{BIAS}: is not in state.json"]),
+    "a weight less": (MODEL, drop(BIAS), [f"{BIAS}: has 0 elements of 10"]),
+    "a small weight": (MODEL, put(BIAS, value=torch.zeros(3)), [f"{BIAS}: has 3 elements of 10"]),
+    "a weight elsewhere": (MODEL, put("saved_offsets", BIAS, "saved_offsets", value=[2]),
+                           [f"{BIAS}: elements 0 to 2 are missing"]),
+    "an odd place": (MODEL, put("saved_offsets", BIAS, "saved_offsets", value="2"), [f"{MODEL}: cannot be read"]),
+    "a weight's shape": (RECORD, put("tensors", BIAS, value=[5, 2]), ["fc3.bias is (5, 2), but (10,) in this"]),
+    "whole numbers": (MODEL, put(BIAS, value=torch.zeros(10, dtype=torch.int32)),
                       ["fc3.bias is (10,) of int32, but (10,) of float32"]),
-    "no optimizer": (MODEL, put("optimizer", value=None), ["model0", "is missing"]),
-    "an empty optimizer": (MODEL, put("optimizer", value={}), ["cannot be loaded (KeyError 'param_groups')"]),
-    "no moments": (MODEL, put("optimizer", "state", value={}), ["the optimizer's moments are missing"]),
-    "small moments": (MODEL, put("optimizer", "state", 0, "exp_avg", value=torch.zeros(3)), ["exp_avg"]),
-    "moments of a kind": (MODEL, drop("optimizer", "state", 0, "exp_avg"), ["are not alike"]),
-    "engine's steps as text": (MODEL, put("global_steps", value="4"), ["global_steps: '4': must be a whole"]),
-    "engine's other steps": (MODEL, put("global_steps", value=3), ["global_steps: 3: but identity.json has 4"]),
-    "images as text": (MODEL, put("global_samples", value="4"), ["global_samples: '4'"]),
-    "schedule's other steps": (MODEL, put("lr_scheduler", "last_batch_iteration", value=99),
-                               ["last_batch_iteration: 99: but identity.json has 3"]),
-    "an odd schedule": (MODEL, put("lr_scheduler", value="x"), ["cannot be loaded"]),
-}  # fmt: skip
-BY_NAME = "by_name/model0/{}.pt"
-# Damage to the files for a resume in another ZeRO stage
-WRONG_BY_NAME = {
-    "a command": (smuggle(BY_NAME.format("exp_avg")), "exp_avg.pt: cannot be loaded safely"),
-    "no moments": (signed(remove(BY_NAME.format("exp_avg_sq"))), "exp_avg_sq.pt: cannot be loaded safely"),
-    "a moment's shape": (signed(edit(BY_NAME.format("exp_avg"), put("fc1.bias", value=torch.zeros(9)))),
-                         "exp_avg.pt: fc1.bias is (9,), but (120,) in this network"),
-    "a weight less": (signed(edit(BY_NAME.format("weights"), drop("fc3.bias"))),
-                      "weights.pt: fc3.bias is none, but (10,) in this network"),
-    "no counts": (signed(edit(BY_NAME.format("state"), drop("counts"))), "state.pt: counts is missing"),
-    "other steps": (signed(edit(BY_NAME.format("state"), put("counts", "global_steps", value=3))),
-                    "state.pt: global_steps: 3: but identity.json has 4"),
+    "a moment's shape": (RECORD, put("tensors", "exp_avg/fc3.bias", value=[5, 2]),
+                         ["exp_avg/fc3.bias is (5, 2), but (10,) in this network"]),
+    "a moment less": (MODEL, drop("exp_avg/fc3.bias"), ["exp_avg/fc3.bias: has 0 elements of 10"]),
 }  # fmt: skip
 # Settings of another run
 ANOTHER = {
@@ -168,13 +171,10 @@ ANOTHER = {
     "inputs": ("data__normalize", "imagenet", ["data.normalize: [[0.485, 0.456, 0.406]", "made with [[0.5, 0.5, 0.5]"]),
     "seed": ("reproducibility__experiment_seed", 9, ["experiment_seed: 9", "made with 0"]),
 }  # fmt: skip
-STAGE_2 = overrides(**{f"{DEEPSPEED}zero_optimization__stage": 2})
 # The damage to the last checkpoint, further arguments, the words of the line
 DAMAGE = {
     "no engine": (signed(lambda folder: shutil.rmtree(folder / "model0")), [],
-                  ["It holds 0 engines, and the trial has 1", MEND]),
-    "a file that would be loaded first": (signed(lambda folder: torch.save({}, folder / "checkpoint.pt")), [],
-                                          ["checkpoint.pt: does not belong to it"]),
+                  ["It holds 0 engines, and the trial has 1", REMEDY]),
     "other steps": (edit(METADATA, STEPS), [], [f"{METADATA}: cannot be read (it is not", OTHER]),
     "truncated": (truncate_model, [], [MODEL, "is truncated", OTHER, "(step 2)"]),
     "altered": (alter, [], [MODEL, "is not what was written", OTHER]),
@@ -184,19 +184,15 @@ DAMAGE = {
                             [f"{METADATA}: cannot be read", OTHER]),
     "foreign": (lambda folder: (folder / "model0/other.pt").touch(), [], ["other.pt", "does not belong", OTHER]),
     "other steps, downloaded": (downloaded(edit(METADATA, STEPS)), [],
-                                ["steps_completed: 2: but trial_state.pkl has 4", MEND]),
+                                ["steps_completed: 2: but trial_state.pkl has 4", REMEDY]),
     "no state, downloaded": (downloaded(edit(STATE, dict.clear)), [],
-                             [f"{STATE}: cannot be read (batches_trained", MEND]),
-    "truncated, downloaded": (downloaded(truncate_model), [], [MODEL, "cannot be loaded safely"]),
+                             [f"{STATE}: cannot be read (batches_trained", REMEDY]),
+    "truncated, downloaded": (downloaded(truncate_model), [], [MODEL, "cannot be read"]),
     "missing, downloaded": (downloaded(remove(RANK0)), [], [RANK0, "is missing"]),
     "no identity": (downloaded(remove(identity.FILE)), [], ["identity.json", "cannot be read"]),
-    "stage 0 to 2, no states": (signed(lambda folder: shutil.rmtree(folder / "by_name")), STAGE_2,
-                                ["zero_optimization.stage: 2", "it holds no states by the weights' names"]),
-    **{f"a command in {file}": (smuggle(file), [], [file, "posix.system"]) for file in (STATE, RANK0, MODEL)},
-    **{name: (signed(edit(file, change)), [], [*words, *([] if file == identity.FILE else [MEND])])
+    **{f"a command in {file}": (smuggle(file), [], [file, "posix.system"]) for file in (STATE, RANK0, EARLIER)},
+    **{name: (signed(edit(file, change)), [], [*words, *([] if file == identity.FILE else [REMEDY])])
        for name, (file, change, words) in WRONG.items()},
-    **{f"stage 0 to 2, {name}": (damage, STAGE_2, [words, MEND])
-       for name, (damage, words) in WRONG_BY_NAME.items()},
     **{f"another {name}": (None, overrides(**{key: value}), words)
        for name, (key, value, words) in ANOTHER.items()},
 }  # fmt: skip
@@ -237,7 +233,7 @@ def test_an_unusable_checkpoint_is_refused(two_checkpoints, tmp_path, capsys, ca
     code, said = train.main([*TWO, *more, *LATEST, "--output", str(output)]), capsys.readouterr().err
     assert code == 2, said
     assert all(word in said for word in words), said
-    assert len(said.splitlines()) == (2 if case == "stage 0 to 2, no states" else 1)
+    assert len(said.splitlines()) == 1
     assert not (output / "checkpoints/called").exists()
     assert every_byte(output) == before
 
@@ -257,31 +253,22 @@ def test_digests_cover_every_byte_and_file(tmp_path):
 def test_the_steps_of_a_cluster_are_compared(two_checkpoints):
     """A cluster takes the weights of another trial's checkpoint, and starts at step 0."""
     path = checkpoints(two_checkpoints)[4]
-    check = functools.partial(contents.check, path, identity.read(path, "uuid"), [])
+    check = functools.partial(contents.check, path, identity.read(path, "uuid"))
     for steps, trial_id in (4, 0), (0, 7):
         check(steps, trial_id)
     assert "batches_trained: 4: but the run has 3" in error_line(check, 3, 0)
     assert "trial_id: 0: is of a trial of a cluster" in error_line(check, 4, 7)
 
 
-OPTIMIZER = "model0/*zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-FLAT = "single_partition_of_fp32_groups"
-SMALL = put("optimizer_state_dict", FLAT, 0, value=torch.zeros(9))
-# Files of one rank, mode and layer, not described in any other: the ranks, the row, the file, the change
+SECOND = "model0/shard-00002-model-00001-of-00001.safetensors"
+EXPERT = "weights/fc3.deepspeed_moe.experts.deepspeed_experts.1.weight"
+# Files of one rank and mode: the ranks, the row, the file, the change, the words of the line
 OF_A_RANK = {
-    "no states": (1, "zero1", OPTIMIZER.format(0), dict.clear, "holds no optimizer"),
-    "a small partition": (1, "bf16", OPTIMIZER.format(0), SMALL,
-                          "its partitions hold less than the network's 62,006 weights"),
-    "no experts": (1, "moe", "model0/layer_0_expert_1*", lambda held: [1], "is a list, no mapping"),
-    "an expert's shape": (1, "moe", "model0/layer_0_expert_1*", dict.clear, "Missing key(s)"),
-    "no master weights": (1, "fp16", MODEL, drop("optimizer", "fp32_groups"), "KeyError 'fp32_groups'"),
     "a rank's random state": (2, "zero0", "det_state_dict_rank1.pth", drop("rng_state"), "rng_state is missing"),
-    "a rank's partition": (2, "zero1", OPTIMIZER.format(1), SMALL, "is not partitioned as rank 0's"),
-    "a rank's states": (2, "zero3", OPTIMIZER.format(1), drop("optimizer_state_dict", "fp32_flat_groups"),
-                        "is not partitioned as rank 0's"),
-    "a rank's weights": (2, "zero3", "model0/zero_pp_rank_1_mp_rank_00_model_states.pt",
-                         drop("module", "fc3.bias"), "is missing, or not like rank 0's"),
-    "a stage's weights": (2, "pipeline", "model0/layer_09-model_states.pt", drop("weight"), "Missing key(s)"),
+    "a rank's part": (2, "zero3", SECOND, drop(BIAS), f"{BIAS}: has 5 elements of 10"),
+    "a rank's part elsewhere": (2, "zero3", SECOND, put("saved_offsets", BIAS, "saved_offsets", value=[4]),
+                                f"{BIAS}: elements 4 to 5 are there twice"),
+    "a rank's type": (2, "zero3", SECOND, put(BIAS, value=torch.zeros(5).half()), "its parts differ in type"),
 }  # fmt: skip
 
 
@@ -295,4 +282,4 @@ def test_each_rank_s_files_are_checked(runs, tmp_path, case):
     run = train_row(ROWS[name], ranks, output, runs.files, (*LATEST,))
     assert run.code == 2, run.stderr
     (line,) = run.stderr.splitlines()
-    assert words in line and MEND in line
+    assert words in line and REMEDY in line

@@ -13,13 +13,11 @@ from typing import Any
 import psutil
 import pytest
 import support
-import torch
 from matrix import DEEPSPEED, ROWS
 from matrix import train as train_row
 from support import (
     DIGITS,
     LATEST,
-    MODEL,
     Run,
     checkpoints,
     overrides,
@@ -30,6 +28,7 @@ from support import (
     wait_until,
 )
 
+from classify.models import net_file
 from deepspeed_trial.machine import is_alive
 
 ENDLESS = [*DIGITS, *overrides(scheduling_unit=10, hyperparameters__max_length="{batches: 100000}")]
@@ -217,7 +216,7 @@ def test_a_loss_that_is_no_number_ends_the_training(tmp_path):
     step = int(re.findall(r"the loss is (?:nan|inf) since step (\d+) \(learning rate \d+\)", nan.stderr)[0])
     assert good in (step - 1, step - 2) and bad[0]["steps_completed"] >= step
     assert f"the last good checkpoint is {folder.name}" in nan.stderr
-    assert torch.load(folder / MODEL, weights_only=True)["module"]["fc3.weight"].isfinite().all()
+    assert net_file.of_checkpoint(folder)["fc3.weight"].isfinite().all()
     assert "no gradient is finite since step 1 (learning rate 0" in runs["skips"].stderr
     assert "overflow at the least loss scale in step 2 (learning rate 0" in runs["least"].stderr
     assert "no checkpoint was saved" in runs["least"].stderr

@@ -18,7 +18,7 @@ from folders import save, table
 from huggingface_hub import ModelCard
 from PIL import Image, ImageOps
 from sklearn.datasets import load_digits
-from support import DIGITS, PROJECT, overrides, train_many
+from support import DIGITS, MODEL, PROJECT, overrides, train_many
 
 import checkpoint
 from classify.models import state_dicts
@@ -263,11 +263,11 @@ def test_a_refusal_is_one_line(arguments, line, run, main, tmp_path):
 
 def test_a_damaged_checkpoint_is_refused(run, main, tmp_path):
     copy = shutil.copytree(run.output, tmp_path / "copy")
-    file = copy / "checkpoints" / run.summary["checkpoint"] / "net.pt"
+    file = copy / "checkpoints" / run.summary["checkpoint"] / MODEL
     for damage, kind in (lambda: os.truncate(file, 1000), "truncated"), (file.unlink, "missing"):
         damage()
         (said,) = main("export", copy, tmp_path / "out.pt", code=2)
-        assert said.startswith("checkpoint.py: ") and f"net.pt: is {kind}; export another checkpoint" in said
+        assert said.startswith("checkpoint.py: ") and f"{MODEL}: is {kind}; export another checkpoint" in said
     assert not list(tmp_path.glob("out*"))
 
 

@@ -12,7 +12,7 @@ from test_matrix import each, losses
 
 from classify.config.hyperparameters import Hyperparameters
 from classify.engine.parameter_groups import assign, summarise
-from classify.models import registry
+from classify.models import net_file, registry
 from classify.models.registry import NetSpec
 
 LR = GROUPS["ds_optimizer"]["params"]["lr"]
@@ -98,16 +98,9 @@ def test_errors_of_layer_decay_and_head_only():
 
 def settings_of(checkpoint):
     """Rate and decay of every parameter group that an engine has saved, on any rank."""
-
-    def find(value):
-        if isinstance(value, dict):
-            for group in value.get("param_groups", []):
-                yield group["name"], (group["lr"], group["weight_decay"])
-            for inner in value.values():
-                yield from find(inner)
-
-    files = [torch.load(file, weights_only=False) for file in sorted(checkpoint.glob("model0/*.pt"))]
-    return dict(found for file in files for found in find(file))
+    ranks = [torch.load(file, weights_only=False) for file in checkpoint.glob("det_state_dict_rank*.pth")]
+    groups = [group for rank in ranks for group in rank["engines"][0]["groups"]]
+    return {group["name"]: (group["lr"], group["weight_decay"]) for group in groups}
 
 
 def rows_like(word):
@@ -121,7 +114,7 @@ def test_groups_in_every_mode(runs, name, ranks):
     assert rates == pytest.approx([LR * (1 - step / STEPS) for step in range(STEPS)])
     assert straight.summary["parameter_groups"][0].startswith("others: ")
     ((step, checkpoint),) = checkpoints(stopped).items()
-    before, after = (torch.load(folder / "net.pt") for folder in (checkpoint, straight.output))
+    before, after = net_file.of_checkpoint(checkpoint), torch.load(straight.output / "net.pt")
     assert {key for key, weight in after.items() if torch.equal(weight, before[key])} == {"conv1.weight"}
     if name != "groups moe":
         first = torch.load(runs.files["weights"])["conv1.weight"]
@@ -134,8 +127,9 @@ def test_groups_in_every_mode(runs, name, ranks):
 @rows_like("head")
 def test_the_body_waits_in_every_mode(runs, name, ranks):
     (checkpoint,) = checkpoints(runs.stopped(name, ranks)).values()
-    files = runs.files["weights"], checkpoint / "net.pt", runs.straight(name, ranks).output / "net.pt"
-    first, waited, last = (torch.load(file) for file in files)
+    waited = net_file.of_checkpoint(checkpoint)
+    files = runs.files["weights"], runs.straight(name, ranks).output / "net.pt"
+    first, last = (torch.load(file) for file in files)
     for key, weight in waited.items():
         kept = first[key].bfloat16().float() if "bf16" in name else first[key]
         assert torch.equal(weight, kept) == (not key.startswith("fc3")), key

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import data
 from classify.config.options import WeightAverage
 from classify.images.settings import DataSettings
-from classify.models import registry
+from classify.models import net_file, registry
 
 AVERAGES = {name: row for name, row in ROWS.items() if name.startswith("average") and "resnet" not in name}
 KEPT = overrides(min_checkpoint_period="{batches: 1}", checkpoint_storage__save_trial_latest=STEPS)
@@ -21,6 +21,8 @@ NO_AVERAGE = overrides(hyperparameters__weight_average="null")
 
 
 def network(folder):
+    if (folder / "model0").exists():
+        return net_file.of_checkpoint(folder)
     return torch.load(folder / "net.pt", weights_only=True)
 
 
@@ -36,8 +38,8 @@ def trained(name, ranks, output):
     assert made.code == 0, made.stderr
     weights = {}
     for step, folder in checkpoints(made).items():
-        counts = json.loads((folder / "identity.json").read_text())["progress"]["engines"][0]
-        weights[step] = network(folder), counts["skipped_steps"]
+        engine = torch.load(folder / "det_state_dict_rank0.pth", weights_only=False)["engines"][0]
+        weights[step] = network(folder), engine["counts"]["skipped_steps"]
     assert sorted(weights) == list(range(1, STEPS + 1))
     return weights
 

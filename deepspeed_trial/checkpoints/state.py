@@ -1,0 +1,196 @@
+"""The state of an engine on disk: one form, which an engine in any mode reads."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from deepspeed import DeepSpeedEngine
+from torch import Tensor
+
+from deepspeed_trial.checkpoints import pieces, shards
+from deepspeed_trial.checkpoints.pieces import MOMENTUM, LayerNames, Piece, plain_name
+from deepspeed_trial.checkpoints.shards import AVERAGE, BUFFERS, REMEDY, WEIGHTS, Part, Shards
+from deepspeed_trial.checkpoints.weights import mismatch
+from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.full_weights import update_network
+
+COUNTS = ("global_steps", "global_samples", "skipped_steps")  # of an engine
+SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of a changing loss scale
+Averages = Mapping[Tensor, Tensor]  # by the master weights and buffers, each of the same shape
+
+
+def save(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames, averages: Averages) -> None:
+    """Write an engine's tensors: each rank its parts. Every rank calls it.
+
+    Args:
+        engine: one whose ``pieces.are_known``.
+        folder: to write into.
+        layers: the names of a pipeline's layers.
+        averages: written besides.
+
+    Raises:
+        OSError: if the disk does not take it.
+    """
+    shards.write(folder, torch.distributed.get_rank(), dict(_parts(engine, layers, averages)))
+
+
+def _parts(engine: DeepSpeedEngine, layers: LayerNames, averages: Averages) -> Iterator[tuple[str, Part]]:
+    for name, shape, piece, is_written in pieces.named(engine, layers):
+        if not is_written:
+            continue
+        yield f"{WEIGHTS}/{name}", Part(piece.of(piece.owner), piece.start, shape)
+        if piece.owner in averages:
+            yield f"{AVERAGE}/{name}", Part(piece.of(averages[piece.owner]), piece.start, shape)
+        for kind, value in _states(engine, piece).items():
+            if _is_moment(piece, kind, value):
+                values, start = piece.of_moment(kind, value, shape)
+                if start == piece.start:  # or another rank writes the whole matrix
+                    yield f"{kind}/{name}", Part(values, start, shape)
+            elif value is not None and piece.start == 0:
+                yield f"{kind}/{name}", Part(torch.as_tensor(value), 0, ())
+    for name, buffer in pieces.buffers(engine.module):
+        if pieces.is_first_replica(engine, name):
+            plain, shape = plain_name(engine, name, layers), tuple(buffer.shape)
+            yield f"{BUFFERS}/{plain}", Part(buffer, 0, shape)
+            if buffer in averages:
+                yield f"{AVERAGE}/{plain}", Part(averages[buffer], 0, shape)
+
+
+def _states(engine: DeepSpeedEngine, piece: Piece) -> dict[str, Any]:
+    """Return the optimizer's states of a piece; of a frozen one there are none."""
+    return {} if piece.group is None else engine.basic_optimizer.state.get(piece.owner, {})
+
+
+def _is_moment(piece: Piece, kind: str, value: Any) -> bool:
+    is_matrices = kind == MOMENTUM and piece.matrix is not None
+    is_alike = kind != "step" and getattr(value, "shape", None) == piece.owner.shape
+    return isinstance(value, Tensor) and (is_alike or is_matrices)
+
+
+def check(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames) -> None:
+    """Check that saved tensors fit an engine, by the parameters that this rank has parts of.
+
+    Args:
+        engine: any.
+        folder: the tensors'.
+        layers: the names of a pipeline's layers.
+
+    Raises:
+        InvalidInput: with a line for each file or tensor that is damaged, or one for another network.
+    """
+    saved, wanted = Shards(folder), {}
+    if not pieces.are_known(engine):
+        what = "holds tensors in parts, which an engine in this mode cannot load"
+        raise InvalidInput(f"{folder}: {what}; resume in the mode that saved it")
+    for name, parameter in engine.module.named_parameters(remove_duplicate=False):
+        shape = getattr(parameter, "ds_shape", parameter.shape)
+        wanted[plain_name(engine, name, layers)] = torch.empty(shape, device="meta")
+    for key in [f"{kind}/{name}" for name, kinds in saved.kinds.items() if name in wanted for kind in kinds]:
+        shape = tuple(wanted[key.partition("/")[2]].shape)
+        if saved.shapes[key] not in (shape, ()):
+            what = f"{key} is {saved.shapes[key]}, but {shape} in this network"
+            raise InvalidInput(f"{folder}: {what}; {REMEDY}")
+    for name, buffer in pieces.buffers(engine.module):
+        wanted[plain_name(engine, name, layers)] = torch.empty_like(buffer, device="meta")
+    found = saved.outlines()
+    if layers or engine.has_moe_layers:  # other ranks have other weights
+        found = {name: outline for name, outline in found.items() if name in wanted}
+    if wrong := mismatch(found, wanted):
+        raise InvalidInput(f"{folder}: {wrong}; {REMEDY}, or with the network that saved it")
+
+
+@torch.no_grad()
+def load(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames, averages: Averages) -> None:
+    """Load tensors that ``check`` has passed. Every rank calls it.
+
+    Args:
+        engine: any, with the optimizer that the tensors are of.
+        folder: the tensors'.
+        layers: the names of a pipeline's layers.
+        averages: to read into; from the weights if no averages were saved.
+    """
+    saved = Shards(folder)
+    counts: dict[tuple[Tensor, str], Tensor] = {}
+    for name, shape, piece, _ in pieces.named(engine, layers):
+        saved.copy(f"{WEIGHTS}/{name}", piece.of(piece.owner), piece.start)
+        if piece.owner in averages:
+            saved.copy(saved.network[name], piece.of(averages[piece.owner]), piece.start)
+        if piece.group is None:
+            continue
+        for kind in saved.kinds.get(name, []):
+            key, state = f"{kind}/{name}", engine.basic_optimizer.state[piece.owner]
+            if saved.shapes[key] == shape and kind != "step":
+                moment = state[kind] = _moment(piece, kind, state.get(kind), saved.dtype(key))
+                saved.copy(key, *piece.of_moment(kind, moment, shape))
+            else:  # a count: of the parameters in one owner, the greatest
+                count, before = saved.read(key), counts.get((piece.owner, kind))
+                counts[piece.owner, kind] = count if before is None else torch.maximum(count, before)
+                state[kind] = _number(engine.basic_optimizer, piece, counts[piece.owner, kind])
+    for name, buffer in pieces.buffers(engine.module):
+        plain = plain_name(engine, name, layers)
+        saved.copy(f"{BUFFERS}/{plain}", buffer)
+        if buffer in averages:
+            saved.copy(saved.network[plain], averages[buffer])
+    update_network(engine)
+
+
+def _moment(piece: Piece, kind: str, value: Any, dtype: torch.dtype) -> Tensor:
+    """Return a moment of an optimizer, or zeros if the optimizer has none yet."""
+    if _is_moment(piece, kind, value):
+        return value
+    shape = (piece.matrix[1],) if kind == MOMENTUM and piece.matrix else piece.owner.shape
+    return torch.zeros(shape, dtype=dtype, device=piece.owner.device)
+
+
+def _number(optimizer: torch.optim.Optimizer, piece: Piece, value: Tensor) -> Tensor | float:
+    """Return a number in an optimizer's type: torch's have tensors, DeepSpeed's own have counts."""
+    group = optimizer.param_groups[piece.group or 0]
+    stepping = (
+        getattr(optimizer, "aux_optimizer", None) or optimizer
+    )  # Muon's, for other weights than matrices
+    if type(stepping).__module__.startswith("torch."):
+        on_device = group.get("fused") or group.get("capturable")
+        return value.float().view(()).to(piece.owner.device if on_device else "cpu", copy=True)
+    number = value.item()
+    return int(number) if number == int(number) else number
+
+
+# ----------------------------------------------------------------------- numbers, the same on each rank
+
+
+def numbers(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Return an engine's counts, loss scale, schedule and the settings of its parameter groups."""
+    scaler, schedule = _changing_scale(engine), engine.lr_scheduler
+    groups = engine.basic_optimizer.param_groups if engine.basic_optimizer else []
+    return {
+        "counts": {key: int(getattr(engine, key)) for key in COUNTS},
+        "scale": {key: getattr(scaler, key) for key in SCALE if hasattr(scaler, key)},
+        "schedule": schedule.state_dict() if schedule else None,
+        "groups": [{key: value for key, value in each.items() if key != "params"} for each in groups],
+    }
+
+
+def load_numbers(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
+    """Load what ``numbers`` returned, also for an engine in another mode."""
+    for key in COUNTS:
+        setattr(engine, key, saved["counts"][key])
+    groups = engine.basic_optimizer.param_groups if engine.basic_optimizer else []
+    if len(groups) == len(saved["groups"]):  # else in another mode
+        for group, values in zip(groups, saved["groups"], strict=True):
+            group.update({key: value for key, value in values.items() if key in group})
+    if engine.lr_scheduler and saved["schedule"]:
+        engine.lr_scheduler.load_state_dict(saved["schedule"])
+    if scaler := _changing_scale(engine):
+        for key in saved["scale"].keys() & vars(scaler).keys():
+            setattr(scaler, key, saved["scale"][key])
+
+
+def _changing_scale(engine: DeepSpeedEngine) -> Any:
+    """Return the object with fp16's loss scale, if the scale is dynamic."""
+    optimizer = engine.optimizer
+    scaler = getattr(optimizer, "loss_scale_config", None) or getattr(optimizer, "loss_scaler", None)
+    changes = getattr(scaler, "dynamic_loss_scale", False) or getattr(scaler, "dynamic", False)
+    return scaler if engine.fp16_enabled() and changes else None

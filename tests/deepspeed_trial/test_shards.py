@@ -1,0 +1,107 @@
+"""The state of an engine in shards: the same bits in every mode, readable by torch, and stored once."""
+
+import pytest
+import torch
+from line_trial import KEEP, fit, saving_fast
+from matrix import ROWS
+from support import checkpoints, error_line
+from test_any_trial import Linear
+from test_matrix import each
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+from deepspeed_trial.checkpoints import shards, state
+from deepspeed_trial.checkpoints.shards import Shards
+from deepspeed_trial.engines import engine_dtype
+from deepspeed_trial.trainer import init
+
+PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
+
+
+class Halves(Linear):
+    """A trial that computes in the precision of its engine."""
+
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        (engine,) = self.engines
+        x, y = (each.to(engine_dtype(engine)) for each in next(dataloader_iter))
+        loss = nn.functional.mse_loss(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        return {"loss": loss.float()}
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        return {"error": super().evaluate_batch(dataloader_iter, batch_idx)["error"].float()}
+
+
+def values(folder) -> dict[str, torch.Tensor]:
+    saved = Shards(folder)
+    return {key: saved.read(key).view(shape) for key, shape in saved.shapes.items()}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_stage_reads_and_writes_the_same_bits(tmp_path, precision):
+    """A state passes from stage to stage, through engines that have not trained."""
+    config = {**PRECISIONS[precision], "gradient_accumulation_steps": 1}
+    trial, _ = fit(tmp_path / "run", Halves, deepspeed_config=config)
+    state.save(trial.engines[0], tmp_path / "first", None, {})
+    first, before = values(tmp_path / "first"), tmp_path / "first"
+    assert len(first) == 4 * 4 and all(each.abs().sum() for each in first.values())
+    numbers = state.numbers(trial.engines[0])
+    assert numbers["counts"]["global_steps"] == 20
+    for stage in (2, 3, 1, 0):
+        changed = {**config, "zero_optimization": {"stage": stage}}
+        hparams, folder = {"deepspeed_config": changed}, tmp_path / f"{stage}"
+        with saving_fast(), init(hparams, KEEP, output=tmp_path / f"run {stage}") as context:
+            (engine,) = Linear(context).engines
+            state.check(engine, before, None)
+            state.load(engine, before, None, {})
+            state.load_numbers(engine, numbers)
+            state.save(engine, folder, None, {})
+            assert state.numbers(engine)["counts"] == numbers["counts"]
+        found, before = values(folder), folder
+        assert found.keys() == first.keys()
+        for key, value in found.items():
+            assert torch.equal(value.double(), first[key].double()), (stage, key)
+
+
+PLAIN = {name: ROWS[name] for name in ("zero0", "zero2", "zero3", "bf16")}
+
+
+@each(PLAIN, most=True)
+def test_torch_reads_the_files_and_they_hold_nothing_twice(runs, name, ranks):
+    """Weights, two moments and the count of steps: 62,006 parameters, ten tensors."""
+    (checkpoint,) = checkpoints(runs.stopped(name, ranks)).values()
+    folder = shards.folder_of(checkpoint)
+    saved = values(folder)
+    found = {key: torch.zeros(value.numel(), dtype=value.dtype) for key, value in saved.items()}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(folder)), no_dist=True)
+    for key, value in saved.items():
+        assert torch.equal(found[key], value.flatten()), key
+    size = sum(file.stat().st_size for file in [*folder.iterdir(), *checkpoint.glob("net.*")])
+    weights = sum(value.numel() for key, value in saved.items() if key.startswith("weights/"))
+    assert weights == 62_006 and size < 1.05 * 3 * 4 * weights
+
+
+def test_missing_and_doubled_elements_are_named(tmp_path):
+    """Parts of two ranks: whole, with a gap, twice, too short."""
+
+    def written(*parts):
+        for rank, (start, count) in enumerate(parts):
+            part = shards.Part(torch.arange(start, start + count), start, (2, 5))
+            shards.write_file(tmp_path / shards.NAME.format(rank + 1), {"weights/a": part})
+        (tmp_path / shards.RECORD).write_text(
+            f'{{"ranks": {len(parts)}, "tensors": {{"weights/a": [2, 5]}}}}'
+        )
+
+    written((6, 4), (0, 6))
+    assert Shards(tmp_path).read("weights/a", 4, 4).tolist() == [4, 5, 6, 7]
+    assert Shards(tmp_path).weights()["a"].shape == (2, 5)
+    for parts, words in {
+        ((0, 5), (6, 4)): "weights/a: elements 5 to 6 are missing",
+        ((0, 6), (5, 5)): "weights/a: elements 5 to 6 are there twice",
+        ((0, 5), (5, 4)): "weights/a: has 9 elements of 10",
+    }.items():
+        written(*parts)
+        assert words in error_line(Shards, tmp_path)
+    (tmp_path / shards.NAME.format(2)).unlink()
+    assert "shard-00002" in error_line(Shards, tmp_path)
