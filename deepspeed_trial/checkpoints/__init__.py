@@ -1,1 +1,1 @@
-"""What a run saves and goes on from: whole or not there, checked before use, loaded without running code."""
+"""Checkpoints of a run: complete or absent, checked before use, and loaded without running code."""

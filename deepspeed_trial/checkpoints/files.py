@@ -19,7 +19,7 @@ NUMBER, OWN_DIGEST = "number", "sha256"  # keys in it
 
 
 def write_metadata(folder: pathlib.Path, metadata: dict[str, Any]) -> None:
-    """Write the description of a new checkpoint, and have all of it reach the disk.
+    """Write the description of a new checkpoint, and flush the whole checkpoint to the disk.
 
     The description holds ``metadata``, the checkpoint's number in its run, the size and SHA-256 of every
     file, and last its own SHA-256. Numbers give the order of checkpoints; a clock may be set back.
@@ -39,7 +39,7 @@ def write_metadata(folder: pathlib.Path, metadata: dict[str, Any]) -> None:
 
 
 def sync(folder: pathlib.Path) -> None:
-    """Have the names in a folder reach the disk."""
+    """Flush the names in a folder to the disk."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -48,7 +48,7 @@ def sync(folder: pathlib.Path) -> None:
 
 
 def read_metadata(checkpoint: pathlib.Path) -> dict[str, Any]:
-    """What was written about a checkpoint.
+    """Return the description of a checkpoint.
 
     Raises:
         OSError: if it cannot be read.
@@ -100,7 +100,7 @@ def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def damage(folder: pathlib.Path) -> str | None:
-    """What is wrong with a checkpoint, beginning with the file's name; None if nothing is."""
+    """Return the first fault of a checkpoint, after the file's name; None if there is no fault."""
     try:
         wanted = read_metadata(folder).get("files")
     except FileNotFoundError:
@@ -124,7 +124,7 @@ def damage(folder: pathlib.Path) -> str | None:
 
 
 def sha256(path: pathlib.Path, flush: bool = False) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal; ``flush`` has them reach the disk first."""
+    """Return the SHA-256 of a file's bytes, in hexadecimal; ``flush`` writes them to the disk first."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
@@ -135,7 +135,7 @@ def sha256(path: pathlib.Path, flush: bool = False) -> str:
 
 
 def locate(source: pathlib.Path, which: str = "latest") -> pathlib.Path:
-    """Gives the folder of a whole checkpoint.
+    """Return the folder of a whole checkpoint.
 
     Args:
         source: a run's folder, or a checkpoint's own, which may have been downloaded from a cluster.
@@ -168,12 +168,12 @@ def locate(source: pathlib.Path, which: str = "latest") -> pathlib.Path:
 
 
 def in_words(found: dict[str, dict[str, Any]]) -> str:
-    """Which checkpoints there are, for an error line."""
+    """Return the names of checkpoints as words of an error line."""
     return f"it holds {', '.join(found)}" if found else "it holds no checkpoint"
 
 
 def _best(run: pathlib.Path, found: dict[str, dict[str, Any]]) -> str | None:
-    """The checkpoint of the best validation; of equals, the earlier."""
+    """Return the checkpoint of the best validation; of equals, the earlier."""
     try:
         experiment = Experiment(json.loads((run / "run.json").read_text())["config"], {})
         metric, sign = experiment.metric, -1 if experiment.smaller_is_better else 1

@@ -1,4 +1,4 @@
-"""The checkpoints of a run off a cluster: seen only when whole, the best and the latest kept."""
+"""The checkpoints of a run without a cluster: visible when complete; the best and the latest remain."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from deepspeed_trial.errors import InvalidInput, TrainingStopped, one_line
 from deepspeed_trial.local.lost_disk import how_to_go_on, is_full_disk, is_gone
 
 _PARTIAL = (
-    ".partial-"  # what a checkpoint's folder is called until it is whole, and again while it is removed
+    ".partial-"  # begins the name of a checkpoint's folder before it is complete, and while it is removed
 )
 
 AUTO = "auto"  # the latest that is whole
 
 
 class LocalCheckpoints:
-    """Stands for Determined's checkpoint storage where there is no cluster.
+    """Replaces Determined's checkpoint storage without a cluster.
 
     A checkpoint is written in a hidden folder, with the size and SHA-256 of every file in its
     ``metadata.json``, and renamed when it is whole. Only then are older ones removed.
@@ -57,7 +57,7 @@ class LocalCheckpoints:
     def store_path(
         self, metadata: dict[str, Any], *, shard: bool = False
     ) -> Iterator[tuple[pathlib.Path, str]]:
-        """Gives the folder into which all ranks write a new checkpoint, and its UUID.
+        """Yield the folder into which all ranks write a new checkpoint, and its UUID.
 
         Raises:
             TrainingStopped: if it cannot be written; the checkpoints before it stay as they are.
@@ -85,19 +85,19 @@ class LocalCheckpoints:
                 f"{self.folder}: the checkpoint of step {metadata['steps_completed']} cannot be written"
                 f" ({one_line(error)}{room}); {self._last_whole()}; {remedy}"
             ) from error
-        self._dist.broadcast(None)  # nobody goes on before it is whole
+        self._dist.broadcast(None)  # no rank trains before it is complete
 
     @contextlib.contextmanager
     def restore_path(self, storage_id: str, *args: Any, **kwargs: Any) -> Iterator[pathlib.Path]:
-        """Gives the folder of a checkpoint."""
+        """Yield the folder of a checkpoint."""
         yield self.folder / storage_id
 
     def get_metadata(self, storage_id: str) -> dict[str, Any]:
-        """What was written about a checkpoint, ``steps_completed`` among it."""
+        """Return the description of a checkpoint, with ``steps_completed``."""
         return files.read_metadata(self.folder / storage_id)
 
     def find(self, which: str) -> str:
-        """Gives the UUID of a checkpoint whose files are all as they were written.
+        """Return the UUID of a checkpoint with undamaged files.
 
         Args:
             which: ``latest``, a UUID, or ``auto``: the latest that is whole; names a later, damaged one.

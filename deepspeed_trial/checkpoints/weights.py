@@ -9,13 +9,13 @@ from torch import Tensor
 
 
 def mismatch(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
-    """Names the first weight that does not fit, and what else it may be called; None if all fit.
+    """Name the first weight that does not fit, and similar names; None if all fit.
 
     Whole numbers do not fit where fractions belong; the other way they do: a count may be kept as fp32.
 
     Args:
         found: weights by name, e.g. of a file.
-        wanted: those of the network, of whatever values.
+        wanted: the network's weights; their values do not matter.
     """
     names = sorted(wanted.keys() | found.keys())
     wrong = [name for name in names if not _fits(found.get(name), wanted.get(name))]
