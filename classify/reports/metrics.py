@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,17 +91,6 @@ class LearningRate(pytorch.MetricReducer):
         return {"learning_rate": per_slot_metrics[0]}
 
 
-class Counted(NamedTuple):
-    """Counts of a rank; see ``Counts``."""
-
-    confusion: np.ndarray
-    loss: float
-    mistakes: list[dict[str, Any]]
-    right_by_views: int
-    in_top5: int
-    bins: np.ndarray
-
-
 class ClassificationMetrics(pytorch.MetricReducer):
     """Count the confusion matrix, loss, confidence and hardest mistakes of a validation on the device.
 
@@ -185,9 +174,10 @@ class ClassificationMetrics(pytorch.MetricReducer):
 
     @override
     def per_slot_reduce(self) -> tuple[Any, ...]:
+        """Return confusion, loss, mistakes, right ones by views, right ones of the top five, and bins."""
         if self._counts is None:
             nothing = np.zeros((len(self.classes),) * 2, dtype=np.int64)
-            return tuple(Counted(nothing, 0.0, [], 0, 0, np.zeros((3, BINS))))
+            return nothing, 0.0, [], 0, 0, np.zeros((3, BINS))
         counts = self._counts.view(len(self.classes), -1).cpu().numpy()
         mistakes = []
         for loss, place, *names in zip(self._hardest.tolist(), *self._which.tolist(), strict=True):
@@ -200,16 +190,16 @@ class ClassificationMetrics(pytorch.MetricReducer):
     @override
     def cross_slot_reduce(self, per_slot_metrics: list[tuple[Any, ...]]) -> dict[str, Any]:
         """Return the metrics of ``classify/config/metric_table.py`` and ``images``, as numbers."""
-        ranks = [Counted(*each) for each in per_slot_metrics]
-        self.confusion = np.sum([rank.confusion for rank in ranks], axis=0)
-        mistakes = [mistake for rank in ranks for mistake in rank.mistakes]
+        confusions, losses, of_ranks, views, top5, bins = zip(*per_slot_metrics, strict=True)
+        self.confusion = np.sum(confusions, axis=0)
+        mistakes = [mistake for of_rank in of_ranks for mistake in of_rank]
         self.mistakes = sorted(mistakes, key=lambda mistake: (-mistake["loss"], mistake["image"]))[:MISTAKES]
         counts = Counts(
             self.confusion,
-            loss=sum(rank.loss for rank in ranks),
-            right_by_views=sum(rank.right_by_views for rank in ranks) if self.how else None,
-            in_top5=sum(rank.in_top5 for rank in ranks) if len(self.classes) > 5 else None,
-            bins=np.sum([rank.bins for rank in ranks], axis=0),
+            loss=sum(losses),
+            right_by_views=sum(views) if self.how else None,
+            in_top5=sum(top5) if len(self.classes) > 5 else None,
+            bins=np.sum(bins, axis=0),
         )
         metrics = {**computed(counts, self.classes), "images": counts.images}
         if self.throughput:
