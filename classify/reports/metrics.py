@@ -201,7 +201,9 @@ class ClassificationMetrics(pytorch.MetricReducer):
             in_top5=sum(top5) if len(self.classes) > 5 else None,
             bins=np.sum(bins, axis=0),
         )
-        metrics = {**computed(counts, self.classes), "images": counts.images}
+        values = computed(counts, self.classes)
+        first = {name: values[name] for name in ("accuracy", "loss")}  # a terminal's line has the first few
+        metrics = {**first, "images": counts.images, **values}
         if self.throughput:
             metrics[SPEED_METRIC] = self.throughput.since_validation()
         return metrics
