@@ -60,13 +60,11 @@ class Merged(NamedTuple):
     """A DeepSpeed configuration that has passed ``key_errors``.
 
     Attributes:
-        config: the configuration.
-        overrides: the part that overrides the file.
+        config: the configuration; the schedule's peak follows the learning rate.
         tries: whether tries find the micro-batch: see ``asks_for_tries``.
     """
 
     config: dict[str, Any]
-    overrides: dict[str, Any]
     tries: bool
 
 
@@ -85,7 +83,8 @@ def merge(hyper: Hyperparameters) -> Merged:
     tries = _leaves_micro_batch_open(config)
     resolve_auto(config)
     _raise(errors + key_errors(config, HYPER if hyper.deepspeed_config is None else ""))
-    return Merged(config, overrides, tries)
+    follow_learning_rate(config, overrides)
+    return Merged(config, tries)
 
 
 def asks_for_tries(hyper: Hyperparameters) -> bool:
@@ -119,7 +118,7 @@ def resolve(
     Raises:
         InvalidInput: with one line for each conflict.
     """
-    config, overrides, tries = merged
+    config, tries = merged
     # Conflicts, and the batch sizes
     replicas = processes // hyper.pipe_parallel_size
     errors = combination_errors(config, hyper, device)
@@ -127,8 +126,7 @@ def resolve(
     if tries and (hyper.pipe_parallel_size > 1 or hyper.has_experts):
         errors.append(f"{MICRO_BATCH}: 'auto': pipelines and experts are built for one size; give a number")
     _raise(errors)
-    # The learning rate and its schedule
-    follow_learning_rate(config, overrides)
+    # The schedule's length
     total = steps(config[TOTAL_BATCH], replicas * config[ACCUMULATION]) if steps else None
     follow_length(config, total)
     # Defaults other than DeepSpeed's
