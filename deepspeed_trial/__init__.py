@@ -2,8 +2,7 @@
 
 It replaces Determined's training loop and patches DeepSpeed, and is independent of the kind of data.
 
-    from deepspeed_trial.trainer import Trainer, init
-    from deepspeed_trial.local.local_mode import LocalTestMode
+    from deepspeed_trial import LocalTestMode, Trainer, init
 
     with init(hparams=hparams, exp_conf=config) as context:
         Trainer(MyTrial(context), context).fit(max_length=pytorch.Epoch(2))
@@ -14,14 +13,41 @@ MLflow out of DeepSpeed, lets waiting threads sleep, and gives each task of SLUR
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_trial import slurm
 
+if TYPE_CHECKING:
+    from deepspeed_trial.context import TrialContext, init
+    from deepspeed_trial.errors import InvalidInput, TrainingStopped
+    from deepspeed_trial.events import Callback, Code, EarlyStopping, TrialHooks
+    from deepspeed_trial.local.local_mode import LocalTestMode
+    from deepspeed_trial.plan import Minutes
+    from deepspeed_trial.trainer import FitResult, Trainer, find_checkpoint
+
+__all__ = [
+    "Callback",
+    "Code",
+    "EarlyStopping",
+    "FitResult",
+    "InvalidInput",
+    "LocalTestMode",
+    "Minutes",
+    "Trainer",
+    "TrainingStopped",
+    "TrialContext",
+    "TrialHooks",
+    "find_checkpoint",
+    "init",
+]
+# They import torch and DeepSpeed, so Python reads them when a program asks for the first name
+PUBLIC_MODULES = ("trainer", "events", "errors", "local.local_mode")
 WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables of OpenMP's libraries
 
 
@@ -41,6 +67,15 @@ class NoMLflowInAutotuner(importlib.abc.MetaPathFinder):
         autotuner = sys.modules.get("deepspeed.autotuning.autotuner")
         if name == "mlflow" and autotuner and not hasattr(autotuner, "has_mlflow"):  # it is being imported
             raise ImportError("DeepSpeed's autotuner is not used")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name."""
+    for module in PUBLIC_MODULES if name in __all__ else ():
+        public = vars(importlib.import_module(f"deepspeed_trial.{module}"))
+        if name in public:
+            return public[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def sleep_while_waiting() -> None:

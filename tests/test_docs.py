@@ -22,7 +22,7 @@ SHORT = [
     *("docs/cluster", "docs/configure", "docs/data-and-nets", "docs/evaluation", "docs/hosts", "docs/modes"),
     *("docs/networks", "docs/optimizers", "docs/photos", "docs/resume"),
 ]
-ELSEWHERE = ("cifar10_deepspeed.py",)  # a file of DeepSpeed's examples
+ELSEWHERE = ("cifar10_deepspeed.py", "trial.py")  # a file of DeepSpeed's examples, and one of the reader
 PARSERS = {
     f"{program.__name__}.py": program.parse for program in (train, search, checkpoint, baseline, shards)
 }
