@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 
+import api_page
 import pytest
 from determined.cli import add_args, cli
 from support import PROJECT
@@ -117,6 +118,11 @@ def test_the_reference_has_every_key_and_is_current(capsys):
         "lr_factor" in groups
         and "| `parameter_groups[].lr_factor` | a number from 0 to 1e6 | `1.0` |" in page
     )
+
+
+def test_the_api_page_shows_the_public_names():
+    """``tests/api_page.py`` writes the page."""
+    assert (PROJECT / "docs/api.md").read_text() == api_page.page()
 
 
 def test_the_migration_table_quotes_lines_of_both_programs():
