@@ -110,6 +110,9 @@ def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
     def row(label: str, text: Any) -> tuple[str, list[str]]:
         return label, [text(run.summary, run.described["machine"]) for run in runs]
 
+    mfu = [run.summary.get("mfu") for run in runs]
+    cells = ["-" if share is None else f"{share:.0%}" for share in mfu]
+    utilisation = [("share of the GPUs' peak (MFU)", cells)] if set(mfu) != {None} else []
     return [
         *scores("test", " of the test at the end"),
         ("images of the validations, which choose", [run.chosen_on for run in runs]),
@@ -120,7 +123,7 @@ def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
         row("time of training and validation", lambda s, m: f"{s['seconds']:,.1f} s"),
         row("images a second while training", lambda s, m: f"{s['images_per_second']:,.0f}"),
         row("operations a second while training", lambda s, m: _operations(s.get("flops_per_second"))),
-        row("share of the GPUs' peak (MFU)", lambda s, m: f"{s['mfu']:.0%}" if s.get("mfu") else "-"),
+        *utilisation,
         row("peak memory of a process", lambda s, m: f"{max(s['peak_memory_mib']):,.0f} MiB"),
         row("processes", lambda s, m: f"{s['world_size']}"),
         row("ZeRO stage", lambda s, m: f"{s['zero_stage']}"),
