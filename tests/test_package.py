@@ -57,7 +57,8 @@ def test_tests_of_a_file_stay_in_one_worker(request):
 
 
 MADE = """best/net.pt checkpoints/uuid/net.pt runs/mine/net.pt net.pt net.json net.onnx net.onnx.data net.safetensors
-net-int8.onnx.json published/config.json report.html data/cifar/batch""".split()
+net-int8.onnx.json published/config.json report.html data/cifar/batch
+build/lib/deepspeed_trial/loop.py deepspeed_trial.egg-info/PKG-INFO""".split()
 NEEDED = """train.py model_def.py net.py data.py deepspeed_trial/trainer.py deepspeed_trial/launch.py deepspeed_trial/checkpoints/files.py
 classify/engine/trial_config.py ds_config.json startup-hook.sh""".split()
 
