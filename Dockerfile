@@ -1,5 +1,5 @@
-# An image with the pinned packages, for clusters whose default image is too old: docker build -t NAME . && docker push NAME,
-# then in the experiment file: environment: {image: NAME}
+# The image with the pinned packages, if the cluster's default image is too old: docker build -t NAME . && docker push NAME
+# The experiment file names it: environment: {image: NAME}
 FROM determinedai/pytorch-ngc-dev:0736b6d
 COPY requirements.txt /tmp/
 RUN python3 -m pip install --no-cache-dir -r /tmp/requirements.txt && rm /tmp/requirements.txt

@@ -1,4 +1,4 @@
-# make train   sets .venv up and trains on the embedded digits
+# make train   sets .venv up and trains on scikit-learn's digits
 # make test    sets .venv up and runs every check and test
 # make soak    runs the long tests: kills, hosts, containers, other processors, planted bugs
 PYTHON ?= python3

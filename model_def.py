@@ -1,6 +1,6 @@
 """``CIFARTrial``: image classification with DeepSpeed as a Determined trial.
 
-It takes a stock ``DeepSpeedTrialContext``; ``train.py`` runs it on a cluster, on GPUs or on CPU cores.
+Works with Determined's unmodified context; ``train.py`` runs the trial on a cluster, on GPUs or on CPU cores.
 https://docs.determined.ai/latest/model-dev-guide/api-guides/apis-howto/deepspeed/deepspeed.html
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import deepspeed_trial  # noqa: F401 - before deepspeed, which it tells whether there is a GPU
+import deepspeed_trial  # noqa: F401 - before deepspeed: tells it whether a GPU exists
 
 # isort: split
 import deepspeed
@@ -35,21 +35,21 @@ from deepspeed_trial.engines import data_parallel_rank
 from deepspeed_trial.local.local_mode import LocalTestMode
 from deepspeed_trial.schedules import learning_rate
 
-Batches = Iterator[pytorch.TorchData] | None  # none on the middle stages of a pipeline
+Batches = Iterator[pytorch.TorchData] | None  # None on the middle stages of a pipeline
 
 
 class CIFARTrial(LocalTestMode, DeepSpeedTrial):
-    """Trains the network that ``hyperparameters.net`` names on the images that the ``data`` section names.
+    """Trains the network ``hyperparameters.net`` on the images of the ``data`` section.
 
     Args:
-        context: Determined's, with the hyperparameters and the experiment configuration.
+        context: Determined's context, with the hyperparameters and the experiment configuration.
 
     Raises:
-        InvalidInput: if the configuration or the data cannot work.
+        InvalidInput: with a line for each error in the configuration or the data.
     """
 
     # Configuration
-    args: AttrDict  # the hyperparameters as they were given
+    args: AttrDict  # the hyperparameters of the file
     config: TrialConfig  # data, network, DeepSpeed configuration and length: resolved and checked
     check_experiment = staticmethod(check)
     # Training
@@ -64,16 +64,16 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
-        # Configuration: ds_config.json + overwrite_deepspeed_args, for these processes
+        # Configuration: ds_config.json + overwrite_deepspeed_args, resolved for the processes
         self.args = AttrDict(context.get_hparams())
         processes, device = context.distributed.size, context.device
         where = {"device": device.type, "plan": getattr(context, "plan", None)}
         self.config = config = TrialConfig.resolve(self.args, experiment_of(context), processes, **where)
-        # Images, decoded when all else is known to be right, and MixUp or CutMix of them
+        # Images, decoded after all checks, and MixUp or CutMix
         self.images = images = data.Images(config.data, config.source, config.seed, device)
         self.mixup = make_mixup(config.hyper.mixup, config.hyper.cutmix, config.net.num_classes)
         self.loss = Loss(config.hyper, config.source.classes, lambda: images.train.labels)
-        # Network, in the form that its mode needs, and engine
+        # Network, in the form of its parallelism, and engine
         with building(config, images.gpu_bytes):
             sample = None if getattr(context, "resumes", False) else images.sample
             net = build_network(config, self._pipeline_loss, sample)
@@ -89,30 +89,30 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         self.hooks = ClassifierHooks(context, config, engine, images.normalization, images.gpu_bytes)
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
-        """Micro-batches of the training images, shuffled by (seed, epoch)."""
+        """Return micro-batches of the training images, shuffled by (seed, epoch)."""
         return self.images.training_loader(self.train_sampler)
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
-        """Micro-batches of the validation's images, in order, every image once."""
+        """Return micro-batches of the validation images, in order, every image once."""
         loader = self.images.validation_loader(*self.config.evaluation_batches)
         self.metrics.order = loader.seen_by(data_parallel_rank(self.model_engine), self.config.replicas)
         return loader
 
     def build_test_data_loader(self) -> pytorch.DataLoader | None:
-        """The same of test images that are evaluated once, at the end; None if validations are of them."""
+        """Return micro-batches of the test images for the final test; None if validations use them."""
         return self.images.test_loader(*self.config.evaluation_batches)
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
-        """The network in checkpoints, reports beside the metrics, and early stopping if asked for."""
+        """Return the callbacks: the network in checkpoints, reports, and optional early stopping."""
         engine, config = self.model_engine, self.config
         reports = make_callbacks(self.context, engine, self.metrics, lambda: self.images.validation, config)
         return {"network": self.hooks, **reports}
 
     def train_batch(self, dataloader_iter: Batches, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
-        """Trains on one micro-batch, or in a pipeline on all those of a step.
+        """Train on one micro-batch, or in a pipeline on all micro-batches of a step.
 
         Returns:
-            ``loss``: the one chosen, without the experts' ``load_balancing_loss``, a scalar on the device;
+            ``loss``: a scalar on the device, without the experts' ``load_balancing_loss``;
             ``learning_rate``.
         """
         micro_batches = self._inputs(dataloader_iter, batch_idx)
@@ -131,37 +131,37 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
             metrics["load_balancing_loss"] = balance.detach()
             loss = loss + self.config.hyper.moe_loss_coefficient * balance
         self.model_engine.backward(loss)
-        self.model_engine.step()  # steps the optimizer when enough micro-batches have come
+        self.model_engine.step()  # steps the optimizer after the last micro-batch of a step
         return metrics
 
     def evaluate_batch(self, dataloader_iter: Batches, batch_idx: int) -> dict[str, Any]:
-        """Counts one micro-batch, or in a pipeline several; the reducer makes metrics of all."""
+        """Classify one micro-batch, or in a pipeline several; the reducer computes the metrics."""
         micro_batches = self._inputs(dataloader_iter)
         if self.context.use_pipeline_parallel:
             self.model_engine.eval_batch(micro_batches)
         else:
             inputs, labels = next(micro_batches)
-            self.metrics.classify(lambda each: logits(self.model_engine(each)).float(), inputs, labels)
+            self.metrics.classify(lambda images: logits(self.model_engine(images)).float(), inputs, labels)
         return {}
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """The loss of logits (B, C), and labels (B,) int64, or (B, C) float32 where images are mixed.
+        """Return the loss of logits (B, C) and labels: (B,) int64, or (B, C) float32 for mixed images.
 
-        So weighted that its mean over a step's micro-batches is that over its images.
+        The weight makes the mean over a step's micro-batches equal the mean over its images.
         """
         loss = self.loss(outputs.float(), labels)
         weight = self.train_sampler.weight(len(labels), self.context.current_train_batch())
         return loss if weight == 1 else loss * weight
 
     def _pipeline_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """The loss on a pipeline's last stage; in validation it also counts, for the metrics."""
+        """Return the loss on a pipeline's last stage; in validation also update the metrics."""
         if torch.is_grad_enabled():
             return self._loss(outputs, labels)
         self.metrics.update(outputs.float(), labels)
         return F.cross_entropy(outputs.float(), labels)
 
     def _inputs(self, dataloader_iter: Batches, step: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """The micro-batches on the device, in the engine's dtype; of training, if ``step`` is given."""
+        """Yield micro-batches on the device, in the engine's dtype; ``step`` is None in validation."""
         config, first = self.config, self.model_engine.micro_steps % self.accumulation
         channels_last = config.validates_channels_last if step is None else config.channels_last
         for number, (images, labels) in enumerate(dataloader_iter or (), first):

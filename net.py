@@ -1,6 +1,6 @@
-"""The network of the PyTorch CIFAR-10 tutorial, and the place for nets and losses of your own.
+"""The network of PyTorch's CIFAR-10 tutorial; add your networks and losses here.
 
-Needs torch alone. Source: https://pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html
+Imports only torch. Source: https://pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {}  # by hyperparameters.loss
 
 
 def register(name: str) -> Callable[[Any], Any]:
-    """Makes a function or class a network of this name; it gets the number of classes and ``net_args``."""
+    """Register a function or class as a network; it gets the number of classes and ``net_args``."""
 
     def keep(function: Any) -> Any:
         NETS[name] = function
@@ -27,10 +27,10 @@ def register(name: str) -> Callable[[Any], Any]:
 
 
 def register_loss(name: str) -> Callable[[Any], Any]:
-    """Makes a function a loss of this name.
+    """Register a function as a loss.
 
-    It gets logits (B, C) float32, targets (B, C) float32, smoothed or mixed where that is asked for, and the
-    arguments that ``hyperparameters.loss`` gives; and it returns the loss of each image, (B,).
+    The function gets logits (B, C) float32, targets (B, C) float32, after label smoothing and MixUp, and the
+    arguments of ``hyperparameters.loss``. It returns the loss of each image, (B,).
     """
 
     def keep(function: Any) -> Any:
@@ -45,7 +45,7 @@ class Net(nn.Module):
     """Two convolutions and three fully connected layers; 62,006 parameters for 10 classes.
 
     Args:
-        num_classes: the number of classes, and so the width of the last layer.
+        num_classes: the number of classes, the width of the last layer.
     """
 
     def __init__(self, num_classes: int = 10) -> None:
@@ -58,7 +58,7 @@ class Net(nn.Module):
         self.fc3 = nn.Linear(84, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives the class scores (logits).
+        """Return the class scores (logits).
 
         Args:
             x: images (B, 3, 32, 32), normalised to [-1, 1].

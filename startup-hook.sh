@@ -1,6 +1,6 @@
-# Determined sources this in every container before training. In its default image it installs what that lacks, never
-# another torch, and nothing where all is there. It prints nothing unless that fails.
-{ set +x; } 2> /dev/null # the master has every command printed
+# Determined sources this file in every container before training. It installs the packages that the image lacks, and
+# never another torch. It prints only failures.
+{ set +x; } 2> /dev/null # Determined's master prints every command
 _installed=$(mktemp)
 _missing=$(python3 - "$_installed" << 'PY'
 import importlib.util
@@ -42,14 +42,14 @@ print(" ".join(package for module, package in NEEDED.items() if is_missing(modul
 PY
 )
 if [ -n "$_missing" ]; then
-    # shellcheck disable=SC2086  # one word a package
-    if ! _said=$(python3 -m pip install --disable-pip-version-check --constraint "$_installed" $_missing 2>&1); then
+    # shellcheck disable=SC2086  # one word for each package
+    if ! _output=$(python3 -m pip install --disable-pip-version-check --constraint "$_installed" $_missing 2>&1); then
         echo "startup-hook.sh: cannot install $_missing; use an image that has them (Dockerfile)" >&2
-        echo "$_said" >&2
+        echo "$_output" >&2
         exit 1
     fi
 fi
 rm -f "$_installed"
 
-# Now and beside what follows, not in the training at its first figure: matplotlib reads every font once.
+# matplotlib reads every font once: do that in the background now, and not at the first figure
 (python3 -c 'import matplotlib.font_manager' > /dev/null 2>&1 &)

@@ -1,1 +1,1 @@
-"""Trials that have nothing to do with images, run by `deepspeed_trial`."""
+"""Trials without images, run by `deepspeed_trial`."""

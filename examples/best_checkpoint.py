@@ -1,4 +1,4 @@
-"""Creates an experiment on a cluster, waits for it, and takes the network of its best checkpoint out.
+"""Creates an experiment on a cluster, waits for it, and exports the network of its best checkpoint.
 
     DET_MASTER=http://localhost:8080 python3 examples/best_checkpoint.py const.yaml  (in this project)
 
@@ -14,13 +14,13 @@ from determined.experimental import client
 
 
 def main(config: str) -> None:
-    """Leaves the network in ``net.pt``, for plain PyTorch."""
+    """Write the network to ``net.pt``, a file of plain PyTorch."""
     experiment = client.create_experiment(config=config, model_dir=".")
     print(f"experiment {experiment.id}")
     if experiment.wait() != client.ExperimentState.COMPLETED:
         sys.exit(f"experiment {experiment.id} did not complete; see: det experiment logs {experiment.id}")
     checkpoints = experiment.list_checkpoints(max_results=1)  # best first, by the searcher's metric
-    if not checkpoints:  # its configuration cannot work, which Determined shows as completed, too
+    if not checkpoints:  # Determined also shows an invalid configuration as completed
         sys.exit(f"experiment {experiment.id} trained nothing; see: det experiment logs {experiment.id}")
     checkpoint = checkpoints[0]
     folder = checkpoint.download(f"checkpoints/{checkpoint.uuid}")

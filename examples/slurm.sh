@@ -1,5 +1,6 @@
 #!/bin/bash
-# Two nodes of two GPUs each. Saves two minutes before the time limit and goes on in the queue, to the same bits.
+# Two nodes of two GPUs each. Two minutes before the time limit the job saves a checkpoint and requeues itself;
+# the resumed run is bit-identical.
 #   sbatch examples/slurm.sh
 #SBATCH --job-name=cifar10
 #SBATCH --nodes=2
@@ -11,7 +12,7 @@
 #SBATCH --open-mode=append
 
 requeue() {
-    scancel --signal=USR1 "$SLURM_JOB_ID.0" # every task saves a checkpoint and ends
+    scancel --signal=USR1 "$SLURM_JOB_ID.0" # every task saves a checkpoint and exits
     wait "$training"
     scontrol requeue "$SLURM_JOB_ID"
     exit 0

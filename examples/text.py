@@ -7,7 +7,7 @@
     Determined's local test mode:
         det experiment create examples/text.yaml . --local --test --config entrypoint=examples.text:TextTrial
 
-Three lines differ from Determined's guide: the two imports from ``deepspeed_trial``, and ``LocalTestMode``.
+The lines with ``deepspeed_trial`` and ``LocalTestMode`` differ from Determined's guide.
 """
 
 import pathlib
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import deepspeed_trial  # noqa: F401 - before deepspeed, which it tells whether there is a GPU
+import deepspeed_trial  # noqa: F401 - before deepspeed: tells it whether a GPU exists
 
 # isort: split
 import deepspeed
@@ -31,11 +31,11 @@ from deepspeed_trial.local.local_mode import LocalTestMode
 from deepspeed_trial.trainer import Trainer, find_checkpoint, init
 
 TEXT = "".join(pydoc_data.topics.topics.values()).encode("ascii", "ignore")
-LENGTH = 64  # characters that a prediction sees
+LENGTH = 64  # characters of the input
 
 
 class Transformer(nn.Module):
-    """Predicts each next character of ASCII text from those before it."""
+    """Predicts the next character of ASCII text from the previous characters."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -45,14 +45,14 @@ class Transformer(nn.Module):
         self.head = nn.Linear(width, 128)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Characters (B, LENGTH) int64 to logits (B, LENGTH, 128)."""
+        """Return logits (B, LENGTH, 128) of characters (B, LENGTH) int64."""
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, text.device, self.head.weight.dtype)
         hidden = self.characters(text) + self.places.weight
         return self.head(self.layers(hidden, mask, is_causal=True))
 
 
 class TextTrial(LocalTestMode, DeepSpeedTrial):
-    """Trains ``Transformer``; every method is as in Determined's guide."""
+    """Trains ``Transformer`` with the methods of Determined's guide."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context, hparams = context, context.get_hparams()
@@ -66,16 +66,16 @@ class TextTrial(LocalTestMode, DeepSpeedTrial):
         self.train_set, self.test_set = whole[: -len(whole) // 10], whole[-len(whole) // 10 :]
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
-        """Micro-batches of text (B, LENGTH + 1), in an order that the seed gives."""
+        """Return micro-batches of text (B, LENGTH + 1), shuffled by the seed."""
         batch_size = self.context.get_train_micro_batch_size_per_gpu()
         return pytorch.DataLoader(self.train_set, batch_size=batch_size, shuffle=True, drop_last=True)
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
-        """The last tenth of the text."""
+        """Return the last tenth of the text."""
         return pytorch.DataLoader(self.test_set, batch_size=64, drop_last=True)
 
     def train_batch(self, dataloader_iter: Iterator[Any] | None, epoch_idx: int, batch_idx: int) -> Tensor:
-        """Trains on one micro-batch and gives its loss in nats a character."""
+        """Train on one micro-batch and return its loss in nats per character."""
         loss = self._loss(dataloader_iter)
         self.engine.backward(loss)
         self.engine.step()

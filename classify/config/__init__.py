@@ -1,1 +1,1 @@
-"""The experiment file and the hyperparameters: every key, its default and its rule, once."""
+"""The experiment file and its keys: each key once, with its default, rule and documentation."""

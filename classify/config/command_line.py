@@ -1,4 +1,4 @@
-"""The options that all programs have which read an experiment file."""
+"""The options of every program that reads an experiment file."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from classify.config.schedules import PEAK_KEYS
 
-# What everybody changes, by its option: the keys of its value, and the value's form. Keys that begin with
-# "deepspeed" are where the experiment file has those of DeepSpeed.
+# The path and the form of each short option's value. The program replaces "deepspeed" at the start of a path
+# by the place of DeepSpeed's keys in the experiment file.
 SHORT_FORMS = {
     "epochs": ("hyperparameters.max_length", "{{epochs: {}}}"),
     "lr": ("deepspeed.optimizer.params.lr", "{}"),
@@ -24,9 +24,9 @@ SHORT_FORMS = {
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Does not look for garbage while a program imports what stays to its end, nor among that later.
+    """Disable the garbage collector during imports, then freeze the imported objects.
 
-    Python would look through all that has been imported again and again: a quarter of the time.
+    Otherwise the collector takes a quarter of the time of the imports.
     """
     gc.disable()
     try:
@@ -37,31 +37,31 @@ def importing() -> Iterator[None]:
 
 
 def folder(text: str) -> pathlib.Path:
-    """A folder of an option; an empty text, as of a shell's unset variable, is none."""
+    """Return the folder of an option; an empty text, e.g. a shell's unset variable, is an error."""
     if not text:
-        raise argparse.ArgumentTypeError("'' is no folder; give one, or leave the option out")
+        raise argparse.ArgumentTypeError("'' is no folder; give a folder, or leave the option out")
     return pathlib.Path(text)
 
 
 def parser(description: str | None, config: str, what: str = "experiment file") -> argparse.ArgumentParser:
-    """A parser with ``--config FILE`` and ``--set PATH=VALUE``.
+    """Return a parser with ``--config FILE`` and ``--set PATH=VALUE``.
 
     Args:
         description: the program's manual.
         config: the default file.
-        what: what the program takes of the file.
+        what: the part of the file that the program reads.
     """
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_experiment_options(made, config, what)
-    return made
+    add_experiment_options(parser, config, what)
+    return parser
 
 
 def add_experiment_options(
     parser: argparse.ArgumentParser, config: str, what: str = "experiment file"
 ) -> None:
-    """Adds ``--config FILE`` and ``--set PATH=VALUE``, which is kept as ``overrides``."""
+    """Add ``--config FILE`` and ``--set PATH=VALUE``, whose values are ``overrides``."""
     parser.add_argument("--config", default=config, metavar="FILE", help=f"{what} (%(default)s)")
     parser.add_argument(
         "--set",
@@ -69,28 +69,28 @@ def add_experiment_options(
         default=[],
         metavar="PATH=VALUE",
         dest="overrides",
-        help="replace a value of it",
+        help="replace a value of the file",
     )
 
 
 def add_short_forms(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ``SHORT_FORMS``."""
+    """Add the options of ``SHORT_FORMS``."""
     add = parser.add_argument
-    add("--epochs", metavar="N", help="train for so many epochs")
-    add("--lr", metavar="RATE", help="the learning rate, a schedule's peak")
-    add("--batch-size", metavar="N", help="images in an optimizer step, of all processes")
-    add("--net", metavar="NAME", help="net, a registered network, one of torchvision's, or timm/NAME")
+    add("--epochs", metavar="N", help="the length of the training in epochs")
+    add("--lr", metavar="RATE", help="the learning rate, or a schedule's peak")
+    add("--batch-size", metavar="N", help="images of an optimizer step, over all processes")
+    add("--net", metavar="NAME", help="net, a registered network, a classifier of torchvision, or timm/NAME")
 
 
 def short_overrides(args: argparse.Namespace, hyperparameters: Any) -> list[str]:
-    """What the short forms say, as ``--set`` would.
+    """Return the overrides, ``PATH=VALUE``, of the short forms.
 
     Args:
         args: of a parser with ``add_short_forms``.
-        hyperparameters: of the experiment file, whose form says where DeepSpeed's keys are.
+        hyperparameters: of the experiment file; their form determines the place of DeepSpeed's keys.
 
     Raises:
-        InvalidInput: with a line for each that ``--set`` says, too.
+        InvalidInput: with a line for each value that ``--set`` gives, too.
     """
     config = {"hyperparameters": hyperparameters}
     file = _at(config, "hyperparameters.deepspeed_config")[1]
@@ -100,13 +100,13 @@ def short_overrides(args: argparse.Namespace, hyperparameters: Any) -> list[str]
         if (value := getattr(args, name)) is None:
             continue
         paths = [re.sub("^deepspeed", section, path)]
-        given = [each.partition("=")[0] for each in args.overrides]
-        if twice := [each for each in given if f"{each}.".startswith(f"{paths[0]}.")]:
+        given = [override.partition("=")[0] for override in args.overrides]
+        if twice := [other for other in given if f"{other}.".startswith(f"{paths[0]}.")]:
             option = f"--{name.replace('_', '-')}"
-            errors.append(f"{option}: {value}: --set {twice[0]} is another value of it; give one of the two")
+            errors.append(f"{option}: {value}: --set {twice[0]} sets the same key; give one of the two")
         if name == "lr":
             paths += _peak(config, f"{section}.scheduler")
-        overrides += [f"{_at(config, each)[0]}={form.format(value)}" for each in paths]
+        overrides += [f"{_at(config, key)[0]}={form.format(value)}" for key in paths]
     if errors:
         from deepspeed_trial.errors import InvalidInput  # here: the import takes seconds
 
@@ -115,14 +115,14 @@ def short_overrides(args: argparse.Namespace, hyperparameters: Any) -> list[str]
 
 
 def _peak(config: Any, scheduler: str) -> list[str]:
-    """Where a schedule's peak stands, if it does: it would win over the rate."""
+    """Return the path of a schedule's peak, if the file has one: the peak overrides the learning rate."""
     kind = _at(config, f"{scheduler}.type")[1]
     path = f"{scheduler}.params.{PEAK_KEYS.get(kind) if isinstance(kind, str) else None}"
     return [] if _at(config, path)[1] is None else [path]
 
 
 def _at(config: Any, path: str) -> tuple[str, Any]:
-    """The keys to a value, through what is marked as constant for a cluster, and the value, or None."""
+    """Return the path of a value, through ``{type: const, val: VALUE}``, and the value or None."""
     keys = []
     for key in path.split("."):
         if isinstance(config, Mapping) and config.get("type") == "const" and "val" in config:

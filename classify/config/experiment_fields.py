@@ -42,7 +42,7 @@ def _key(rule: Rule, about: str, default: Any = None, unit: str = "") -> Key:
 
 
 def _keys(others: str = "", **keys: Key) -> dict[str, Key]:
-    """Return a section's keys, and those that only Determined reads, without documentation."""
+    """Return the keys of a section; only Determined reads ``others``, which have no documentation."""
     return {**keys, **dict.fromkeys(others.split(), Key(ANY, ""))}
 
 

@@ -1,4 +1,4 @@
-"""An experiment file, as Determined's own, read on this machine with what ``--set`` puts into it."""
+"""A Determined experiment file, read on this machine, with the values of ``--set``."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from deepspeed_trial.errors import ErrorList, InvalidInput, one_line
 from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.input_files import regular_file
 
-# The parser raises Python's own errors for a tagged value such as "!!int x", and for one nested too deep.
+# The parser raises Python's errors for a tagged value such as "!!int x", and for deep nesting
 YAML_ERRORS = (YAMLError, ValueError, KeyError, RecursionError)
-DEEPEST, MOST = 100, 10_000  # levels and values, far above those of any experiment; aliases written out
+DEEPEST, MOST = 100, 10_000  # levels, and values with aliases expanded, far above any experiment's
 
 
 def load(path: str, overrides: Iterable[str] = (), search: bool = False) -> Experiment:
-    """Reads an experiment file for training on this machine, and checks its fields.
+    """Read an experiment file for training on this machine, and check its fields.
 
     Args:
         path: the file.
-        overrides: ``PATH=VALUE`` each: puts VALUE, read as YAML, in the place of what stands at the dotted
-            PATH.
-        search: leave ranges among the hyperparameters; ``workbench/search/space.py`` checks them.
+        overrides: texts ``PATH=VALUE``; VALUE, read as YAML, replaces the value at the dotted PATH.
+        search: accept ranges among the hyperparameters; ``workbench/search/space.py`` checks them.
 
     Raises:
-        InvalidInput: if the file or an override cannot be read, or with a line for each field that is wrong.
+        InvalidInput: if the file or an override cannot be read, or with a line for each invalid field.
     """
     return check(read(path, overrides), search)
 
@@ -40,12 +39,12 @@ def load(path: str, overrides: Iterable[str] = (), search: bool = False) -> Expe
 def read(
     path: str, overrides: Iterable[str] = (), more: Callable[[Any], Iterable[str]] = lambda _: ()
 ) -> dict[str, Any]:
-    """Reads the file and the overrides, as ``load`` has them, without checking the fields.
+    """Read the file and the overrides of ``load`` without checking the fields.
 
     Args:
         path: the file.
-        overrides: as of ``load``.
-        more: gives further ones for the hyperparameters that these leave.
+        overrides: of ``load``.
+        more: returns further overrides, given the hyperparameters after the first overrides.
 
     Raises:
         InvalidInput: if the file or an override cannot be read.
@@ -53,14 +52,15 @@ def read(
     try:
         config = _yaml(regular_file(path).read_text())
     except FileNotFoundError:
-        mend = "no such file; give an experiment file, e.g. const.yaml"
-        raise InvalidInput(f"--config: {path}: {mend}") from None
+        raise InvalidInput(f"--config: {path}: no such file; give a file, e.g. const.yaml") from None
     except (OSError, *YAML_ERRORS) as error:
         raise InvalidInput(
-            f"--config: {path}: cannot be read as YAML ({_reason(error)}); mend it, or give another file"
+            f"--config: {path}: cannot be read as YAML ({_reason(error)}); fix the file, or give another file"
         ) from error
     if not isinstance(config, dict):
-        raise InvalidInput(f"--config: {path}: holds no experiment configuration; see const.yaml for one")
+        raise InvalidInput(
+            f"--config: {path}: is not an experiment configuration; see const.yaml for an example"
+        )
     errors = ErrorList()
     for override in overrides:
         with errors.collecting():
@@ -74,13 +74,13 @@ def read(
         json.dumps(config)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidInput(
-            f"--config: {path}: holds a value that JSON cannot represent ({one_line(error)}); mend it"
+            f"--config: {path}: has a value that JSON cannot represent ({one_line(error)}); change the value"
         ) from error
     return config
 
 
 class _Constructor(SafeConstructor):
-    """Makes of a date the text that it is, as Determined's master does, which keeps it as JSON."""
+    """Read a date as text, as Determined's master, which stores JSON."""
 
 
 _Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
@@ -94,9 +94,11 @@ def _yaml(text: str) -> Any:
 
 
 def _check_size(events: Iterable[Any]) -> None:
-    """Raises ValueError for a text that would take minutes: nested too deep, or of aliases of aliases."""
-    known: dict[str, int] = {}  # the values that stand under an anchor, and so in the place of each alias
-    inner: list[tuple[str | None, int]] = [(None, 0)]  # the anchor of each open list or mapping, its values
+    """Raise ``ValueError`` for a text that takes minutes to read: deeply nested, or aliases of aliases."""
+    known: dict[str, int] = {}  # the number of values under each anchor
+    inner: list[tuple[str | None, int]] = [
+        (None, 0)
+    ]  # the anchor and the number of values of each open list or mapping
     for event in events:
         if isinstance(event, CollectionStartEvent):
             inner.append((event.anchor, 1))
@@ -104,7 +106,7 @@ def _check_size(events: Iterable[Any]) -> None:
                 raise ValueError(f"nested more than {DEEPEST} levels deep")
             continue
         if isinstance(event, AliasEvent):
-            anchor, values = None, known.get(event.anchor, MOST)  # not known: of one that holds itself
+            anchor, values = None, known.get(event.anchor, MOST)  # unknown: an alias within its anchor
         elif isinstance(event, CollectionEndEvent):
             anchor, values = inner.pop()
         else:
@@ -117,7 +119,7 @@ def _check_size(events: Iterable[Any]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the error and its place without the text, which may hold a password."""
+    """Return the error and its place without the text, which may contain a password."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or not problem:
         return one_line(error)

@@ -143,7 +143,7 @@ class Hyperparameters(Keyed):
     overwrite_deepspeed_args: Mapping[str, Any] | None = key(
         None,
         _mapping_of("DeepSpeed's keys, e.g. {train_batch_size: 32}"),
-        "Values that replace those of `deepspeed_config`.",
+        "Values that replace values of `deepspeed_config`.",
     )
 
     loss: str | Mapping[str, Any] = key(

@@ -1,4 +1,4 @@
-"""Where the project is."""
+"""The project's folder."""
 
 from __future__ import annotations
 

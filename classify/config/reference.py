@@ -49,7 +49,7 @@ def _default(value: Any) -> str:
 
 
 def text(sections: Sections) -> str:
-    """Return two lines for each key, for a terminal."""
+    """Return two lines a key."""
     lines = []
     for section, keys in sections.items():
         for row in _rows(section, keys):
@@ -74,7 +74,7 @@ def markdown(sections: Sections) -> str:
 
 
 def json_schema(sections: Sections) -> str:
-    """Return a JSON Schema with which an editor completes and explains the keys.
+    """Return a JSON Schema; an editor completes and explains the keys with it.
 
     The schema restricts no value, because a search may put a range in the place of any.
     """

@@ -1,4 +1,4 @@
-"""Where each schedule keeps its peak; the others scale the optimizer's learning rate and so have none."""
+"""The parameter of each schedule's peak; other schedules scale the optimizer's learning rate."""
 
 PEAK_KEYS = {
     "WarmupLR": "warmup_max_lr",

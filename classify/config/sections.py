@@ -55,7 +55,7 @@ def plain(path: str, value: Any) -> str:
 
 
 def nearest_or(name: object, known: Iterable[object], other: str) -> str:
-    """Return the nearest known name and another remedy, for an error line."""
+    """Return an error line's remedy: the nearest known name, or another."""
     hint = nearest(name, known)
     return f"{hint} Or {other}" if hint.endswith("?") else f"{hint}, or {other}"
 
@@ -124,7 +124,7 @@ class Keyed:
         errors: ErrorList,
         shown: Callable[[str, Any], str] = plain,
     ) -> dict[str, Any]:
-        """Check each key by itself and return the values of the known keys, with nested sections parsed.
+        """Check each key separately and return the values of the known keys, with nested sections parsed.
 
         Args:
             path: precedes a key in an error line, with the dot.

@@ -192,7 +192,7 @@ def _refuse_packed(path: pathlib.Path) -> None:
 
 
 def _namespaces_allowed() -> contextlib.AbstractContextManager[Any]:
-    """Allow ``argparse.Namespace``, in which training scripts save their arguments with the weights."""
+    """Allow ``argparse.Namespace``: training scripts save their arguments with the weights."""
     if not hasattr(torch.serialization, "safe_globals"):  # before torch 2.5
         return contextlib.nullcontext()
     return torch.serialization.safe_globals([argparse.Namespace])
