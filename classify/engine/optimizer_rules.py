@@ -15,6 +15,7 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from classify.config.rules import BOOL, RATE, Rule, is_count, is_finite, is_number, number, one_of, optional
+from classify.config.sections import unknown_keys
 from deepspeed_trial.errors import nearest, one_line
 from deepspeed_trial.patches.muon import MUON
 from deepspeed_trial.schedules import GroupSchedule
@@ -148,17 +149,16 @@ def _section_errors(
     """Check ``{type: NAME, params: {...}}``."""
     if not isinstance(section, Mapping):
         return [f"{key}: {section!r}: must be a mapping, {{type: NAME, params: {{...}}}}"]
-    errors = [
-        f"{key}.{name}: {value!r}: DeepSpeed knows no such key; {nearest(name, ('type', 'params'))}"
-        for name, value in section.items()
-        if name not in ("type", "params", "legacy_fusion")
-    ]
+    others = {k: v for k, v in section.items() if k != "legacy_fusion"}
+    errors = unknown_keys(f"{key}.", others, ("type", "params"), "DeepSpeed knows no such key")
     kind, params = section.get("type"), section.get("params", {})
     if not isinstance(params, Mapping):
         return [*errors, f"{key}.params: {params!r}: must be a mapping, e.g. {{lr: 0.001}}"]
     allowed = known(kind) if isinstance(kind, str) else None
     if allowed is None:
         return [*errors, f"{key}.type: {kind!r}: unknown; {nearest(kind, names)}"]
+    if allowed:
+        errors += unknown_keys(f"{key}.params.", params, allowed, f"{kind} takes no such parameter")
     for name, value in params.items():
         rule = allowed.get(name) or _PARAMS.get(name)
         reason = None
