@@ -8,14 +8,13 @@ from typing import Any, cast
 import determined as det
 import mlflow
 import pytest
-import torch
 from containers import SMALL, run_alone, run_container
 from determined import _info, core
 from master import Master
 from support import DIGITS, overrides, train_many
 
 import checkpoint
-from classify.models import state_dicts
+from classify.models import net_file, state_dicts
 from deepspeed_trial import cluster
 from deepspeed_trial.cluster import cluster_experiment, errors_end_the_trial, leaves_once_reported
 from deepspeed_trial.errors import Diverged, InvalidInput, LostRank, TrainingStopped, UnreadableData
@@ -106,7 +105,7 @@ def off_the_cluster(folder, slots) -> dict[str, Any]:
 
 
 def weights_of(folder) -> str:
-    return state_dicts.sha256(torch.load(folder / "net.pt", weights_only=True))
+    return state_dicts.sha256(net_file.of_checkpoint(folder))
 
 
 def test_a_trial_in_one_slot(tmp_path):
