@@ -161,13 +161,8 @@ def _section_errors(
         errors += unknown_keys(f"{key}.params.", params, allowed, f"{kind} takes no such parameter")
     for name, value in params.items():
         rule = allowed.get(name) or _PARAMS.get(name)
-        reason = None
-        if allowed and name not in allowed:
-            reason = f"{kind} takes no such parameter; {nearest(name, allowed)}"
-        elif rule and not rule.is_valid(value):
-            reason = rule.message
-        if reason:
-            errors.append(f"{key}.params.{name}: {value!r}: {reason}")
+        if rule and not rule.is_valid(value):
+            errors.append(f"{key}.params.{name}: {value!r}: {rule.message}")
     return errors
 
 
