@@ -33,7 +33,7 @@ from classify.config import command_line, experiment_fields, experiment_file
 from classify.config.rules import RATE, Rule, is_number, number, whole
 from classify.images.image_set import ImageSet
 from classify.images.loader import MicroBatchDataset, whole_micro_batch
-from classify.images.sampler import MicroBatchSampler
+from classify.images.order import Order
 from classify.images.settings import DataSettings
 from classify.images.splits import Splits
 from classify.models import dry_run, registry, state_dicts
@@ -101,7 +101,7 @@ def train(args: argparse.Namespace) -> None:
     # 1. Data.
     train_set, test_set = (data.load(settings, split, source) for split in ("train", source.validation))
     parts = world_size * args.accumulate
-    sampler = MicroBatchSampler(len(train_set), args.batch_size, parts, experiment.seed)
+    order = Order(len(train_set), args.batch_size, parts, experiment.seed)
 
     # 2. Network.
     plain = Net(len(train_set.classes))
@@ -112,7 +112,7 @@ def train(args: argparse.Namespace) -> None:
     # 3. Loss and optimizer.
     criterion = nn.CrossEntropyLoss()
     optimizer = make_optimizer(args, net)
-    schedule = make_schedule(args, optimizer, len(sampler.step_sizes))
+    schedule = make_schedule(args, optimizer, len(order.step_sizes))
     scaler = torch.amp.GradScaler(device.type, enabled=args.amp == "fp16")
     losses: list[Tensor] = []
     last = (args.max_steps or 0) * args.accumulate
@@ -123,7 +123,7 @@ def train(args: argparse.Namespace) -> None:
         # 4. Training.
         epoch_started = time.perf_counter()
         net.train()
-        for inputs, labels in batches(train_set, sampler, rank, world_size, device):
+        for inputs, labels in batches(train_set, order, epoch, rank, world_size, device):
             with autocast(args, device):
                 loss = criterion(net(inputs), labels)
             scaler.scale(loss / args.accumulate).backward()
@@ -148,7 +148,7 @@ def train(args: argparse.Namespace) -> None:
             break
 
     if rank == 0:
-        images = sum(sampler.step_sizes) / len(sampler.step_sizes) * (len(losses) // args.accumulate)
+        images = sum(order.step_sizes) / len(order.step_sizes) * (len(losses) // args.accumulate)
         rate = images / max(training_seconds, 1e-9)
         save(args, plain, losses, scores, epoch + 1, time.perf_counter() - started, rate)
 
@@ -253,10 +253,10 @@ def autocast(args: argparse.Namespace, device: torch.device) -> contextlib.Abstr
 
 
 def batches(
-    source: ImageSet, sampler: MicroBatchSampler, rank: int, world_size: int, device: torch.device
+    source: ImageSet, order: Order, epoch: int, rank: int, world_size: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give this rank's micro-batches of an epoch, in the order of the trial's ranks."""
-    mine = [indices for i, indices in enumerate(sampler) if i % world_size == rank]
+    """Yield this rank's micro-batches of one epoch, as the trial's ranks see them."""
+    mine: list[Any] = list(order.micro_batches(epoch))[rank::world_size]
     loader = DataLoader(MicroBatchDataset(source), batch_sampler=mine, collate_fn=whole_micro_batch)
     for images, labels in loader:
         yield data.as_inputs(images.to(device)), labels.to(device)
@@ -269,8 +269,8 @@ def evaluate(
     """Return accuracy, loss and per-class accuracy over every test image, counted on all ranks."""
     net.eval()
     counts = ClassificationMetrics(test_set.classes)
-    sampler = MicroBatchSampler(len(test_set), 256 * world_size, world_size)
-    for inputs, labels in batches(test_set, sampler, rank, world_size, device):
+    order = Order(len(test_set), 256 * world_size, world_size)
+    for inputs, labels in batches(test_set, order, 0, rank, world_size, device):
         counts.update(net(inputs), labels)
     counted = counts.per_slot_reduce()
     everyone = messages.all_gather(counted) if world_size > 1 else [counted]

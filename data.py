@@ -17,14 +17,13 @@ from torch.nn import functional as F
 from classify.images.augment import Augmentation, Augmenter
 from classify.images.image_set import ImageSet, places
 from classify.images.loader import MicroBatchLoader
-from classify.images.sampler import MicroBatchSampler
+from classify.images.order import Order, Windows
 from classify.images.settings import BALANCED, MOST_WORKERS, DataSettings
 from classify.images.sources.encoded_source import EncodedSource
 from classify.images.sources.files import NOT_READABLE, raise_some
 from classify.images.sources.readable import Readable
 from classify.images.splits import Splits
 from classify.images.streaming import Streaming
-from classify.images.windows import Windows
 
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that take 0 to 255 to [-1, 1]
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # as torchvision's pretrained weights take them
@@ -88,12 +87,14 @@ class Images:
         images, place = load(self.settings, split, self.source, self.streaming), self._places[split]
         return images if place.type == "cpu" else images.to(place)
 
-    def _windows(self, split: str) -> tuple[Windows | None, Callable[[list[int]], None] | None]:
-        """The windows of a split's shards, and what fetches the shards ahead, if they are remote."""
+    def _windows(self, split: str) -> Windows | None:
+        """Return the windows of a split's shards; None if all shards are shuffled together."""
         window = self.streaming.window
-        windows = self.source.windows(split, window) if window else None
-        streams = self.streaming.streams and windows
-        return windows, self.source.fetching_ahead(split) if streams else None
+        return self.source.windows(split, window) if window else None
+
+    def _fetch_ahead(self, split: str) -> Callable[[Sequence[int]], None] | None:
+        """Return a function that fetches shards by their numbers; None if no shard is fetched."""
+        return self.source.fetching_ahead(split) if self.streaming.streams else None
 
     @functools.cached_property
     def normalization(self) -> Normalization:
@@ -114,20 +115,20 @@ class Images:
 
     def _spread(self, most: int) -> Tensor:
         """Indices (N,) int64 of so many training images, evenly spaced; of shards in windows in the first."""
-        windows, _ = self._windows("train")
+        windows = self._windows("train")
         every = torch.from_numpy(windows.first()) if windows else torch.arange(len(self.train))
         return every[:: -(-len(every) // most)].to(self.train.device)
 
-    def training_sampler(self, batch_size: int, micro_batches_per_step: int) -> MicroBatchSampler:
-        """Which training images make a micro-batch, drawn by (seed, epoch)."""
+    def training_order(self, batch_size: int, micro_batches_per_step: int) -> Order:
+        """Return the order of the training images, drawn by (seed, epoch)."""
         labels = self.train.labels.cpu() if self.settings.sampling == BALANCED else None
         count, parts = self.source.count("train"), micro_batches_per_step
-        return MicroBatchSampler(count, batch_size, parts, self.seed, labels, *self._windows("train"))
+        return Order(count, batch_size, parts, self.seed, labels, self._windows("train"))
 
-    def training_loader(self, sampler: MicroBatchSampler) -> MicroBatchLoader:
+    def training_loader(self, order: Order) -> MicroBatchLoader:
         """Micro-batches of training images (B, 3, H, W) uint8 and labels (B,) int64."""
         workers = self._workers(self.train, bool(self.settings.augment.transforms))
-        return MicroBatchLoader(self.train, sampler, self.augmenter, workers)
+        return MicroBatchLoader(self.train, order, self.augmenter, workers, self._fetch_ahead("train"))
 
     def _workers(self, images: ImageSet, transforms: bool = False) -> int:
         """How many processes of this rank prepare images."""
@@ -152,10 +153,8 @@ class Images:
         return self._in_order("test", self.test, micro_batch, micro_batches_per_step)
 
     def _in_order(self, split: str, images: ImageSet, micro_batch: int, parts: int) -> MicroBatchLoader:
-        windows, ahead = self._windows(split)
-        batch = micro_batch * parts
-        sampler = MicroBatchSampler(len(images), batch, parts, windows=windows, ahead=ahead)
-        return MicroBatchLoader(images, sampler, workers=self._workers(images))
+        order = Order(len(images), micro_batch * parts, parts, windows=self._windows(split))
+        return MicroBatchLoader(images, order, None, self._workers(images), self._fetch_ahead(split))
 
 
 def load(

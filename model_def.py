@@ -26,7 +26,7 @@ from classify.engine.build import build_network, building, engine_arguments
 from classify.engine.hooks import ClassifierHooks
 from classify.engine.trial_config import TrialConfig
 from classify.images.mixup import apply_mixup, make_mixup
-from classify.images.sampler import MicroBatchSampler
+from classify.images.order import Order
 from classify.models.losses import Loss
 from classify.models.registry import logits
 from classify.reports.callbacks import make_callbacks
@@ -55,7 +55,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
     # Training
     images: data.Images
     model_engine: deepspeed.DeepSpeedEngine
-    train_sampler: MicroBatchSampler
+    train_sampler: Order
     # Metrics, and hooks that add the network to checkpoints
     throughput: Throughput
     rate: LearningRate
@@ -80,7 +80,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
             engine, *_ = deepspeed.initialize(model=net, **engine_arguments(net, config))
         self.model_engine = context.wrap_model_engine(engine)
         self.accumulation = engine.gradient_accumulation_steps()
-        self.train_sampler = images.training_sampler(config.batch, config.replicas * self.accumulation)
+        self.train_sampler = images.training_order(config.batch, config.replicas * self.accumulation)
         # Metrics, reduced over all ranks; the network in checkpoints
         self.throughput = context.wrap_reducer(Throughput(), for_validation=False)
         self.rate = context.wrap_reducer(LearningRate(), for_validation=False)

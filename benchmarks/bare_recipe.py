@@ -49,10 +49,10 @@ def losses(config: TrialConfig) -> Iterator[Tensor]:
     )
     last = config.steps or 1
     falls = [torch.optim.lr_scheduler.LinearLR(each, 1.0, 0.0, last) for each in (muon, adam)]
-    sampler = images.training_sampler(config.batch, 1)
+    order = images.training_order(config.batch, 1)
     step = 0
     for epoch in itertools.count():
-        for chosen in sampler:
+        for _, chosen, *_ in order.micro_batches(epoch):
             pixels, labels = images.train.images[chosen], images.train.labels[chosen]
             if images.augmenter:
                 pixels = images.augmenter(pixels, chosen, epoch)

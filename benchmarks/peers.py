@@ -111,7 +111,7 @@ def deepspeed_tutorial(folder: pathlib.Path) -> None:
 def plain_loop(folder: pathlib.Path) -> None:
     """A loop as short as PyTorch allows with the recipe of ``cifar10-67.yaml``, all images in memory."""
     from classify.images.augment import Augmentation, Augmenter
-    from classify.images.sampler import MicroBatchSampler
+    from classify.images.order import Order
     from data import as_inputs
 
     # isort: split
@@ -132,7 +132,7 @@ def plain_loop(folder: pathlib.Path) -> None:
     schedule = getattr(lr_schedules, recipe["scheduler"]["type"])(optimizer, **recipe["scheduler"]["params"])
     size = images.shape[2], images.shape[3]
     augmenter = Augmenter(Augmentation(**recipe["augment"]), len(labels), size, size, recipe["seed"])
-    order = MicroBatchSampler(len(labels), recipe["batch"], 1, seed=recipe["seed"]).order
+    order = Order(len(labels), recipe["batch"], 1, seed=recipe["seed"]).rows
     form = torch.channels_last if recipe["channels_last"] else torch.contiguous_format
     print("training", flush=True)
     step, last = 0, recipe["epochs"] * -(-len(labels) // recipe["batch"])

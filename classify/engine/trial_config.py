@@ -24,7 +24,7 @@ from classify.engine.learning_rate import schedule_notes
 from classify.engine.optimizer_rules import is_muon
 from classify.engine.parameter_groups import Group, are_plain, assign
 from classify.images import views
-from classify.images.sampler import step_sizes
+from classify.images.order import step_sizes
 from classify.images.settings import DataSettings
 from classify.images.splits import Splits
 from classify.images.streaming import Streaming

@@ -1,4 +1,4 @@
-"""Loaders of whole micro-batches, as Determined takes them."""
+"""Loaders of whole micro-batches: an order of images x the images x their augmentation."""
 
 from __future__ import annotations
 
@@ -6,233 +6,202 @@ import atexit
 import collections
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from determined import pytorch
 from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset
+from torch.utils.data import DataLoader as TorchLoader
 from typing_extensions import override
 
 from classify.images.augment import Augmenter
 from classify.images.image_set import ImageSet
-from classify.images.sampler import MicroBatchSampler
+from classify.images.order import MicroBatch, Order
 from deepspeed_trial.errors import InvalidInput
 
 PREFETCHED = 2  # micro-batches that wait for a GPU
 
 
 class MicroBatchDataset(Dataset):
-    """Images fetched a whole micro-batch at a time, from wherever they are kept.
+    """Images and labels of a whole micro-batch at a time.
 
     Args:
-        source: the images.
+        images: of one split.
+        augmenter: of training images; without one, images are cropped in the middle.
     """
 
-    transforms = False
-
-    def __init__(self, source: ImageSet) -> None:
-        self.source = source
-
-    def indices(self, asked: Tensor) -> Tensor:
-        """Those of the images that are asked for."""
-        return asked
+    def __init__(self, images: ImageSet, augmenter: Augmenter | None = None) -> None:
+        self.images, self.augmenter = images, augmenter
 
     def __len__(self) -> int:
-        return len(self.source)
+        return len(self.images)
 
-    def __getitems__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Gives images (B, 3, H, W) uint8 and labels (B,) int64 for indices (B,) int64."""
-        images, labels, _ = _fetch(self.source, indices)
-        return self.source.center_crop(images), labels
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        images, labels = self.__getitems__(torch.tensor([index]))
-        return images[0], labels[0]
-
-
-class AugmentedDataset(Dataset):
-    """Training images, fetched and augmented a whole micro-batch at a time.
-
-    Args:
-        source: the images.
-        augmenter: what changes them.
-    """
-
-    def __init__(self, source: ImageSet, augmenter: Augmenter) -> None:
-        self.source, self.augmenter = source, augmenter
-        self.transforms = bool(augmenter.transform)
-
-    def indices(self, asked: tuple[int, Tensor, Tensor]) -> Tensor:
-        """Those of the images that are asked for."""
-        return asked[1]
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitems__(self, place: tuple[int, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Gives images (B, 3, H, W) uint8 and labels (B,) int64.
-
-        Args:
-            place: the epoch, the images' indices (B,) int64, and which random draws are theirs (B,) int64.
-        """
-        epoch, indices, draws = place
-        images, labels, indices = _fetch(self.source, indices)
-        return self.augmenter(images, draws.to(indices.device, non_blocking=True), epoch), labels
+    def __getitems__(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return images (B, 3, H, W) uint8 and labels (B,) int64."""
+        indices = micro_batch.indices.to(self.images.device, non_blocking=True)
+        images, labels = self.images.select(indices), self.images.labels.index_select(0, indices)
+        if self.augmenter is None:
+            return self.images.center_crop(images), labels
+        draws = micro_batch.draws.to(indices.device, non_blocking=True)
+        return self.augmenter(images, draws, micro_batch.epoch), labels
 
 
-def _fetch(source: ImageSet, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Images (B, 3, h, w) as they are kept, their labels, and the indices on their device."""
-    indices = indices.to(source.device, non_blocking=True)
-    return source.select(indices), source.labels.index_select(0, indices), indices
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A micro-batch whose images are decoded and kept, so that the process that trains reads them by itself.
-
-    Attributes:
-        asked: what the dataset is asked for.
-    """
-
-    asked: Any
-
-
-class InWorkers(Dataset):
-    """What workers do for a dataset of streamed or transformed images.
-
-    Where an image cannot be read they give the error as an item: raised there, it would lose its form.
+class WorkerDataset(Dataset):
+    """The part of a worker process: decode streamed images, or transform images.
 
     Args:
         dataset: of micro-batches.
     """
 
-    def __init__(self, dataset: MicroBatchDataset | AugmentedDataset) -> None:
+    def __init__(self, dataset: MicroBatchDataset) -> None:
         self.dataset = dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, asked: Any) -> tuple[Tensor, Tensor] | Ready | InvalidInput:
-        """Gives a micro-batch, or says that it is ready, or what is wrong."""
+    def __getitems__(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | MicroBatch | InvalidInput:
+        """Return images and labels, or the micro-batch if its images are in the cache now, or an error.
+
+        An error raised in a worker would lose its class.
+        """
+        transforms = self.dataset.augmenter and self.dataset.augmenter.transform
         try:
-            is_ready = not self.dataset.transforms and self.dataset.source.prepare(
-                self.dataset.indices(asked)
-            )
-            return Ready(asked) if is_ready else self.dataset.__getitems__(asked)
+            if not transforms and self.dataset.images.prepare(micro_batch.indices):
+                return micro_batch
+            return self.dataset.__getitems__(micro_batch)
         except InvalidInput as error:
             return error
 
     def finish(self, item: Any) -> tuple[Tensor, Tensor]:
-        """Gives the micro-batch of a worker's item, in the process that trains; raises its error."""
+        """Return the images and labels of a worker's item, in the process that trains; raise its error."""
         if isinstance(item, InvalidInput):
             raise item
-        return self.dataset.__getitems__(item.asked) if isinstance(item, Ready) else item
+        return self.dataset.__getitems__(item) if isinstance(item, MicroBatch) else item
 
 
-class WithEpoch(BatchSampler):
-    """The micro-batches of a sampler, each with its epoch and draws, which a worker could not know."""
+class RankBatches(BatchSampler):
+    """The micro-batches of one rank, for torch's loader.
 
-    def __init__(self, sampler: MicroBatchSampler) -> None:
-        self.micro_batches = sampler
+    Args:
+        order: of all ranks' micro-batches.
+        fetch_ahead: called with the numbers of the shards to fetch next.
+        share: the rank's share; see ``Order.share``.
+    """
+
+    def __init__(
+        self, order: Order, fetch_ahead: Callable[[Sequence[int]], None] | None = None, **share: Any
+    ) -> None:
+        self.order, self.fetch_ahead, self.share = order, fetch_ahead, share
 
     def __len__(self) -> int:
-        return len(self.micro_batches)
+        return len(range(self.share["rank"], len(self.order), self.share["ranks"]))
 
     def __iter__(self) -> Iterator[Any]:
-        start = 0
-        for indices in self.micro_batches:
-            yield self.micro_batches.epoch, indices, self.micro_batches.draws(start, indices)
-            start += len(indices)
+        for micro_batch in self.order.share(**self.share):
+            if self.fetch_ahead and micro_batch.ahead:
+                self.fetch_ahead(micro_batch.ahead)
+            yield micro_batch
 
 
 def whole_micro_batch(batch: Any) -> Any:
-    """Collates nothing: ``MicroBatchDataset`` gives whole micro-batches."""
+    """Collate nothing: ``MicroBatchDataset`` returns whole micro-batches."""
     return batch
 
 
 class MicroBatchLoader(pytorch.DataLoader):
-    """The loader that Determined shards, repeats and skips in.
+    """The loader that Determined asks for a rank's micro-batches.
 
-    Where a GPU trains on images in the host's memory, a thread prefetches and pins them. Worker processes are
-    forked, so that they share the images, and decode streamed ones, or transform images, ahead of the step.
+    If a GPU trains on images in host memory, a thread prefetches and pins them. Worker processes, which
+    decode streamed images or transform images ahead of the step, are forked and so share the images.
 
     Args:
-        source: the images.
-        sampler: which images make a micro-batch.
+        images: of one split.
+        order: of the images.
         augmenter: of training images.
-        workers: how many processes fetch and augment; with none the one that trains does.
+        workers: processes that prepare images; with 0 the process that trains does.
+        fetch_ahead: called with the numbers of the shards to fetch next.
     """
 
     def __init__(
         self,
-        source: ImageSet,
-        sampler: MicroBatchSampler,
+        images: ImageSet,
+        order: Order,
         augmenter: Augmenter | None = None,
         workers: int = 0,
+        fetch_ahead: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
-        on_host = torch.cuda.is_available() and source.device.type == "cpu"
-        self.micro_batches = sampler
-        # Transforms draw from torch's generator, which a thread would share with the training.
+        on_host = torch.cuda.is_available() and images.device.type == "cpu"
+        self.order, self.fetch_ahead = order, fetch_ahead
+        # Transforms draw from torch's generator, which a thread would share with the training
         self.prefetches = on_host and not (augmenter and augmenter.transform)
-        images = AugmentedDataset(source, augmenter) if augmenter else MicroBatchDataset(source)
+        dataset = MicroBatchDataset(images, augmenter)
         super().__init__(
-            InWorkers(images) if workers else images,
-            batch_sampler=WithEpoch(sampler) if augmenter else sampler,
+            WorkerDataset(dataset) if workers else dataset,
+            batch_sampler=RankBatches(order, fetch_ahead, rank=0, ranks=1),
             collate_fn=whole_micro_batch,
             pin_memory=on_host,
             num_workers=workers,
-            worker_init_fn=_leave_signals,
+            worker_init_fn=_ignore_signals,
             multiprocessing_context="fork" if workers else None,
         )
         if workers:
             atexit.register(_end_workers)
 
     def seen_by(self, rank: int, ranks: int) -> Tensor:
-        """Return the indices of the images that a rank gets in the next epoch, in their order."""
-        sampler = self.micro_batches
-        return torch.cat(list(sampler.micro_batches(sampler.next_epoch))[rank::ranks])
+        """Return the indices of the images that a rank gets in the first epoch, int64, in their order."""
+        return torch.cat([micro_batch.indices for micro_batch in self.order.share(rank, ranks)])
 
     @override
-    def get_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        loader = super().get_data_loader(*args, **kwargs)
-        if isinstance(self.dataset, InWorkers):
+    def get_data_loader(
+        self, repeat: bool = False, skip: int = 0, num_replicas: int = 1, rank: int = 0
+    ) -> Any:
+        share = {"rank": rank, "ranks": num_replicas, "skip": skip, "repeats": repeat}
+        loader: Any = TorchLoader(
+            self.dataset,
+            batch_sampler=RankBatches(self.order, self.fetch_ahead, **share),
+            collate_fn=whole_micro_batch,
+            pin_memory=self.pin_memory,
+            num_workers=self.num_workers,
+            worker_init_fn=self.worker_init_fn,
+            multiprocessing_context=self.multiprocessing_context,
+        )
+        if isinstance(self.dataset, WorkerDataset):
             loader = Finished(loader, self.dataset.finish)
         return Prefetcher(loader) if self.prefetches else loader
 
 
-def _leave_signals(worker: int) -> None:
-    """Has a worker outlive a signal, which launchers send to all processes: the trainer ends it in time."""
+def _ignore_signals(worker: int) -> None:
+    """Ignore the signals that launchers send to every process; the trainer stops its workers."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _end_workers() -> None:
-    """Ends workers that a loader has left; ``multiprocessing`` would wait for what ignores its signal."""
+    """Kill the workers that a loader has left; ``multiprocessing`` would wait for them."""
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
 
 
 class Finished:
-    """A loader whose workers' items become micro-batches.
+    """A loader whose items are finished in this process.
 
     Args:
-        loader: of items.
-        finish: makes a micro-batch of one.
+        loader: of workers' items.
+        finish: makes a micro-batch of an item.
     """
 
-    def __init__(self, loader: Iterable[Any], finish: Callable[[Any], Any]) -> None:
+    def __init__(self, loader: TorchLoader, finish: Callable[[Any], Any]) -> None:
         self.loader, self.finish = loader, finish
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return map(self.finish, iter(self.loader))  # whose workers begin at once
+        return map(self.finish, iter(self.loader))  # this starts the workers
 
 
 class Prefetcher:

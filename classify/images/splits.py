@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from classify.images.order import Windows
 from classify.images.sources import Source
 from classify.images.sources.decode_once import AHEAD
 from classify.images.sources.encoded import Shard
@@ -18,7 +19,6 @@ from classify.images.sources.readable import Readable
 from classify.images.sources.remote import is_remote
 from classify.images.sources.shard_cache import ShardsAhead
 from classify.images.streamed import StreamedImages
-from classify.images.windows import Windows
 from deepspeed_trial.errors import InvalidInput
 
 SPLITS = ("train", "val", "test")
@@ -157,14 +157,14 @@ class Splits:
             places = places[self._rows(split, images.labels).numpy()]
         starts = [shard.start for shard in images.shards]
         shards = np.searchsorted(starts, places, side="right").astype(np.int32) - 1
-        return Windows(places, shards, size)
+        return Windows(places, shards, size, any(is_remote(shard.url) for shard in images.shards))
 
     def shards(self, split: str) -> Sequence[Shard]:
         """The shards of the part that a split is in."""
         images = self.source.encoded(self._part(split))
         return images.shards if images else ()
 
-    def fetching_ahead(self, split: str) -> Callable[[list[int]], None] | None:
+    def fetching_ahead(self, split: str) -> Callable[[Sequence[int]], None] | None:
         """What has threads fetch shards of a split, by their numbers; None if none are remote."""
         images = self.source.encoded(self._part(split))
         if images is None or not isinstance(self.source, EncodedSource):

@@ -11,7 +11,7 @@ from support import DIGITS, INSTRUCTIONS, Run, execute, losses, overrides, run
 import baseline
 from classify.config import experiment_file
 from classify.images.image_set import ImageSet
-from classify.images.sampler import MicroBatchSampler
+from classify.images.order import Order
 from deepspeed_trial.events import Patience
 from net import Net
 
@@ -100,8 +100,8 @@ def test_ranks_see_every_image_once():
     source = ImageSet(images, torch.arange(100), ("a", "b"))
     seen: list[int] = []
     for rank in range(3):
-        sampler = MicroBatchSampler(100, 12, 3, seed=5)
-        labels = [y for _, y in baseline.batches(source, sampler, rank, 3, torch.device("cpu"))]
+        order = Order(100, 12, 3, seed=5)
+        labels = [y for _, y in baseline.batches(source, order, 0, rank, 3, torch.device("cpu"))]
         seen += torch.cat(labels).tolist()
     assert sorted(seen) == list(range(100))
 

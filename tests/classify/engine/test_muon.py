@@ -49,8 +49,8 @@ def reference(net):
         for how, rate in ((True, PARAMS["weight_decay"]), (False, 0))
     ]
     adam = torch.optim.AdamW(groups, lr=PARAMS["adam_lr"], betas=(0.9, 0.95))
-    epochs = images.training_sampler(BATCH, 1)
-    for step, indices in enumerate([*epochs, *epochs][:STEPS]):
+    epochs = images.training_order(BATCH, 1).share(0, 1, repeats=True)
+    for step, (_, indices, *_) in zip(range(STEPS), epochs, strict=False):
         inputs = images.inputs(images.train.images[indices], False)
         loss = F.cross_entropy(net(inputs), images.train.labels[indices])
         lost.append(loss.item())

@@ -109,7 +109,8 @@ def plain_loop(net, how, images, lr):
     """Trains a network by bare torch; gives the average of its weights and running statistics."""
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
     average = {name: weight.clone() for name, weight in net.state_dict().items()}
-    for step, indices in enumerate([*images.training_sampler(32, 1)][:STEPS], start=1):
+    order = images.training_order(32, 1)
+    for step, (_, indices, *_) in zip(range(1, STEPS + 1), order.micro_batches(0), strict=False):
         optimizer.zero_grad()
         inputs = images.inputs(images.train.images[indices], False)
         F.cross_entropy(net(inputs), images.train.labels[indices]).backward()

@@ -13,7 +13,7 @@ from support import error_line
 from classify.images.augment import Augmentation, Augmenter
 from classify.images.image_set import ImageSet
 from classify.images.loader import MicroBatchLoader
-from classify.images.sampler import MicroBatchSampler
+from classify.images.order import Order
 from classify.images.settings import DataSettings
 from deepspeed_trial.errors import TrainingStopped
 from deepspeed_trial.out_of_memory import explain_out_of_memory
@@ -37,8 +37,8 @@ def augmented(images, epoch=0, **how):
 
 
 def loader(images, augmentation, batch=16, parts=1, workers=0):
-    source, sampler = ImageSet(images, torch.arange(COUNT), ("a",)), MicroBatchSampler(COUNT, batch, parts, 5)
-    return MicroBatchLoader(source, sampler, augmenter(augmentation), workers)
+    source, order = ImageSet(images, torch.arange(COUNT), ("a",)), Order(COUNT, batch, parts, 5)
+    return MicroBatchLoader(source, order, augmenter(augmentation), workers)
 
 
 def test_flips_mirror_a_half_and_alternating_ones_the_other_half_in_every_second_epoch(images):

@@ -1,4 +1,4 @@
-"""The sampler cuts epochs into micro-batches, and the loaders give them."""
+"""An order cuts epochs into micro-batches, and the loaders give them."""
 
 import itertools
 
@@ -13,7 +13,7 @@ import data
 from classify.images.augment import Augmentation, Augmenter
 from classify.images.image_set import ImageSet
 from classify.images.loader import MicroBatchDataset, MicroBatchLoader, Prefetcher
-from classify.images.sampler import MicroBatchSampler
+from classify.images.order import MicroBatch, Order
 from deepspeed_trial.errors import InvalidInput
 
 
@@ -31,33 +31,30 @@ def test_batches_are_torchvisions_bit_for_bit(all_values):
     wanted = torch.stack([normalize(to_tensor(picture)) for picture in pictures])
     batches, before = MicroBatchDataset(all_values), all_values.images.clone()
     chosen = torch.tensor([4, 0, 6])
-    images, labels = batches.__getitems__(chosen)
+    images, labels = batches.__getitems__(MicroBatch(0, chosen, chosen))
     inputs = data.as_inputs(images)
     assert inputs.dtype == torch.float32
     assert torch.equal(inputs, wanted[chosen])
     assert torch.equal(labels, torch.tensor([44, 0, 66]))
-    assert torch.equal(data.as_inputs(batches[5][0]), wanted[5])
-    assert batches[5][1] == 55
     assert torch.equal(all_values.images, before)
 
 
-def test_a_fetch_is_a_whole_micro_batch(all_values, monkeypatch):
-    monkeypatch.delattr(MicroBatchDataset, "__getitem__")
-    fetching = MicroBatchLoader(all_values, MicroBatchSampler(7, 4, 1)).get_data_loader()
+def test_a_fetch_is_a_whole_micro_batch(all_values):
+    fetching = MicroBatchLoader(all_values, Order(7, 4, 1)).get_data_loader()
     fetched = [(images.shape, images.dtype, labels.shape, labels.dtype) for images, labels in fetching]
     assert fetched == [((n, 3, 32, 32), torch.uint8, (n,), torch.int64) for n in (4, 3)]
 
 
-def micro_batches(sampler) -> list[list[int]]:
-    return [micro_batch.tolist() for micro_batch in sampler]
+def micro_batches(order: Order, epoch: int) -> list[list[int]]:
+    return [micro_batch.indices.tolist() for micro_batch in order.micro_batches(epoch)]
 
 
 def joined(parts) -> list[int]:
     return [image for part in parts for image in part]
 
 
-def steps(sampler) -> list[list[list[int]]]:
-    dealt, parts = micro_batches(sampler), sampler.micro_batches_per_step
+def steps(order: Order, epoch: int) -> list[list[list[int]]]:
+    dealt, parts = micro_batches(order, epoch), order.micro_batches_per_step
     return [dealt[i : i + parts] for i in range(0, len(dealt), parts)]
 
 
@@ -75,10 +72,10 @@ def steps(sampler) -> list[list[list[int]]]:
     ],
 )
 def test_an_epoch_is_cut_into_even_micro_batches_of_each_image_once(size, batch_size, parts, seed):
-    sampler = MicroBatchSampler(size, batch_size, parts, seed=seed)
-    for _ in range(3):
-        epoch = steps(sampler)
-        assert len(sampler) == len(epoch) * parts
+    order = Order(size, batch_size, parts, seed=seed)
+    for number in range(3):
+        epoch = steps(order, number)
+        assert len(order) == len(epoch) * parts
         assert sorted(joined(joined(epoch))) == list(range(size))
         for step in epoch:
             lengths = [len(part) for part in step]
@@ -92,10 +89,10 @@ def test_an_epoch_is_cut_into_even_micro_batches_of_each_image_once(size, batch_
 
 @pytest.mark.parametrize(("size", "batch_size", "parts"), [(5, 2, 2), (11, 4, 4)])
 def test_a_rest_too_small_for_all_micro_batches_is_left_out(size, batch_size, parts):
-    sampler = MicroBatchSampler(size, batch_size, parts, seed=0)
+    order = Order(size, batch_size, parts, seed=0)
     seen: set[int] = set()
-    for _ in range(20):
-        epoch = joined(micro_batches(sampler))
+    for number in range(20):
+        epoch = joined(micro_batches(order, number))
         assert len(set(epoch)) == len(epoch)
         assert 0 < size - len(epoch) < parts
         seen.update(epoch)
@@ -104,32 +101,31 @@ def test_a_rest_too_small_for_all_micro_batches_is_left_out(size, batch_size, pa
 
 @pytest.mark.parametrize(("size", "parts"), [(3, 4), (0, 1)])
 def test_fewer_images_than_micro_batches_are_refused(size, parts):
-    line = error_line(MicroBatchSampler, size, 8, parts)
+    line = error_line(Order, size, 8, parts)
     for part in ("train_batch_size: 8", f"{parts} micro-batches", f"only {size} images"):
         assert part in line
 
 
 def test_the_order_is_a_function_of_seed_and_epoch():
     def epochs(seed, count=4):
-        sampler = MicroBatchSampler(100, 16, 2, seed)
+        order = Order(100, 16, 2, seed)
         torch.manual_seed(count)
         np.random.seed(count)
-        return [micro_batches(sampler) for _ in range(count)]
+        return [micro_batches(order, epoch) for epoch in range(count)]
 
     first = epochs(7)
     assert epochs(7, 5)[:4] == first
     assert all(a != b for a, b in itertools.combinations([*first, *epochs(8)], 2))
-    later = MicroBatchSampler(100, 16, 2, 7)
-    later.set_epoch(3)
-    assert micro_batches(later) == first[3]
+    order = Order(100, 16, 2, 7)
+    assert [micro_batches(order, 3) for _ in range(2)] == [first[3]] * 2  # iterating changes nothing
     assert [joined(epoch) for epoch in epochs(None, 2)] == [list(range(100))] * 2
 
 
 @pytest.mark.parametrize(("size", "batch_size"), [(100, 16), (64, 8)])
 def test_steps_are_the_same_for_any_parts(size, batch_size):
     def images(parts):
-        sampler = MicroBatchSampler(size, batch_size, parts, seed=1)
-        return [[sorted(joined(step)) for step in steps(sampler)] for _ in range(2)]
+        order = Order(size, batch_size, parts, seed=1)
+        return [[sorted(joined(step)) for step in steps(order, epoch)] for epoch in range(2)]
 
     assert images(1) == images(2) == images(4)
 
@@ -138,8 +134,7 @@ def dealt(micro_batches=None, size=91, batch_size=24, parts=6, **how) -> list[li
     """The images from Determined's loader; the pixels and the label of each are its number."""
     numbers = torch.arange(size)
     source = ImageSet(numbers.to(torch.uint8)[:, None, None, None].expand(-1, 3, 32, 32), numbers, ("a",))
-    sampler = MicroBatchSampler(size, batch_size, parts, seed=2)
-    fetching = MicroBatchLoader(source, sampler).get_data_loader(**how)
+    fetching = MicroBatchLoader(source, Order(size, batch_size, parts, seed=2)).get_data_loader(**how)
     given = []
     for images, labels in itertools.islice(fetching, micro_batches):
         assert torch.equal(images.long(), labels[:, None, None, None].expand(-1, 3, 32, 32))
@@ -154,7 +149,7 @@ def test_ranks_share_an_epoch_and_resume_at_any_micro_batch(replicas):
     shards = [dealt(num_replicas=replicas, rank=rank) for rank in range(replicas)]
     assert {len(shard) for shard in shards} == {epoch}
     assert sorted(joined(joined(shards))) == list(range(91))
-    for step, wanted in enumerate(steps(MicroBatchSampler(91, 24, 6, seed=2))):
+    for step, wanted in enumerate(steps(Order(91, 24, 6, seed=2), 0)):
         mine = [part for shard in shards for part in shard[step * accumulated : (step + 1) * accumulated]]
         assert sorted(mine) == sorted(wanted)
     for rank in range(replicas):
@@ -167,24 +162,20 @@ def test_ranks_share_an_epoch_and_resume_at_any_micro_batch(replicas):
 
 
 def test_a_thread_fetches_the_next_images_of_the_loader():
-    """The prefetcher gives the augmented images of the loader, and fetches two ahead."""
+    """The prefetcher gives the augmented images of the loader."""
     torch.manual_seed(0)
     source = ImageSet(torch.randint(0, 256, (50, 3, 8, 8), dtype=torch.uint8), torch.arange(50), ("one",))
 
     def epochs():
-        sampler = MicroBatchSampler(50, 16, 1, seed=3)
         augmenter = Augmenter(Augmentation(flip=True, crop=2), 50, (8, 8), (8, 8), 3)
-        loader = MicroBatchLoader(source, sampler, augmenter)
-        return sampler, loader.get_data_loader(repeat=True, skip=2, num_replicas=1, rank=0)
+        loader = MicroBatchLoader(source, Order(50, 16, 1, seed=3), augmenter)
+        return loader.get_data_loader(repeat=True, skip=2, num_replicas=1, rank=0)
 
-    _, plain = epochs()
-    sampler, ahead = epochs()
-    ahead = Prefetcher(ahead)
+    plain, ahead = epochs(), Prefetcher(epochs())
     assert len(ahead) == len(plain)
     for (images, labels), (expected, order), _ in zip(ahead, plain, range(12), strict=False):
         torch.testing.assert_close(images, expected, rtol=0, atol=0)
         assert labels.tolist() == order.tolist()
-    assert sampler.next_epoch == 5  # of 4 micro-batches: the twelfth is number 14, the last fetched one 16
 
 
 def test_the_thread_passes_errors_on():

@@ -12,6 +12,7 @@ import shutil
 import tarfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,30 +26,29 @@ from support import DIGITS, LATEST, all_at_once, checkpoints, error_line, fork, 
 import checkpoint
 from classify.images.image_set import ImageSet
 from classify.images.loader import MicroBatchLoader
-from classify.images.sampler import MicroBatchSampler
+from classify.images.order import Order, Windows
 from classify.images.settings import DataSettings
 from classify.images.sources import remote as remote_files
 from classify.images.sources import shard_cache
 from classify.images.sources.encoded import Location, Shard
 from classify.images.sources.parquet_shards import ParquetShards
 from classify.images.sources.shard_cache import ShardCache, ShardsAhead
-from classify.images.windows import Windows
 from deepspeed_trial.host_lock import lock_of
 
 
 def in_windows(count: int = 60, shards: int = 10, size: int = 3) -> Windows:
     """The shards hold the images in another order than the indices."""
     places = np.random.default_rng(0).permutation(count)
-    return Windows(places, places * shards // count, size)
+    return Windows(places, places * shards // count, size, are_remote=True)
 
 
 def test_an_order_is_a_function_of_seed_and_epoch_and_mixes_a_few_shards_at_a_time():
     windows = in_windows()
     for parts in (1, 2, 3):
-        sampler = MicroBatchSampler(60, 12, parts, seed=5, windows=windows)
+        cut = Order(60, 12, parts, seed=5, windows=windows)
         for epoch in (0, 1):
-            order = torch.cat(list(sampler))
-            assert order.tolist() == MicroBatchSampler(60, 60, 1, 5, windows=windows).order(epoch).tolist()
+            order = torch.cat([each.indices for each in cut.micro_batches(epoch)])
+            assert order.tolist() == Order(60, 60, 1, 5, windows=windows).rows(epoch).tolist()
             assert sorted(order.tolist()) == list(range(60))
             groups = [set(windows.shards[part].tolist()) for part in order.split(18)]  # 3 shards of 6 images
             assert [len(each) for each in groups] == [3, 3, 3, 1]
@@ -56,35 +56,47 @@ def test_an_order_is_a_function_of_seed_and_epoch_and_mixes_a_few_shards_at_a_ti
             within = windows.shards[order[:18]]
             assert (np.diff(within) != 0).sum() > 6  # without mixing it would be 2
     places = ((5, 0), (5, 1), (6, 0))
-    drawn = [MicroBatchSampler(60, 12, 1, seed, windows=windows).order(epoch) for seed, epoch in places]
+    drawn = [Order(60, 12, 1, seed, windows=windows).rows(epoch) for seed, epoch in places]
     assert not any(torch.equal(one, other) for one, other in itertools.combinations(drawn, 2))
-    in_order = MicroBatchSampler(60, 12, 1, windows=windows).order(0)
+    in_order = Order(60, 12, 1, windows=windows).rows(0)
     assert windows.places[in_order].tolist() == list(range(60))
     assert windows.first().tolist() == in_order[:18].tolist()
 
 
 def test_a_window_and_the_next_one_are_fetched_before_they_are_read():
     windows = in_windows()
-    asked: list[list[int]] = []
-    sampler = MicroBatchSampler(60, 7, 1, seed=5, windows=windows, ahead=asked.append)
-    for _ in range(2):
-        for indices in sampler:
-            assert set(windows.shards[indices].tolist()) <= {each for every in asked[-2:] for each in every}
-            assert len(asked[-1]) <= 6
+    asked: list[tuple[int, ...]] = []
+    order = Order(60, 7, 1, seed=5, windows=windows)
+    for each in itertools.islice(order.share(0, 1, repeats=True), 2 * len(order)):
+        asked += [each.ahead] * bool(each.ahead)
+        assert set(windows.shards[each.indices].tolist()) <= {
+            shard for ahead in asked[-2:] for shard in ahead
+        }
+        assert len(asked[-1]) <= 6
     assert [len(each) for each in asked] == [6, 6, 4, 4, 6, 6, 4, 4]
-    following = MicroBatchSampler(60, 7, 1, seed=5, windows=windows).order(1)[:18]
+    following = order.rows(1)[:18]
     assert set(asked[3][1:]) == set(windows.shards[following].tolist())
 
 
 def test_looking_at_an_epoch_fetches_no_shard():
     """A validation asks for its images in their order before it begins."""
-    asked: list[list[int]] = []
-    sampler = MicroBatchSampler(60, 6, 2, windows=in_windows(), ahead=asked.append)
-    images = ImageSet(torch.zeros(60, 3, 2, 2, dtype=torch.uint8), torch.zeros(60), ("a",))
-    seen = MicroBatchLoader(images, sampler).seen_by(1, 2)
-    assert not asked and sampler.next_epoch == 0
-    assert seen.tolist() == torch.cat(list(sampler)[1::2]).tolist()
-    assert asked
+    asked: list[Sequence[int]] = []
+    images = ImageSet(torch.zeros(60, 3, 2, 2, dtype=torch.uint8), torch.arange(60), ("a",))
+    loader = MicroBatchLoader(images, Order(60, 6, 2, windows=in_windows()), fetch_ahead=asked.append)
+    seen = loader.seen_by(1, 2)
+    assert not asked
+    dealt = loader.get_data_loader(repeat=False, skip=0, num_replicas=2, rank=1)
+    assert seen.tolist() == torch.cat([labels for _, labels in dealt]).tolist()
+    assert [len(each) for each in asked] == [6, 6, 4, 4]
+
+
+@pytest.mark.parametrize("skip", [0, 1, 7, 23])
+def test_a_rank_that_resumes_fetches_the_shards_of_its_window(skip):
+    windows = in_windows()
+    for rank in (0, 1):
+        order = Order(60, 6, 2, seed=5, windows=windows)
+        first = next(order.share(rank, 2, skip, repeats=True))
+        assert set(windows.shards[first.indices].tolist()) <= set(first.ahead)
 
 
 SHARDS = [Shard(f"http://host/{number}", 100 + number, 0, 1) for number in range(12)]

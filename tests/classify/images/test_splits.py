@@ -7,7 +7,7 @@ from folders import caches, greys, save, table
 from support import error_line
 
 import data
-from classify.images.sampler import MicroBatchSampler
+from classify.images.order import Order
 from classify.images.settings import DataSettings
 
 CPU = torch.device("cpu")
@@ -127,15 +127,15 @@ LABELS = torch.tensor([0] * 100 + [1] * 7 + [2])
 
 
 def test_balanced_epochs_have_equally_many_images_of_each_class():
-    sampler = MicroBatchSampler(108, 12, 2, seed=5, labels=LABELS)
-    orders = [sampler.order(epoch) for epoch in range(3)]
+    balanced = Order(108, 12, 2, seed=5, labels=LABELS)
+    orders = [balanced.rows(epoch) for epoch in range(3)]
     for order in orders:
         assert torch.bincount(LABELS[order]).tolist() == [36, 36, 36]
         times = torch.bincount(order, minlength=108)
         assert set(times[:100].tolist()) == {0, 1} and set(times[100:107].tolist()) <= {5, 6}
     assert not torch.equal(*orders[:2])
-    assert torch.equal(MicroBatchSampler(108, 36, 1, seed=5, labels=LABELS).order(2), orders[2])
-    uneven = MicroBatchSampler(107, 12, 1, seed=5, labels=LABELS[:107]).order(0)
+    assert torch.equal(Order(108, 36, 1, seed=5, labels=LABELS).rows(2), orders[2])
+    uneven = Order(107, 12, 1, seed=5, labels=LABELS[:107]).rows(0)
     assert sorted(torch.bincount(LABELS[uneven]).tolist()) == [53, 54]
 
 
@@ -148,8 +148,8 @@ def test_a_repeated_image_is_augmented_differently_each_time():
     count = len(skewed)
 
     def epoch(parts):
-        sampler = MicroBatchSampler(count, count, parts, seed=3, labels=kept.labels[skewed])
-        loader = images.training_loader(sampler)
+        order = Order(count, count, parts, seed=3, labels=kept.labels[skewed])
+        loader = images.training_loader(order)
         return list(loader.get_data_loader(repeat=False, skip=0, num_replicas=1, rank=0))
 
     ((pictures, labels),) = epoch(1)
