@@ -31,11 +31,11 @@ from torch.utils.data import DataLoader
 import data
 from classify.config import command_line, experiment_fields, experiment_file
 from classify.config.rules import RATE, Rule, is_number, number, whole
-from classify.images.image_set import ImageSet
 from classify.images.loader import MicroBatchDataset, whole_micro_batch
 from classify.images.order import Order
+from classify.images.pixels import ImageSet
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
-from classify.images.splits import Splits
 from classify.models import dry_run, registry, state_dicts
 from classify.models.registry import NetSpec
 from classify.reports import summary
@@ -93,13 +93,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(args: argparse.Namespace) -> None:
     """Train in the five steps of the tutorial: data, network, loss and optimizer, training, evaluation."""
-    experiment, settings, source, weights = check(args)
+    experiment, source, weights = check(args)
     rank, world_size, device = start()
     make_folder(args, rank)
     torch.manual_seed(experiment.seed)
 
     # 1. Data.
-    train_set, test_set = (data.load(settings, split, source) for split in ("train", source.validation))
+    train_set, test_set = (source.load(split) for split in ("train", source.validation))
     parts = world_size * args.accumulate
     order = Order(len(train_set), args.batch_size, parts, experiment.seed)
 
@@ -153,7 +153,7 @@ def train(args: argparse.Namespace) -> None:
         save(args, plain, losses, scores, epoch + 1, time.perf_counter() - started, rate)
 
 
-def check(args: argparse.Namespace) -> tuple[Experiment, DataSettings, Splits, dict[str, Tensor] | None]:
+def check(args: argparse.Namespace) -> tuple[Experiment, DataPlan, dict[str, Tensor] | None]:
     """Check the options before decoding an image; return the experiment, its data and the first weights.
 
     Raises:
@@ -167,7 +167,7 @@ def check(args: argparse.Namespace) -> tuple[Experiment, DataSettings, Splits, d
         experiment = experiment_fields.check(config)
     with errors.collecting():
         settings = DataSettings.parse(config.get("data"))
-        source = settings.open_source()
+        source = DataPlan.resolve(settings)
         classes = len(source.classes)
     for option, rule in OPTIONS.items():
         value = getattr(args, option)
@@ -188,7 +188,7 @@ def check(args: argparse.Namespace) -> tuple[Experiment, DataSettings, Splits, d
         if weights is not None:
             state_dicts.load_pretrained(registry.on_meta_device(spec), weights, label)
     errors.raise_any()
-    return experiment, settings, source, weights
+    return experiment, source, weights
 
 
 def start() -> tuple[int, int, torch.device]:

@@ -245,7 +245,7 @@ def report(args: argparse.Namespace) -> None:
 
 def caches(args: argparse.Namespace) -> None:
     """List the decoded images and the fetched shards that are kept, or remove them."""
-    from classify.images import cache
+    from classify.images import pixel_files
     from classify.images.settings import DataSettings
     from classify.images.sources import shard_cache
     from deepspeed_trial.host_lock import stand_in, stand_ins
@@ -254,24 +254,23 @@ def caches(args: argparse.Namespace) -> None:
         if not folder.is_dir():
             raise InvalidInput(f"{folder}: no such folder; give data.root of a run")
     roots = args.folders or [pathlib.Path(DataSettings.root), *sorted(stand_ins().glob("*"))]
-    found = {path: size for root in roots for path, size in cache.find(root).items()}
+    found = {path: size for root in roots for path, size in pixel_files.find(root).items()}
     for root in args.folders:
-        found.update(cache.find(stand_in(root)))
+        found.update(pixel_files.find(stand_in(root)))
     left = 0
     for path, size in found.items():
-        is_gone = args.clear and cache.clear(path)
+        is_gone = args.clear and pixel_files.clear(path)
         left += 0 if is_gone else size
         outcome = ("removed" if is_gone else "is being written, left") if args.clear else ""
-        print(f"{cache.in_bytes(size):>10}  {printable(path)}.raw  {outcome}".rstrip())
-    freed = f", {cache.in_bytes(sum(found.values()) - left)} removed" if args.clear else ""
-    print(f"{cache.in_bytes(left)} of decoded images are kept{freed}")
+        print(f"{pixel_files.in_bytes(size):>10}  {printable(path)}.raw  {outcome}".rstrip())
+    freed = f", {pixel_files.in_bytes(sum(found.values()) - left)} removed" if args.clear else ""
+    print(f"{pixel_files.in_bytes(left)} of decoded images are kept{freed}")
     for folder, (count, size) in shard_cache.find(roots).items():
         if args.clear:
             shard_cache.clear(folder)
         outcome = "removed, except shards in transfer" if args.clear else ""
-        print(
-            f"{cache.in_bytes(size):>10}  {printable(folder)}: {count:,} fetched shards  {outcome}".rstrip()
-        )
+        shown = f"{printable(folder)}: {count:,} fetched shards"
+        print(f"{pixel_files.in_bytes(size):>10}  {shown}  {outcome}".rstrip())
 
 
 if __name__ == "__main__":

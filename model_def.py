@@ -70,7 +70,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         where = {"device": device.type, "plan": getattr(context, "plan", None)}
         self.config = config = TrialConfig.resolve(self.args, experiment_of(context), processes, **where)
         # Images, decoded after all checks, and MixUp or CutMix
-        self.images = images = data.Images(config.data, config.source, config.seed, device)
+        self.images = images = data.Images(config.source, config.seed, device)
         self.mixup = make_mixup(config.hyper.mixup, config.hyper.cutmix, config.net.num_classes)
         self.loss = Loss(config.hyper, config.source.classes, lambda: images.train.labels)
         # Network, in the form of its parallelism, and engine

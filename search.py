@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from optuna.exceptions import StorageInternalError
 from sqlalchemy.exc import SQLAlchemyError
 
-import data
 from classify.config import command_line
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from classify.models import registry
 from deepspeed_trial.errors import InvalidInput, one_line, print_errors, printable
@@ -60,14 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         hyperparameters = search.experiment.hyperparameters
         size = registry.input_size(hyperparameters.get("net"), hyperparameters.get("weights"))
         settings = DataSettings.parse(search.experiment.config.get("data"), size)
-        source = settings.open_source()
-        for split in source.names:  # before the search makes its folder
-            source.count(split)
+        source = DataPlan.resolve(settings)
         with locked_folder(output, "search"):
             runner = SearchRunner(search, output, source)
             runner.refuse_if_all_invalid()
-            for split in source.names:  # decode once for all trials
-                data.load(settings, split, source)
+            for split in source.names:  # decoded once for all trials, none of which can go without
+                source.load(split)
             return runner.run()
     except InvalidInput as error:
         return print_errors("search.py", error)

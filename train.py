@@ -137,7 +137,6 @@ def check(args: argparse.Namespace) -> int:
 
     experiment = load(args)
     with command_line.importing():  # after the check of the file: imports take seconds
-        import data
         from classify.engine import memory
         from classify.engine.deepspeed_keys import MICRO_BATCH
         from classify.engine.trial_config import TrialConfig
@@ -148,7 +147,7 @@ def check(args: argparse.Namespace) -> int:
     slots = slots_of(args, experiment)
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, slots, device_type())
     if args.check == "images":
-        data.check_images(config.data, config.source)
+        config.source.check_images()
     print_notes(notes(experiment, config))
     if config.tries:
         print_notes([f"{MICRO_BATCH}: 'auto': found by trying before the first step; the largest is shown"])
@@ -214,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
     with command_line.importing():  # after the check of the file: imports take seconds
         import torch._dynamo  # noqa: F401 - as torch's first optimizer does
 
-        from classify.images.splits import UNREADABLE
+        from classify.images.plan import UNREADABLE
         from classify.reports import summary
         from classify.tuning import micro_batch
         from deepspeed_trial.machine import peak_memory
@@ -260,7 +259,7 @@ def run(args: argparse.Namespace) -> int:
 
 def announce(trial: CIFARTrial, experiment: Experiment, checkpoint: str | None, is_test: bool) -> None:
     """Print the first lines and the notes of a run, and list its unreadable images; every rank calls it."""
-    from classify.images.splits import UNREADABLE
+    from classify.images.plan import UNREADABLE
     from classify.reports import overview
     from deepspeed_trial.schedules import learning_rate
 

@@ -20,7 +20,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import data
 from benchmarks import costs, programs, report, steps
 from classify.config import command_line, experiment_file
 from classify.engine.trial_config import TrialConfig
@@ -108,7 +107,7 @@ def check(args: argparse.Namespace) -> None:
             for key, value in more.items()
         )
     for split in ("train", "test"):
-        data.load(config.data, split, config.source)
+        config.source.load(split)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def losses(config: TrialConfig) -> Iterator[Tensor]:
         The mean loss of every step, a scalar.
     """
     device, hyper, params = torch.device("cpu"), config.hyper, config.deepspeed["optimizer"]["params"]
-    images = data.Images(config.data, config.source, config.seed, device)
+    images = data.Images(config.source, config.seed, device)
     torch.manual_seed(config.seed)
     net: Any = registry.build(config.net)
     net.initialize_from_images(images.sample())

@@ -138,7 +138,7 @@ def write_inputs(overrides: Sequence[str], folder: pathlib.Path) -> None:
     """Writes the decoded images and the recipe of ``cifar10-67.yaml`` for the peers."""
     experiment = experiment_file.load(str(PROJECT / FAST), overrides)
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, 1, device_type())
-    splits = {split: data.load(config.data, split, config.source) for split in ("train", "test")}
+    splits = {split: config.source.load(split) for split in ("train", "test")}
     for split, source in splits.items():
         pixels = source.images.permute(0, 2, 3, 1).contiguous().numpy()
         np.savez(folder / f"{split}.npz", pixels=pixels, labels=source.labels.numpy())

@@ -19,6 +19,7 @@ import torch
 
 from classify.config import experiment_file
 from classify.config.project import PROJECT
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 
 CONTENDERS = {
@@ -34,7 +35,7 @@ def measure_all(config: str, overrides: Sequence[str], quick: bool, repeats: int
     """Measures at every point: processes, ZeRO stage and micro-batch."""
     micro_batches, stages, processes = ((16, 256), (0,), (1,)) if quick else ((16, 256, 1024), (0, 2), (1, 2))
     section = experiment_file.load(config, overrides).config.get("data")
-    images = DataSettings.parse(section).open_source().count("train")
+    images = DataPlan.resolve(DataSettings.parse(section)).count("train")
     for count, stage, micro_batch in itertools.product(processes, stages, micro_batches):
         if count <= most_processes() and count * micro_batch <= images:
             yield measure(

@@ -155,7 +155,7 @@ def fetch_from_memory(context: Any, config: TrialConfig) -> Fetch:
 
     The images have the engine's dtype and the trial's memory format, so that a step converts nothing.
     """
-    source = data.load(config.data, "train", config.source)
+    source = config.source.load("train")
     size = config.micro_batch
     form = torch.channels_last if config.channels_last else torch.contiguous_format
     inputs = data.as_inputs(source.images).to(context.device, config.dtype).contiguous(memory_format=form)
@@ -188,7 +188,7 @@ class ExampleTrial(det_ds.DeepSpeedTrial):
 
     def __init__(self, context: Any, config: TrialConfig, turns: Turns) -> None:
         self.context, self.dtype, self.turns = context, config.dtype, turns
-        self.source = data.load(config.data, "train", config.source)
+        self.source = config.source.load("train")
         net = registry.build(config.net)
         engine, _, _, _ = deepspeed.initialize(
             model=net, model_parameters=net.parameters(), config=config.deepspeed

@@ -5,8 +5,8 @@ import pathlib
 import pytest
 from PIL import Image
 
-import data
-from classify.images.image_set import ImageSet
+from classify.images.pixels import ImageSet
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 
 LEFT, RIGHT = (200, 40, 30), (240, 230, 90)
@@ -26,7 +26,7 @@ def save(path: pathlib.Path, image: Image.Image | int, **options) -> pathlib.Pat
 
 
 def read(root: pathlib.Path, split: str = "train") -> ImageSet:
-    return data.load(DataSettings("imagefolder", str(root)), split)
+    return DataPlan.resolve(DataSettings("imagefolder", str(root))).load(split)
 
 
 def greys(kept: ImageSet) -> list[tuple[int, int]]:

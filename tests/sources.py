@@ -17,8 +17,8 @@ import pyarrow.parquet
 import torch
 from support import error_line
 
-import data
-from classify.images.image_set import ImageSet
+from classify.images.pixels import ImageSet
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 
 CLASSES = ("cat", "dog", "eel")
@@ -26,7 +26,9 @@ NAMES = ("1.png", "2.JPG", "a.b.png", "ü 50%.png", "deep/er/4.png", "2.webp")
 
 
 def load(dataset: str, root: object, split: str = "train", **section: object) -> ImageSet:
-    return data.load(DataSettings.parse({"dataset": dataset, "root": str(root), **section}), split)
+    return DataPlan.resolve(DataSettings.parse({"dataset": dataset, "root": str(root), **section})).load(
+        split
+    )
 
 
 def refused(dataset: str, root: object, **section: Any) -> str:

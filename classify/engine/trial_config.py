@@ -25,9 +25,8 @@ from classify.engine.optimizer_rules import is_muon
 from classify.engine.parameter_groups import Group, are_plain, assign
 from classify.images import views
 from classify.images.order import step_sizes
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
-from classify.images.splits import Splits
-from classify.images.streaming import Streaming
 from classify.models import dry_run, flops, losses, pretrained, recompute, registry, state_dicts
 from classify.models.registry import NetSpec
 from classify.models.stages import layers_of
@@ -49,13 +48,13 @@ class Sections:
     """
 
     data: DataSettings | None = None
-    source: Splits | None = None
+    source: DataPlan | None = None
     hyper: Hyperparameters | None = None
     merged: deepspeed_config.Merged | None = None
     weights: dict[str, Tensor] | None = None
 
     def __init__(
-        self, hparams: Mapping[str, Any], experiment: Mapping[str, Any], source: Splits | None
+        self, hparams: Mapping[str, Any], experiment: Mapping[str, Any], source: DataPlan | None
     ) -> None:
         self.errors = ErrorList()
         size = None
@@ -63,10 +62,7 @@ class Sections:
             size = registry.input_size(hparams.get("net"), hparams.get("weights"))
         with self.errors.collecting():
             self.data = DataSettings.parse(experiment.get("data"), size)
-            self.source = source or self.data.open_source()
-            for split in self.source.names:
-                self.source.count(split)  # looks for the files
-            Streaming.resolve(self.data, self.source)
+            self.source = source or DataPlan.resolve(self.data)
         with self.errors.collecting():
             self.hyper = Hyperparameters.parse(hparams, registry.check_name)
         if form := self.hyper or Hyperparameters.parse_form(hparams):
@@ -104,7 +100,7 @@ class TrialConfig:
 
     hyper: Hyperparameters
     data: DataSettings
-    source: Splits
+    source: DataPlan
     deepspeed: dict[str, Any]
     seed: int
     processes: int
@@ -119,7 +115,7 @@ class TrialConfig:
         experiment: Mapping[str, Any],
         processes: int,
         device: str,
-        source: Splits | None = None,
+        source: DataPlan | None = None,
         plan: Plan | None = None,
     ) -> TrialConfig:
         """Resolve and check a configuration, without decoding an image or building an engine.
@@ -154,6 +150,7 @@ class TrialConfig:
         if data.normalize == "weights":
             mean, std = pretrained.normalization(hyper.net, hyper.weights)
             data = dataclasses.replace(data, normalize={"mean": mean, "std": std})
+            source = dataclasses.replace(source, settings=data)
         seed = int((experiment.get("reproducibility") or {}).get("experiment_seed") or 0)
         config = cls(hyper, data, source, deepspeed, seed, processes, device, merged.tries, plan or Plan())
         config.plan.fix(config.steps)
@@ -333,7 +330,7 @@ class TrialConfig:
         return [name for name, _ in layers]
 
 
-def _total_steps(length: Mapping[str, int], source: Splits, batch_size: int, parts: int) -> int:
+def _total_steps(length: Mapping[str, int], source: DataPlan, batch_size: int, parts: int) -> int:
     """Return the optimizer steps of a length; ``parts`` counts the micro-batches in a step."""
     if "batches" in length:
         return length["batches"]
@@ -344,7 +341,7 @@ def _total_steps(length: Mapping[str, int], source: Splits, batch_size: int, par
 
 
 def _conflicts(
-    hyper: Hyperparameters, data: DataSettings, source: Splits, experiment: Mapping[str, Any]
+    hyper: Hyperparameters, data: DataSettings, source: DataPlan, experiment: Mapping[str, Any]
 ) -> list[str]:
     """Return a line for each conflict of hyperparameters, data and experiment that needs no engine."""
     errors = ErrorList()
@@ -387,7 +384,7 @@ def _metric_errors(
     return errors
 
 
-def _best_weights_errors(hyper: Hyperparameters, experiment: Experiment, source: Splits) -> list[str]:
+def _best_weights_errors(hyper: Hyperparameters, experiment: Experiment, source: DataPlan) -> list[str]:
     """Refuse ``best_weights`` without held-out images or the best checkpoint."""
     if not hyper.best_weights:
         return []
@@ -403,7 +400,7 @@ def _best_weights_errors(hyper: Hyperparameters, experiment: Experiment, source:
     return [f"hyperparameters.best_weights: True: needs {need}" for need in is_there if not is_there[need]]
 
 
-def _check_evaluation(source: Splits, parts: int) -> None:
+def _check_evaluation(source: DataPlan, parts: int) -> None:
     """Refuse fewer images to validate or test than micro-batches that the processes take at a time."""
     errors = [
         f"data.root: {source.count(split)} images in {split}, fewer than the {parts} micro-batches that all"

@@ -149,4 +149,4 @@ def _fit(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
 def _not_readable(name: str | Callable[[], str], reason: str) -> str:
     name = name if isinstance(name, str) else name()
-    return f"{name}: not a readable image ({reason}); mend or remove the file"
+    return f"{name}: not a readable image ({reason}); repair or remove the file"

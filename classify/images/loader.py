@@ -6,7 +6,7 @@ import atexit
 import collections
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader as TorchLoader
 from typing_extensions import override
 
 from classify.images.augment import Augmenter
-from classify.images.image_set import ImageSet
 from classify.images.order import MicroBatch, Order
+from classify.images.pixels import ImageSet
+from classify.images.sources.shard_cache import ShardsAhead
 from deepspeed_trial.errors import InvalidInput
 
 PREFETCHED = 2  # micro-batches that wait for a GPU
@@ -87,22 +88,20 @@ class RankBatches(BatchSampler):
 
     Args:
         order: of all ranks' micro-batches.
-        fetch_ahead: called with the numbers of the shards to fetch next.
+        shards_ahead: fetches shards; None if none is fetched.
         share: the rank's share; see ``Order.share``.
     """
 
-    def __init__(
-        self, order: Order, fetch_ahead: Callable[[Sequence[int]], None] | None = None, **share: Any
-    ) -> None:
-        self.order, self.fetch_ahead, self.share = order, fetch_ahead, share
+    def __init__(self, order: Order, shards_ahead: ShardsAhead | None = None, **share: Any) -> None:
+        self.order, self.shards_ahead, self.share = order, shards_ahead, share
 
     def __len__(self) -> int:
         return len(range(self.share["rank"], len(self.order), self.share["ranks"]))
 
     def __iter__(self) -> Iterator[Any]:
         for micro_batch in self.order.share(**self.share):
-            if self.fetch_ahead and micro_batch.ahead:
-                self.fetch_ahead(micro_batch.ahead)
+            if self.shards_ahead and micro_batch.ahead:
+                self.shards_ahead.fetch(micro_batch.ahead)
             yield micro_batch
 
 
@@ -122,7 +121,7 @@ class MicroBatchLoader(pytorch.DataLoader):
         order: of the images.
         augmenter: of training images.
         workers: processes that prepare images; with 0 the process that trains does.
-        fetch_ahead: called with the numbers of the shards to fetch next.
+        shards_ahead: fetches shards; None if none is fetched.
     """
 
     def __init__(
@@ -131,16 +130,16 @@ class MicroBatchLoader(pytorch.DataLoader):
         order: Order,
         augmenter: Augmenter | None = None,
         workers: int = 0,
-        fetch_ahead: Callable[[Sequence[int]], None] | None = None,
+        shards_ahead: ShardsAhead | None = None,
     ) -> None:
         on_host = torch.cuda.is_available() and images.device.type == "cpu"
-        self.order, self.fetch_ahead = order, fetch_ahead
+        self.order, self.shards_ahead = order, shards_ahead
         # Transforms draw from torch's generator, which a thread would share with the training
         self.prefetches = on_host and not (augmenter and augmenter.transform)
         dataset = MicroBatchDataset(images, augmenter)
         super().__init__(
             WorkerDataset(dataset) if workers else dataset,
-            batch_sampler=RankBatches(order, fetch_ahead, rank=0, ranks=1),
+            batch_sampler=RankBatches(order, shards_ahead, rank=0, ranks=1),
             collate_fn=whole_micro_batch,
             pin_memory=on_host,
             num_workers=workers,
@@ -161,7 +160,7 @@ class MicroBatchLoader(pytorch.DataLoader):
         share = {"rank": rank, "ranks": num_replicas, "skip": skip, "repeats": repeat}
         loader: Any = TorchLoader(
             self.dataset,
-            batch_sampler=RankBatches(self.order, self.fetch_ahead, **share),
+            batch_sampler=RankBatches(self.order, self.shards_ahead, **share),
             collate_fn=whole_micro_batch,
             pin_memory=self.pin_memory,
             num_workers=self.num_workers,

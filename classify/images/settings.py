@@ -25,10 +25,6 @@ from classify.config.rules import (
 from classify.config.sections import Keyed, Section, key
 from classify.images.augment import Augmentation
 from classify.images.sources import SOURCES, Kind, kind_of
-from classify.images.sources.encoded import Location
-from classify.images.sources.encoded_source import EncodedSource
-from classify.images.sources.readable import Readable
-from classify.images.splits import AUTO, Splits
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import ErrorList, InvalidInput
 
@@ -41,6 +37,7 @@ SAMPLINGS = ("shuffle", BALANCED)
 ONCE, STREAM = "once", "stream"
 FAIL, SKIP = "fail", "skip"
 ALL = "all"
+AUTO = "auto"
 
 
 def _share(or_word: str = "") -> Rule:
@@ -198,22 +195,6 @@ class DataSettings(Keyed):
     def kind(self) -> Kind:
         """What is known of the dataset before it is opened; of an unknown one what goes for most."""
         return kind_of(str(self.dataset)) or SOURCES["imagefolder"]
-
-    def open_source(self) -> Splits:
-        """Open the dataset that the section names.
-
-        Nothing is decoded yet, except where ``unreadable`` is ``skip``: then all images are, once.
-
-        Raises:
-            InvalidInput: as ``Splits`` does, or if a dataset without image files is to skip some.
-        """
-        folder, limit = self.cache.folder, self.cache_limit
-        source = self.kind.make(Location(self.root, self.download, self.storage, folder, limit))
-        if self.unreadable == SKIP:
-            if not isinstance(source, EncodedSource):
-                raise InvalidInput(f"data.unreadable: 'skip': {self.dataset} has no image files; remove it")
-            source = Readable(source, self.stored_size)
-        return Splits(source, self.validation, self.test, self.split_seed)
 
     @property
     def cache_limit(self) -> int | None:

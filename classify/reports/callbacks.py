@@ -16,7 +16,7 @@ from typing_extensions import override
 from classify.config.experiment_fields import experiment_of
 from classify.config.metric_table import METRICS, SPEED_METRIC
 from classify.engine.trial_config import TrialConfig
-from classify.images.image_set import ImageSet
+from classify.images.pixels import ImageSet
 from classify.reports.metrics import ClassificationMetrics
 from classify.reports.summary import CLASSIFICATION
 from classify.reports.tensorboard import TensorBoardLog
@@ -83,7 +83,7 @@ class ClassificationLog(Callback):
         mistakes = []
         for mistake in self.metrics.mistakes:
             png = io.BytesIO()
-            Image.fromarray(self.validated().pixels(mistake["image"])).save(png, "png")
+            Image.fromarray(self.validated().image(mistake["image"])).save(png, "png")
             mistakes.append({**mistake, "png": base64.b64encode(png.getvalue()).decode()})
         confusion = self.metrics.confusion.tolist()
         log = {"classes": self.metrics.classes, "confusion": confusion, "mistakes": mistakes}

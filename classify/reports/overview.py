@@ -11,9 +11,9 @@ from torch import nn
 
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
 from classify.engine.trial_config import TrialConfig
-from classify.images.cache import in_bytes
-from classify.images.splits import Splits
-from classify.images.streaming import Streaming
+from classify.images.pixel_files import in_bytes
+from classify.images.pixels import State
+from classify.images.plan import DataPlan
 from deepspeed_trial.context import TrialContext
 from deepspeed_trial.errors import printable
 from deepspeed_trial.local.folder import shown
@@ -29,22 +29,20 @@ def describe_images(config: TrialConfig) -> str:
         f"{data.dataset}: {source.count('train'):,} to train,"
         f" {source.count(source.validation):,} to validate,{tested}{left_out}"
         f" {_count(len(source.classes), 'class')}, {height}x{width} pixels"
-        f"{_shards(source)}{_streaming(config)}"
+        f"{_shards(source)}{_streaming(source)}"
     )
 
 
-def _streaming(config: TrialConfig) -> str:
-    """Describe streaming; empty for images that are decoded before the training and shuffled together."""
-    how = Streaming.resolve(config.data, config.source)
-    shuffled = f", shuffled {_count(how.window, 'shard')} at a time" if how.window else ""
-    kept = ", then kept" if how.keeps else ""
-    return f"{', decoded when they are needed' if how.streams else ''}{kept}{shuffled}"
+def _streaming(source: DataPlan) -> str:
+    """Return when images are decoded and how they are shuffled; empty for the default."""
+    shuffled = f", shuffled {_count(source.window, 'shard')} at a time" if source.window else ""
+    kept = ", then kept" if source.state is State.GROWING else ""
+    return f"{', decoded when they are needed' if source.streams else ''}{kept}{shuffled}"
 
 
-def _shards(source: Splits) -> str:
-    """Describe the shards; empty without shards."""
-    parts = [source.source.encoded(part) for part in source.source.parts]
-    shards = [shard for images in parts if images for shard in images.shards]
+def _shards(source: DataPlan) -> str:
+    """Return the number and the size of the shards; empty without shards."""
+    shards = source.shards
     return f", in {_count(len(shards), 'shard')} of {in_bytes(sum(e.size for e in shards))}" if shards else ""
 
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from classify.config.metric_table import tagged
 from classify.engine.trial_config import TrialConfig
-from classify.images.image_set import ImageSet
+from classify.images.pixels import ImageSet
 from classify.reports import figures
 from classify.reports.metrics import ClassificationMetrics
 from deepspeed_trial.engines import loss_scale
@@ -115,7 +115,7 @@ class TensorBoardLog(Callback):
     def _draw(self) -> None:
         since = time.monotonic()
         metrics, source = self.metrics, self.validated()
-        images = [source.pixels(mistake["image"]) for mistake in metrics.mistakes]
+        images = [source.image(mistake["image"]) for mistake in metrics.mistakes]
         for name, figure in {
             "confusion_matrix": figures.confusion_figure(metrics.confusion, metrics.classes),
             "hardest_mistakes": figures.mistakes_figure(metrics.mistakes, images, metrics.classes),

@@ -16,7 +16,8 @@ from classify.config import experiment_file
 from classify.config.options import TestTimeAugmentation
 from classify.images import views
 from classify.images.decode import decode_image
-from classify.images.image_set import ImageSet
+from classify.images.pixels import ImageSet
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from classify.reports.metrics import ClassificationMetrics
 from classify.reports.summary import metrics_summary
@@ -97,13 +98,13 @@ def open_images(
     settings = DataSettings.parse(experiment_file.read(config, overrides).get("data"))
     stored = tuple(description["input"]["resize"])  # and not the experiment file's size
     settings = dataclasses.replace(settings, image_size=stored, resize=None)
-    splits = settings.open_source()
+    splits = DataPlan.resolve(settings)
     split = split or splits.names[-1]
     if split not in splits.names:
         raise InvalidInput(
             f"--split: {split}: the data has {', '.join(splits.names)} alone; use one of these"
         )
-    source = data.load(settings, split, splits)
+    source = splits.load(split)
     if list(source.classes) != description["classes"]:
         differ = f"its classes ({', '.join(source.classes[:12])}) differ from the classes of {net}"
         raise InvalidInput(f"data: {config}: {differ}; give the data of the network")

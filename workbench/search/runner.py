@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from classify.config import experiment_file
 from classify.config.project import PROJECT
 from classify.engine.trial_config import TrialConfig
-from classify.images.splits import Splits
+from classify.images.plan import DataPlan
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import ErrorList, InvalidInput
 from deepspeed_trial.processes import device_type
@@ -45,7 +45,7 @@ class SearchRunner:
         InvalidInput: if the folder holds another search.
     """
 
-    def __init__(self, search: Search, output: pathlib.Path, source: Splits) -> None:
+    def __init__(self, search: Search, output: pathlib.Path, source: DataPlan) -> None:
         self.search, self.output, self.source = search, output.resolve(), source
         self.metric = search.experiment.metric
         self.unit, self.length = search.experiment.max_length

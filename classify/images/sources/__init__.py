@@ -1,8 +1,8 @@
-"""Where images come from: one class a kind of dataset, by the name in ``data.dataset``.
+"""Sources of images: a class for each kind of dataset, by the name in ``data.dataset``.
 
-A new kind is one more class with the members of ``Source``, in a file of its own, and one more row in
-``SOURCES``; of encoded images it has only to give those of ``EncodedSource``. Every rank calls ``load``: what
-takes long is done once a host by ``deepspeed_trial.host_lock`` and kept by ``cache``.
+A new kind is a class, in a module, and a row in ``SOURCES``. The class derives from ``ListedSource`` if its
+images are encoded (JPEG, PNG ...), or has the members of ``DecodedSource``. Every rank calls ``load``, which
+does long work once a host, under ``deepspeed_trial.host_lock``.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from typing import Protocol
 from torch import Tensor
 
 from classify.config import rules
+from classify.images.listing import ListedSource, Location
 from classify.images.sources.cifar10 import Cifar10
 from classify.images.sources.digits import Digits
-from classify.images.sources.encoded import EncodedImages, Location
 from classify.images.sources.image_folder import ImageFolder
-from classify.images.sources.listed import own, table
+from classify.images.sources.listed import own_source, table
 from classify.images.sources.tar_shards import TarShards
 from deepspeed_trial.errors import InvalidInput, one_line
 
 
-class Source(Protocol):
-    """A dataset with a part ``train`` and a part ``test`` or ``val``, or all in one part.
+class DecodedSource(Protocol):
+    """A source that decodes its images.
 
-    Which images of them train, validate and test is the business of ``splits.py``. Members raise
-    ``InvalidInput`` where the data is missing, damaged or not usable, naming the folder or file.
+    Members raise ``InvalidInput``, with the folder or file, if the data is missing, damaged or not usable.
     """
 
     @property
@@ -42,20 +41,19 @@ class Source(Protocol):
         ...
 
     def count(self, part: str) -> int:
-        """How many images a part has, without decoding them."""
+        """Return the number of images in a part; decodes none."""
         ...
 
     def class_counts(self, part: str) -> Sequence[int]:
-        """How many images of each class a part has."""
-        ...
-
-    def encoded(self, part: str) -> EncodedImages | None:
-        """The encoded images of a part; None of a source that decodes its own."""
+        """Return the number of a part's images in each class."""
         ...
 
     def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Decodes a part: images (N, 3, H, W) uint8 of this height and width, and labels (N,) int64."""
+        """Return images (N, 3, H, W) uint8 of this height and width, and labels (N,) int64."""
         ...
+
+
+Source = ListedSource | DecodedSource
 
 
 @dataclass(frozen=True)
@@ -63,28 +61,28 @@ class Kind:
     """A kind of dataset.
 
     Attributes:
-        make: gives the source at a location.
-        of_any_size: whether its images have no size of their own.
-        most_pixels: of the side of an image as it is decoded.
+        open: opens the source at a location.
+        of_any_size: whether its images differ in size.
+        most_pixels: the longest side of a decoded image.
     """
 
-    make: Callable[[Location], Source]
+    open: Callable[[Location], Source]
     of_any_size: bool = True
     most_pixels: int = rules.MOST_PIXELS
 
 
 def _parquet(location: Location) -> Source:
     try:
-        from classify.images.sources.parquet_shards import ParquetShards  # whose library takes a while
+        from classify.images.sources.parquet_shards import ParquetShards  # its library takes a while
     except ImportError as error:
-        what = f"needs pyarrow ({one_line(error)}); pip install pyarrow"
-        raise InvalidInput(f"data.dataset: 'parquet': {what}") from error
+        reason = f"needs pyarrow ({one_line(error)}); pip install pyarrow"
+        raise InvalidInput(f"data.dataset: 'parquet': {reason}") from error
     return ParquetShards(location)
 
 
 SOURCES = {
     "cifar10": Kind(Cifar10, of_any_size=False),
-    "digits": Kind(Digits, of_any_size=False, most_pixels=512),  # which are enlarged in memory
+    "digits": Kind(Digits, of_any_size=False, most_pixels=512),  # enlarged in memory
     "imagefolder": Kind(ImageFolder),
     "webdataset": Kind(TarShards),
     "parquet": Kind(_parquet),
@@ -93,7 +91,7 @@ SOURCES = {
 
 
 def kind_of(dataset: str) -> Kind | None:
-    """The kind that ``data.dataset`` names: one of ``SOURCES``, or a file of one's own; None of any other."""
+    """Return a kind by ``data.dataset``, a name in ``SOURCES`` or a user's file; None if unknown."""
     if dataset.endswith(".py"):
-        return Kind(functools.partial(own, dataset))
+        return Kind(functools.partial(own_source, dataset))
     return SOURCES.get(dataset)

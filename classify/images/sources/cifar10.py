@@ -1,4 +1,4 @@
-"""Torchvision's CIFAR10: found, unpacked or downloaded once a host, and kept decoded.
+"""Torchvision's CIFAR10, unpacked or downloaded once a host, in a file of decoded images.
 
 Source: https://www.cs.toronto.edu/~kriz/cifar.html
 """
@@ -15,8 +15,8 @@ import torch
 import torchvision
 from torch import Tensor
 
-from classify.images import cache
-from classify.images.sources.encoded import Location
+from classify.images.listing import Location
+from classify.images.pixel_files import PixelFile, write_resized
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.host_lock import host_lock
 from deepspeed_trial.input_files import refused
@@ -40,32 +40,29 @@ class Cifar10:
         self.root, self.may_download = pathlib.Path(location.root), location.download
 
     def count(self, part: str) -> int:
-        """How many images a part has."""
+        """Return the number of images in a part."""
         return {"train": 50_000, "test": 10_000}[part]
 
     def class_counts(self, part: str) -> list[int]:
-        """How many images of each class a part has: as many of all."""
+        """Return the number of a part's images in each class."""
         return [self.count(part) // len(self.classes)] * len(self.classes)
 
-    def encoded(self, part: str) -> None:
-        """None: the images are decoded already."""
-
     def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Reads a part: images (N, 3, H, W) uint8 and labels (N,) int64.
+        """Return images (N, 3, H, W) uint8 and labels (N,) int64.
 
         Raises:
-            InvalidInput: if the dataset is missing or damaged and cannot be had.
+            InvalidInput: if the dataset is missing or damaged and cannot be downloaded.
         """
         with refused(f"data.root: {self.root}"):
-            kept = cache.Cache(self.root, f"cifar10-{part}", size)
-            if (found := kept.read(f"{_fingerprint(self.root)} {size}")) is not None:
-                return found
+            file = PixelFile(self.root, f"cifar10-{part}", size)
+            if (whole := file.read(f"{_fingerprint(self.root)} {size}")) is not None:
+                return whole
             with host_lock(self.root, "cifar10", "data.root"):
                 dataset = self._dataset(part)
             images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
-            fill = functools.partial(cache.write_resized, images, size)
+            fill = functools.partial(write_resized, images, size)
             fingerprint = f"{_fingerprint(self.root)} {size}"
-            return kept.write(fingerprint, torch.tensor(dataset.targets), fill)
+            return file.write(fingerprint, torch.tensor(dataset.targets), fill)
 
     def _dataset(self, part: str) -> torchvision.datasets.CIFAR10:
         dataset = _on_disk(self.root, part)
@@ -73,21 +70,20 @@ class Cifar10:
             _fetch(self.root, self.may_download)
             dataset = _on_disk(self.root, part)
         if dataset is None:
-            what = f"{_CIFAR.base_folder} is damaged again after unpacking"
-            raise InvalidInput(f"data.root: {self.root}: {what}; check the disk")
+            reason = f"{_CIFAR.base_folder} is damaged again after unpacking"
+            raise InvalidInput(f"data.root: {self.root}: {reason}; check the disk")
         return dataset
 
 
 def _fingerprint(root: pathlib.Path) -> str:
-    """Changes whenever a file of the dataset does; what torchvision has checked once is not read again."""
+    """Return a string that changes with a file of the dataset; it saves torchvision's checks of the bytes."""
     files = sorted((root / _CIFAR.base_folder).glob("*"))
-    return repr(
-        [(each.name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for each in files for s in [each.stat()]]
-    )
+    stats = [(file.name, file.stat()) for file in files]
+    return repr([(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats])
 
 
 def _on_disk(root: pathlib.Path, part: str) -> torchvision.datasets.CIFAR10 | None:
-    """The dataset, or None if its files are missing or fail their checksums."""
+    """Return the dataset; None if files are missing or fail their checksums."""
     try:
         return _CIFAR(str(root), train=part == "train", download=False)
     except RuntimeError:
@@ -98,26 +94,26 @@ def _on_disk(root: pathlib.Path, part: str) -> torchvision.datasets.CIFAR10 | No
 
 
 def _fetch(root: pathlib.Path, may_download: bool) -> None:
-    """Unpacks or downloads CIFAR-10 beside its final place and moves it there whole."""
+    """Unpack or download CIFAR-10 next to its final place, and move it there whole."""
     archive, unpacked, partial = root / _CIFAR.filename, root / _CIFAR.base_folder, root / ".cifar10-partial"
-    mend = f"put {_CIFAR.filename} (MD5 {_CIFAR.tgz_md5}) there, or use data.dataset: imagefolder or digits"
-    what = f"{unpacked} is {'damaged' if unpacked.exists() else 'missing'}"
+    remedy = f"put {_CIFAR.filename} (MD5 {_CIFAR.tgz_md5}) there, or use data.dataset: imagefolder or digits"
+    missing = f"{unpacked} is {'damaged' if unpacked.exists() else 'missing'}"
     usable = archive.exists() and torchvision.datasets.utils.check_integrity(str(archive), _CIFAR.tgz_md5)
     if archive.exists() and not usable:
-        what += f" and {archive} is truncated or another file"
+        missing += f" and {archive} is truncated or another file"
     if not usable and not may_download:
-        raise InvalidInput(f"data.root: {root}: {what}, and data.download is false; {mend}")
+        raise InvalidInput(f"data.root: {root}: {missing}, and data.download is false; {remedy}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir()
-        if usable:  # what is in the right place already is not downloaded again
+        if usable:  # saves the download
             (partial / _CIFAR.filename).symlink_to(archive.resolve())
         _CIFAR(str(partial), download=True)
         if unpacked.exists():
             shutil.rmtree(unpacked)
         os.replace(partial / _CIFAR.base_folder, unpacked)
     except (OSError, RuntimeError, http.client.HTTPException) as error:  # RuntimeError: for a wrong checksum
-        reason = f"{what}, and getting it failed ({one_line(error)}); {mend}"
+        reason = f"{missing}, and getting it failed ({one_line(error)}); {remedy}"
         raise InvalidInput(f"data.root: {root}: {reason}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

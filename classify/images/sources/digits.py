@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from classify.images.sources.encoded import Location
+from classify.images.listing import Location
 
 TESTED = 360  # of 1,797
 
@@ -26,18 +26,15 @@ class Digits:
         pass
 
     def count(self, part: str) -> int:
-        """How many digits a part has."""
+        """Return the number of digits in a part."""
         return {"train": 1797 - TESTED, "test": TESTED}[part]
 
     def class_counts(self, part: str) -> list[int]:
-        """How many of each digit a part has."""
+        """Return the number of a part's images of each digit."""
         return np.bincount(_chosen(part)[1]).tolist()
 
-    def encoded(self, part: str) -> None:
-        """None: the images are decoded already."""
-
     def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Enlarges a part: images (N, 3, H, W) uint8 and labels (N,) int64."""
+        """Return enlarged images (N, 3, H, W) uint8 and labels (N,) int64."""
         images, labels = _chosen(part)
         grey = torch.from_numpy(images).float().unsqueeze(1) * (255 / 16)
         large = torch.nn.functional.interpolate(grey, size=size, mode="bilinear", align_corners=False)
@@ -46,7 +43,7 @@ class Digits:
 
 
 def _chosen(part: str) -> tuple[Any, Any]:
-    """Images (N, 8, 8) of 0 to 16 and labels (N,) of a part."""
+    """Return images (N, 8, 8) of 0 to 16 and labels (N,) of a part."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 

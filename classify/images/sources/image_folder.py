@@ -1,4 +1,4 @@
-"""Folders of image files: ``ROOT/<split>/<class>/*``, or ``ROOT/<class>/*``, in any common format."""
+"""Folders of image files: ``ROOT/<part>/<class>/*``, or ``ROOT/<class>/*``, in any common format."""
 
 from __future__ import annotations
 
@@ -9,45 +9,41 @@ import pathlib
 import stat
 from collections.abc import Iterable, Iterator
 
-from classify.images.sources.encoded import Location
-from classify.images.sources.encoded_source import EncodedSource
-from classify.images.sources.files import EXTENSIONS, FileImages
+from classify.images.listing import EXTENSIONS, PARTS, WHOLE, FileListing, ListedSource, Location
 from deepspeed_trial.errors import ErrorList, InvalidInput
 from deepspeed_trial.input_files import refused
 
-PARTS = ("train", "val", "test")
-WHOLE = "all"  # the part of a folder that has only classes
 _LIKE_PARTS = ("train", "training", "test", "testing", "val", "valid", "validation")
 _NEEDS = "it needs train/<class>/* with test/<class>/* or val/<class>/*, or <class>/* alone, to be split"
 Files = list[tuple[str, int]]  # path and label
 
 
-class ImageFolder(EncodedSource):
+class ImageFolder(ListedSource):
     """An image folder, listed once.
 
     Args:
-        location: the folder with ``train``, and ``val``, ``test`` or both in it, or with a folder a class.
+        location: a folder with ``train``, and ``val``, ``test`` or both; or with a folder for each class.
     """
 
     def __init__(self, location: Location) -> None:
         super().__init__(location)
         self.root = pathlib.Path(location.root)
-        self._parts: dict[str, FileImages] = {}
+        self._parts: dict[str, FileListing] = {}
 
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
-        """The class names, which must be the same in all parts."""
+        """The class names; all parts must have the same."""
         with refused(f"data.root: {self.root}"):
             return tuple(_find_classes({part: self.folder_of(part) for part in self.parts}, self.root))
 
     @functools.cached_property
     def parts(self) -> tuple[str, ...]:
-        """``train`` and what there is beside it, or ``all``."""
+        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
         with refused(f"data.root: {self.root}"):
             return _find_parts(self.root)
 
-    def encoded(self, part: str) -> FileImages:
-        """The files of a part, sorted by their paths.
+    def listing(self, part: str) -> FileListing:
+        """Return the files of a part, sorted by their paths.
 
         Raises:
             InvalidInput: if a folder is missing or empty, or the parts' classes differ.
@@ -57,42 +53,42 @@ class ImageFolder(EncodedSource):
             with refused(f"data.root: {self.root}"):
                 files = _find_files(folder, self.classes)
             paths, labels = [path for path, _ in files], [label for _, label in files]
-            self._parts[part] = FileImages(paths, labels, self.classes, str(folder))
+            self._parts[part] = FileListing(paths, labels, self.classes, str(folder))
         return self._parts[part]
 
     def folder_of(self, part: str) -> pathlib.Path:
-        """The folder that holds the classes of a part."""
+        """Return the folder of a part's classes."""
         return self.root if part == WHOLE else self.root / part
 
 
 def find_images(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    """The image files that paths name: a file by itself, a folder by all it holds.
+    """Return image files: the paths of files, and all images in the folders.
 
     Raises:
         InvalidInput: for each path that does not exist, or cannot be read, or is a folder without an image.
     """
     files: list[pathlib.Path] = []
     errors = ErrorList()
-    mend = "give image files or folders of them"
+    remedy = "give image files or folders of them"
     for path in paths:
-        with errors.collecting(), refused(str(path), mend):
+        with errors.collecting(), refused(str(path), remedy):
             try:
                 is_folder = stat.S_ISDIR(path.stat().st_mode)
             except FileNotFoundError:
-                raise InvalidInput(f"{path}: no such file or folder; {mend}") from None
-            held = sorted(map(pathlib.Path, _images_in(path))) if is_folder else [path]
-            if not held:
+                raise InvalidInput(f"{path}: no such file or folder; {remedy}") from None
+            images = sorted(map(pathlib.Path, _images_in(path))) if is_folder else [path]
+            if not images:
                 raise InvalidInput(f"{path}: holds no image ({' '.join(EXTENSIONS)}); give another folder")
-            files += held
+            files += images
     errors.raise_any()
     return files
 
 
 def _images_in(folder: str | os.PathLike[str]) -> Iterator[str]:
-    """The images in a folder, at any depth, that are not hidden.
+    """Yield the images in a folder, at any depth, without hidden ones.
 
     Raises:
-        OSError: if it cannot be read, or holds a link to a folder that it lies in itself.
+        OSError: if it cannot be read, or contains a link to one of its parents.
     """
 
     def fail(error: OSError) -> None:
@@ -109,23 +105,23 @@ def _images_in(folder: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def _lies_in(link: str, place: str, folder: str | os.PathLike[str]) -> bool:
-    """Whether a link leads to a folder on the way to its own place, or to one around those."""
+    """Return whether a link leads to a folder between ``folder`` and ``place``, or to a parent of these."""
     target = pathlib.Path(link).resolve()
-    way = [pathlib.Path(place), *pathlib.Path(place).parents]
-    way = way[: way.index(pathlib.Path(folder)) + 1]
-    return any(each.resolve().is_relative_to(target) for each in way)
+    parents = [pathlib.Path(place), *pathlib.Path(place).parents]
+    parents = parents[: parents.index(pathlib.Path(folder)) + 1]
+    return any(parent.resolve().is_relative_to(target) for parent in parents)
 
 
 def _find_parts(root: pathlib.Path) -> tuple[str, ...]:
-    held = _subfolders(root) if root.is_dir() else []
-    parts = tuple(part for part in PARTS if part in held)
+    folders = _subfolders(root) if root.is_dir() else []
+    parts = tuple(part for part in PARTS if part in folders)
     if "train" in parts and len(parts) > 1:
         return parts
-    if not parts and held:
-        like = [name for name in held if name.lower() in _LIKE_PARTS]
+    if not parts and folders:
+        like = [name for name in folders if name.lower() in _LIKE_PARTS]
         if like:
-            mend = f"holds the folder {like[0]!r}; rename it to train, val or test"
-            raise InvalidInput(f"data.root: {root}: {mend}, or, if it is a class, to another name")
+            reason = f"holds the folder {like[0]!r}; rename it to train, val or test"
+            raise InvalidInput(f"data.root: {root}: {reason}, or, if it is a class, to another name")
         return (WHOLE,)
     if not root.is_dir():
         raise InvalidInput(f"data.root: {root}: no such folder; {_NEEDS}")
@@ -138,19 +134,18 @@ def _find_classes(folders: dict[str, pathlib.Path], root: pathlib.Path) -> list[
     classes = _subfolders(folder)
     for name in classes:
         if name != name.encode(errors="replace").decode():
-            mend = f"holds the folder {name!r}, no UTF-8 name; rename it"
-            raise InvalidInput(f"data.root: {folder}: {mend}")
+            raise InvalidInput(f"data.root: {folder}: holds the folder {name!r}, no UTF-8 name; rename it")
     if len(classes) < 2:
-        found = f"only the class {classes[0]!r}" if classes else "no class folder"
+        shown = f"only the class {classes[0]!r}" if classes else "no class folder"
         needs = "it needs a folder each for two classes or more"
-        raise InvalidInput(f"data.root: {folder}: holds {found}; {needs}")
+        raise InvalidInput(f"data.root: {folder}: holds {shown}; {needs}")
     for part, other in others:
         here, there = (set(classes), set(_subfolders(other)))
         if here != there:
             only = {first: sorted(here - there), part: sorted(there - here)}
-            shown = "; ".join(f"only in {name}: {', '.join(each) or 'none'}" for name, each in only.items())
-            what = f"the classes of {part} differ from those of {first} ({shown})"
-            raise InvalidInput(f"data.root: {root}: {what}; make them the same")
+            shown = "; ".join(f"only in {name}: {', '.join(some) or 'none'}" for name, some in only.items())
+            reason = f"the classes of {part} differ from those of {first} ({shown})"
+            raise InvalidInput(f"data.root: {root}: {reason}; make them the same")
     return classes
 
 
@@ -161,9 +156,9 @@ def _subfolders(folder: pathlib.Path) -> list[str]:
 def _find_files(folder: pathlib.Path, classes: Iterable[str]) -> Files:
     index = {name: label for label, name in enumerate(classes)}
     files = sorted((path, label) for name, label in index.items() for path in _images_in(folder / name))
-    held = {label for _, label in files}
-    empty = [name for name, label in index.items() if label not in held]
+    used = {label for _, label in files}
+    empty = [name for name, label in index.items() if label not in used]
     if empty:
-        mend = f"holds no image ({' '.join(EXTENSIONS)}); add some or remove the folder"
-        raise InvalidInput(f"data.root: {folder / empty[0]}: {mend}")
+        reason = f"holds no image ({' '.join(EXTENSIONS)}); add some or remove the folder"
+        raise InvalidInput(f"data.root: {folder / empty[0]}: {reason}")
     return files

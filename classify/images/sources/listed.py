@@ -1,4 +1,4 @@
-"""Images that are named one by one: in a table, CSV or JSON lines, or by a function of one's own."""
+"""Image files named one by one: in a table (CSV or JSON lines), or by a user's function."""
 
 from __future__ import annotations
 
@@ -12,24 +12,20 @@ import pathlib
 import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
-from classify.images.sources import shard_files
-from classify.images.sources.encoded import Location
-from classify.images.sources.encoded_source import EncodedSource
-from classify.images.sources.files import FileImages
-from classify.images.sources.remote import Storage, is_remote
+from classify.images.listing import PARTS, WHOLE, FileListing, ListedSource, Location, is_remote
 from classify.images.sources.shard_index import classes_of, label_of
 from deepspeed_trial.errors import InvalidInput, one_line, printable
 from deepspeed_trial.input_files import parsed, refused
 
 _PATHS, _LABELS = ("path", "file_name", "image", "url"), ("label", "class")  # columns
+_NO_URL = "download the images, or write them as shards (shards.py)"
 _TABLES = ("{}.csv", "{}.jsonl", "{}/metadata.csv", "{}/metadata.jsonl")
-Row = tuple[str, str, str]  # path or URL, class as it is written, and where that stands
+Row = tuple[str, str, str]  # path, class as written, and the row's place in error lines
 
 
-class Listed(EncodedSource):
-    """Images that are named one by one.
+class NamedFiles(ListedSource):
+    """Image files named one by one.
 
     Args:
         location: of the dataset.
@@ -39,9 +35,9 @@ class Listed(EncodedSource):
     def __init__(self, location: Location, rows: Mapping[str, list[Row]]) -> None:
         super().__init__(location)
         if set(rows) == {"train"}:
-            rows = {shard_files.WHOLE: rows["train"]}
+            rows = {WHOLE: rows["train"]}
         self._rows = rows
-        self._encoded: dict[str, FileImages] = {}
+        self._listings: dict[str, FileListing] = {}
 
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
@@ -53,85 +49,78 @@ class Listed(EncodedSource):
         """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
         return tuple(self._rows)
 
-    def encoded(self, part: str) -> FileImages:
-        """The files of a part, in the order in which they are named."""
-        if part not in self._encoded:
+    def listing(self, part: str) -> FileListing:
+        """Return the files of a part, in the order of their names in the table."""
+        if part not in self._listings:
             index = {name: label for label, name in enumerate(self.classes)}
-            rows = self._rows[part]
-            labels = [label_of(text, index) for _, text, _ in rows]
-            storage = Storage(self.location.storage)
-            paths = [path for path, _, _ in rows]
-            self._encoded[part] = FileImages(paths, labels, self.classes, self.location.root, storage)
-        return self._encoded[part]
+            labels = [label_of(text, index) for _, text, _ in self._rows[part]]
+            paths = [path for path, _, _ in self._rows[part]]
+            self._listings[part] = FileListing(paths, labels, self.classes, self.location.root)
+        return self._listings[part]
 
 
-def table(location: Location) -> Listed:
-    """The dataset of tables ``train.csv`` or ``train.jsonl``, and of ``val`` and ``test``.
+def table(location: Location) -> NamedFiles:
+    """Open the dataset of the tables ``train.csv`` or ``train.jsonl``, and the same of ``val`` and ``test``.
 
-    Paths count from the folder of their table. A table on a server names images of that server alone: its
-    author might otherwise have this machine ask any server that it reaches.
+    Paths count from the folder of their table.
 
     Raises:
         InvalidInput: if there is none, or it cannot be parsed, or a row has no path or no label.
     """
-    root, storage = location.root, Storage(location.storage)
+    root = location.root
+    if is_remote(root):
+        raise InvalidInput(f"data.root: {root}: a table must be in a folder; {_NO_URL}")
     rows: dict[str, list[Row]] = {}
-    for part in (*shard_files.PARTS, shard_files.WHOLE):
+    for part in (*PARTS, WHOLE):
         for form in _TABLES:
-            url = shard_files.join(root, form.format(part))
+            file = os.path.join(root, form.format(part))
             if part in rows:
                 break
-            if is_remote(url):
-                content = storage.read_if_there(url)
-            else:
-                with refused(f"data.root: {url}"):
-                    content = pathlib.Path(url).read_bytes() if os.path.isfile(url) else None
+            with refused(f"data.root: {file}"):
+                content = pathlib.Path(file).read_bytes() if os.path.isfile(file) else None
             if content is not None:
-                with parsed(f"{url}: not a readable table", "write CSV in UTF-8, or JSON lines"):
-                    rows[part] = list(_rows(content, url))
-    if "train" not in rows and set(rows) != {shard_files.WHOLE}:
+                with parsed(f"{file}: not a readable table", "write CSV in UTF-8, or JSON lines"):
+                    rows[part] = list(_rows(content, file))
+    if "train" not in rows and set(rows) != {WHOLE}:
         needs = "it needs train.csv or train.jsonl, and may have the same of val and test"
         raise InvalidInput(f"data.root: {root}: holds no table of training images; {needs}")
-    return Listed(location, rows)
+    return NamedFiles(location, rows)
 
 
-def _rows(content: bytes, url: str) -> Iterator[Row]:
-    folder = url.rpartition("/")[0]
+def _rows(content: bytes, file: str) -> Iterator[Row]:
+    folder = os.path.dirname(file)
     text = io.StringIO(content.decode("utf-8-sig", errors="replace"), newline="")
     where = ""
-    for number, row in _csv_rows(text, url) if url.endswith(".csv") else _json_rows(text, url):
-        where = f"{url}, line {number}"
+    for number, row in _csv_rows(text, file) if file.endswith(".csv") else _json_rows(text, file):
+        where = f"{file}, line {number}"
         path, label = _value(row, "path", _PATHS, where), _value(row, "label", _LABELS, where)
-        if not is_remote(path):
-            path = shard_files.join(folder, path)
-        elif is_remote(url) and _server(path) != _server(url):
-            what = "is on another server than its table"
-            raise InvalidInput(f"{where}: {path}: {what}; download the table, and give its folder")
-        yield path, label, where
+        if is_remote(path):
+            raise InvalidInput(f"{where}: {path}: is a URL; {_NO_URL}")
+        yield os.path.join(folder, path), label, where
     if not where:
-        raise InvalidInput(f"{url}: has no rows; add some, or remove it")
+        raise InvalidInput(f"{file}: has no rows; add some, or remove it")
 
 
-def _csv_rows(text: io.StringIO, url: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Return the number of each row's line, and the row's values by their columns."""
+def _csv_rows(text: io.StringIO, file: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the line number of each row, and its values by their columns."""
     rows = csv.DictReader(text)
     columns = list(rows.fieldnames or ())
     for names in (_PATHS, _LABELS):
-        found = [column for column in columns if column in names]
-        if columns and not found:
+        named = [column for column in columns if column in names]
+        if columns and not named:
             shown = ", ".join(column[:50] for column in columns[:20])
-            what = f"has no column {names[0]} (or {', '.join(names[1:])}), but {shown}"
-            raise InvalidInput(f"{url}, line 1: {what}; name the columns there")
-        if len(set(found)) < len(found):
-            raise InvalidInput(f"{url}, line 1: names the column {found[0]} twice; remove one of them")
+            reason = f"has no column {names[0]} (or {', '.join(names[1:])}), but {shown}"
+            raise InvalidInput(f"{file}, line 1: {reason}; name the columns there")
+        if len(set(named)) < len(named):
+            raise InvalidInput(f"{file}, line 1: names the column {named[0]} twice; remove one of them")
     for row in rows:
         yield rows.line_num, row
 
 
-def _json_rows(text: io.StringIO, url: str) -> Iterator[tuple[int, Any]]:
+def _json_rows(text: io.StringIO, file: str) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(text, 1):
         if line.strip():
-            with parsed(f"{url}, line {number}: is no JSON", "write an object a line, with path and label"):
+            with parsed(f"{file}, line {number}: is no JSON", "write an object a line, with path and label"):
                 row = json.loads(line)
             yield number, row
 
@@ -147,23 +136,19 @@ def _value(row: Any, kind: str, names: tuple[str, ...], where: str) -> str:
     return str(value)
 
 
-def _server(url: str) -> tuple[str, str]:
-    return urlsplit(url)[:2]
+def own_source(file: str, location: Location) -> Any:
+    """Return the source of a user's file: the result of its ``source(root)``.
 
-
-def own(file: str, location: Location) -> Any:
-    """The source that a file of one's own gives: its ``source(root)``.
-
-    That gives for each part the (path or URL, class) of every image, or an object with what
-    ``sources.Source`` asks for.
+    The result is {part: [(path, class), ...]}, a ``ListedSource``, or an object with the members of
+    ``DecodedSource``.
 
     Raises:
-        InvalidInput: if the file cannot be run, or gives anything else.
+        InvalidInput: if the file cannot be run, or returns anything else.
     """
     key = f"data.dataset: {file}"
     path = pathlib.Path(file)
     if not path.is_file():
-        raise InvalidInput(f"{key}: no such file; it counts from the folder in which the training starts")
+        raise InvalidInput(f"{key}: no such file; the path counts from the folder where the training starts")
     specification = importlib.util.spec_from_file_location(f"own_source_{path.stem}", path)
     assert specification and specification.loader  # as it ends in .py
     module = importlib.util.module_from_spec(specification)
@@ -171,34 +156,43 @@ def own(file: str, location: Location) -> Any:
         specification.loader.exec_module(module)
         if not callable(make := getattr(module, "source", None)):
             raise InvalidInput(f"{key}: has no source; define source(root)")
-        made = make(location.root)
-        if not isinstance(made, Mapping):
-            return _checked(made, key)
+        result = make(location.root)
+        if not isinstance(result, Mapping):
+            return _checked(result, key)
         rows = {
             part: [(os.fsdecode(path), str(label), f"{file}, {part}") for path, label in pairs]
-            for part, pairs in made.items()
+            for part, pairs in result.items()
         }
     except InvalidInput:
         raise
-    except Exception as error:  # of somebody else's code
+    except Exception as error:  # the user's code
         frames = traceback.extract_tb(error.__traceback__)
         lines = [each.lineno for each in frames if each.filename == specification.origin]
         place = f" in line {lines[-1]}" if lines else ""
-        what = f"fails{place} ({type(error).__name__}: {one_line(error)}); mend it"
-        raise InvalidInput(f"{key}: {what}") from error
-    known = (*shard_files.PARTS, shard_files.WHOLE)
+        reason = f"fails{place} ({type(error).__name__}: {one_line(error)}); correct it"
+        raise InvalidInput(f"{key}: {reason}") from error
+    urls = [path for pairs in rows.values() for path, _, _ in pairs if is_remote(path)]
+    if urls:
+        raise InvalidInput(f"{key}: source(root) gives the URL {urls[0]}; {_NO_URL}")
+    known = (*PARTS, WHOLE)
     if not rows or not set(rows) <= set(known) or not all(rows.values()) or not {"train", "all"} & set(rows):
-        shown = ", ".join(f"{part} ({len(each)})" for part, each in rows.items())
+        shown = ", ".join(f"{part} ({len(images)})" for part, images in rows.items())
         needs = "must give images of train, and of val or test, or of all"
         raise InvalidInput(f"{key}: source(root) gives {shown or 'nothing'}; {needs}")
-    return Listed(location, rows)
+    return NamedFiles(location, rows)
 
 
-def _checked(made: Any, key: str) -> Any:
-    members = ("classes", "parts", "count", "class_counts", "load", "encoded")
-    missing = [name for name in members if not hasattr(made, name)]
+def _checked(source: Any, key: str) -> Any:
+    members = (
+        "classes",
+        "parts",
+        "count",
+        "class_counts",
+        "listing" if isinstance(source, ListedSource) else "load",
+    )
+    missing = [name for name in members if not hasattr(source, name)]
     if missing:
-        what = f"source(root) gives {printable(type(made).__name__)} without {', '.join(missing)}"
-        needs = "give {part: [(path, class), ...]}, or what sources.Source asks for"
-        raise InvalidInput(f"{key}: {what}; {needs}")
-    return made
+        reason = f"source(root) gives {printable(type(source).__name__)} without {', '.join(missing)}"
+        needs = "give {part: [(path, class), ...]}, or the members of DecodedSource"
+        raise InvalidInput(f"{key}: {reason}; {needs}")
+    return source

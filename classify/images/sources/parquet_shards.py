@@ -5,52 +5,48 @@ Source: https://huggingface.co/docs/hub/datasets-image#parquet-format
 
 from __future__ import annotations
 
-import collections
 import functools
 import json
 import pathlib
-import threading
 from typing import Any
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from classify.images.sources.encoded import Shard
+from classify.images.listing import Shard
 from classify.images.sources.shard_index import ENTRY, MOST_CLASSES, Scanned, check_length
-from classify.images.sources.shard_source import ShardImages, ShardSource
+from classify.images.sources.shards import ShardListing, ShardSource
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.input_files import parsed
 
-KEPT = 2**28  # bytes of the row groups that a process keeps, at least one
 MOST_OF_A_GROUP = 2**30  # bytes of the images in a row group
 _ROWS = 2**16  # labels read at a time
 _IMAGES_READ = 16  # at a time
 _IMAGES, _LABELS = ("image", "img"), ("label", "labels", "class", "fine_label")  # columns, where no type says
-_MEND = "is it whole, and of images? write or fetch it again"
-_lock = threading.Lock()
-_groups: collections.OrderedDict[tuple[str, int], pyarrow.ChunkedArray] = collections.OrderedDict()
+_REMEDY = "is it whole, and of images? write or fetch it again"
 
 
-class ParquetImages(ShardImages):
+class ParquetListing(ShardListing):
     """The images of one part, in Parquet files.
 
-    Images are read a row group at a time, of which a process keeps some, so reading in order is fast.
+    An image is read with its row group, and a process keeps the last four groups. Reading in order is fast; a
+    random order reads a group for most images, so write tar shards for that.
     """
 
     def name(self, index: int) -> str:
-        """The file and the row, from 0."""
+        """Return the file and the row, from 0."""
         shard, place = self.find(index)
         return f"{shard.url}, row {place - shard.start:,}"
 
     def read_one(self, shard: Shard, place: int, file: pathlib.Path) -> bytes:
-        """Read the image in a row."""
+        """Return the image in a row."""
         row = place - shard.start
-        with parsed(f"{shard.url}: row {row:,} cannot be read", _MEND):
+        with parsed(f"{shard.url}: row {row:,} cannot be read", _REMEDY):
             content = _content(file, row)
         if not content or not isinstance(content, bytes):
-            mend = "write the images themselves into the file"
-            raise InvalidInput(f"{shard.url}: row {row:,} holds no image, or only its path; {mend}")
+            remedy = "write the images themselves into the file"
+            raise InvalidInput(f"{shard.url}: row {row:,} holds no image, or only its path; {remedy}")
         return content
 
 
@@ -58,20 +54,20 @@ class ParquetShards(ShardSource):
     """A dataset in Parquet files."""
 
     ending = ".parquet"
-    images = ParquetImages
+    part_listing = ParquetListing
     scan = staticmethod(lambda file, name: scan(file, name))
 
     def names(self, file: pathlib.Path | None = None) -> list[str] | None:
         """Return the class names in a file's schema, None if it names none."""
         if file is None:
             return None
-        with parsed(f"{file}: not a readable Parquet file", _MEND):
+        with parsed(f"{file}: not a readable Parquet file", _REMEDY):
             return _features(pyarrow.parquet.read_schema(file))[2]
 
 
 def scan(file: pathlib.Path, name: str) -> Scanned:
     """Read the labels of a file; raise ``InvalidInput`` if it is damaged or lacks one."""
-    with parsed(f"{name}: not a readable Parquet file", _MEND):
+    with parsed(f"{name}: not a readable Parquet file", _REMEDY):
         return _scan(file, name)
 
 
@@ -81,8 +77,8 @@ def _scan(file: pathlib.Path, name: str) -> Scanned:
         image, label, _ = _features(schema)
         missing = [
             f"{kind} ({' or '.join(usual)})"
-            for kind, usual, found in (("images", _IMAGES, image), ("labels", _LABELS, label))
-            if found is None
+            for kind, usual, column in (("images", _IMAGES, image), ("labels", _LABELS, label))
+            if column is None
         ]
         if missing:
             what = f"has no column of {' nor of '.join(missing)}; it has {', '.join(schema.names)}"
@@ -107,20 +103,21 @@ def _labels(file: pathlib.Path, column: str, name: str, count: int) -> tuple[np.
     # As a dictionary, so that a text of many rows is in memory once
     with pyarrow.parquet.ParquetFile(file, read_dictionary=[column]) as opened:
         for batch in opened.iter_batches(_ROWS, columns=[column], use_threads=False):
-            held = batch.column(0)
-            if held.null_count:
-                row = start + int(np.flatnonzero(held.is_null().to_numpy(zero_copy_only=False))[0])
+            values = batch.column(0)
+            if values.null_count:
+                row = start + int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
                 raise InvalidInput(f"{name}: row {row:,} has no label; add it, or remove the row")
-            held = held if isinstance(held, pyarrow.DictionaryArray) else held.dictionary_encode()
-            own = []
-            for each in held.dictionary:
-                text = str(each.as_py())
+            if not isinstance(values, pyarrow.DictionaryArray):
+                values = values.dictionary_encode()
+            numbers = []
+            for value in values.dictionary:
+                text = str(value.as_py())
                 check_length(text, name)
                 if len(texts) > MOST_CLASSES:
                     raise InvalidInput(f"{name}: has more than {MOST_CLASSES:,} classes; name fewer")
-                own.append(texts.setdefault(text, len(texts)))
-            codes[start : start + len(held)] = np.array(own, np.uint32)[held.indices.to_numpy()]
-            start += len(held)
+                numbers.append(texts.setdefault(text, len(texts)))
+            codes[start : start + len(values)] = np.array(numbers, np.uint32)[values.indices.to_numpy()]
+            start += len(values)
     if start != count:
         raise ValueError(f"{start:,} rows where it names {count:,}")
     return codes, texts
@@ -149,30 +146,24 @@ def _features(schema: pyarrow.Schema) -> tuple[str | None, str | None, list[str]
 def _about(file: pathlib.Path) -> tuple[pyarrow.parquet.FileMetaData, str, np.ndarray]:
     """Return a file's metadata, its column of images, and the row after each row group."""
     metadata = pyarrow.parquet.read_metadata(file)
-    rows = [metadata.row_group(each).num_rows for each in range(metadata.num_row_groups)]
+    rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
     return metadata, str(_features(metadata.schema.to_arrow_schema())[0]), np.cumsum(rows)
 
 
 def _content(file: pathlib.Path, row: int) -> Any:
     """Return the bytes in a row of the column of images."""
-    with _lock:
-        metadata, column, ends = _about(file)
-        group = int(np.searchsorted(ends, row, side="right"))
-        key = (str(file), group)
-        if key not in _groups:
-            _groups[key] = _group(file, metadata, group, column)
-            while len(_groups) > 1 and sum(each.nbytes for each in _groups.values()) > KEPT:
-                _groups.popitem(last=False)
-        _groups.move_to_end(key)
-        value = _groups[key][row - (int(ends[group - 1]) if group else 0)].as_py()
+    _, _, ends = _about(file)
+    group = int(np.searchsorted(ends, row, side="right"))
+    images = _group(file, group)
+    value = images[row - (int(ends[group - 1]) if group else 0)].as_py()
     return value.get("bytes") if isinstance(value, dict) else value
 
 
-def _group(
-    file: pathlib.Path, metadata: pyarrow.parquet.FileMetaData, group: int, column: str
-) -> pyarrow.ChunkedArray:
-    """Read the images of a row group, which the file is open for alone: an evicted shard frees its room."""
-    paths = [metadata.schema.column(each).path for each in range(len(metadata.schema))]
+@functools.lru_cache(4)
+def _group(file: pathlib.Path, group: int) -> pyarrow.ChunkedArray:
+    """Return the images of a row group; the file is closed, so that an evicted shard frees its room."""
+    metadata, column, _ = _about(file)
+    paths = [metadata.schema.column(number).path for number in range(len(metadata.schema))]
     dictionaries = [path for path in paths if path.partition(".")[0] == column]
     batches, size = [], 0
     with pyarrow.parquet.ParquetFile(file, metadata=metadata, read_dictionary=dictionaries) as opened:

@@ -13,18 +13,16 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from classify.images.cache import Cache
 from classify.images.decode import UnreadableImage
-from classify.images.sources.decode_once import try_all
-from classify.images.sources.encoded import EncodedImages, Shard, ShardFile
-from classify.images.sources.encoded_source import EncodedSource
-from classify.images.sources.files import raise_some
+from classify.images.listing import ListedSource, Listing, Shard, raise_some
+from classify.images.pixel_files import PixelFile
+from classify.images.pixels import try_all
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.host_lock import stand_in
 from deepspeed_trial.input_files import refused
 
 
-class Readable(EncodedSource):
+class Readable(ListedSource):
     """A source without the images that cannot be decoded.
 
     One process of a host decodes all images of a part once, and keeps the list of unreadable ones in the
@@ -36,7 +34,7 @@ class Readable(EncodedSource):
         size: height and width of the decoded images, in pixels.
     """
 
-    def __init__(self, source: EncodedSource, size: tuple[int, int]) -> None:
+    def __init__(self, source: ListedSource, size: tuple[int, int]) -> None:
         super().__init__(source.location)
         self.source, self._size = source, size
         self._parts: dict[str, _Subset] = {}
@@ -56,46 +54,48 @@ class Readable(EncodedSource):
         """The unreadable images of each part: their indices, and an error line for each."""
         return {part: self._unreadable(part) for part in self.parts}
 
-    def encoded(self, part: str) -> EncodedImages:
-        """The readable images of a part.
+    def listing(self, part: str) -> Listing:
+        """Return the readable images of a part.
 
         Raises:
             InvalidInput: if a class has none, or a file cannot be fetched.
         """
         if part not in self._parts:
-            images = self.source.encoded(part)
+            images = self.source.listing(part)
             subset = _Subset(images, self.left_out[part])
             counts = images.labels.bincount(minlength=len(self.classes)).tolist()
             for name, count, label in zip(self.classes, counts, range(len(counts)), strict=True):
                 if count and not (subset.labels == label).any():
-                    what = f"none of the {count:,} images of the class {name!r} in {part!r} can be read"
-                    raise InvalidInput(f"data.unreadable: 'skip': {what}; replace some, or remove the class")
+                    reason = f"none of the {count:,} images of the class {name!r} in {part!r} can be read"
+                    raise InvalidInput(
+                        f"data.unreadable: 'skip': {reason}; replace some, or remove the class"
+                    )
             self._parts[part] = subset
         return self._parts[part]
 
     def _unreadable(self, part: str) -> dict[int, str]:
-        images = self.source.encoded(part)
-        fingerprint = images.fingerprint  # which looks whether all files are there
-        kept = Cache(self.location.folder, f"images-{part}", self._size)
-        for folder in (kept.root, stand_in(kept.root)):
-            if (found := _read(folder / f".{kept.name}.unreadable", images)) is not None:
-                return found
-        with kept.lock() as folder:
-            file = folder / f".{kept.name}.unreadable"
-            if (found := _read(file, images)) is not None:  # another process was first
-                return found
-            errors = try_all(images, self.shard_file(images.fetch), self._size, f"{part} to find unreadable")
+        images = self.source.listing(part)
+        fingerprint = images.fingerprint  # raises if a file is missing
+        file = PixelFile(self.location.folder, f"images-{part}", self._size)
+        for folder in (file.root, stand_in(file.root)):
+            if (lines := _read(folder / f".{file.name}.unreadable", images)) is not None:
+                return lines
+        with file.lock() as folder:
+            target = folder / f".{file.name}.unreadable"
+            if (lines := _read(target, images)) is not None:  # another process was first
+                return lines
+            errors = try_all(images, self._size, f"{part} to find unreadable")
             others = [error for error in errors.values() if not isinstance(error, UnreadableImage)]
             raise_some([line for error in others for line in error.errors])
-            found = {index: error.errors[0] for index, error in sorted(errors.items())}
-            with refused(str(file)):
-                partial = file.with_suffix(".partial")
-                partial.write_text(json.dumps({"fingerprint": fingerprint, "lines": found}))
-                partial.replace(file)
-        return found
+            lines = {index: error.errors[0] for index, error in sorted(errors.items())}
+            with refused(str(target)):
+                partial = target.with_suffix(".partial")
+                partial.write_text(json.dumps({"fingerprint": fingerprint, "lines": lines}))
+                partial.replace(target)
+        return lines
 
 
-def _read(file: pathlib.Path, images: EncodedImages) -> dict[int, str] | None:
+def _read(file: pathlib.Path, images: Listing) -> dict[int, str] | None:
     """Return a kept list; None if there is none, or one of other images."""
     with contextlib.suppress(Exception):  # a damaged file fails in many ways, and a new list replaces it
         kept = json.loads(file.read_bytes())
@@ -107,7 +107,7 @@ def _read(file: pathlib.Path, images: EncodedImages) -> dict[int, str] | None:
     return None
 
 
-class _Subset:
+class _Subset(Listing):
     """Encoded images without some of them.
 
     Args:
@@ -115,7 +115,7 @@ class _Subset:
         without: the indices of the others.
     """
 
-    def __init__(self, images: EncodedImages, without: Mapping[int, str]) -> None:
+    def __init__(self, images: Listing, without: Mapping[int, str]) -> None:
         self._images, self._without = images, sorted(without)
         self._rows = np.delete(np.arange(len(images.labels)), self._without)
         self.labels = images.labels[self._rows]
@@ -131,17 +131,17 @@ class _Subset:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when an image, a label or their order does."""
+        """A digest that changes with an image, a label or their order."""
         return hashlib.sha256(repr((self._images.fingerprint, self._without)).encode()).hexdigest()
 
-    def read(self, indices: Sequence[int], shard_file: ShardFile) -> list[bytes]:
-        """Read images; raises ``InvalidInput`` with the name of one that cannot be read."""
-        return self._images.read(self._rows[list(indices)].tolist(), shard_file)
+    def read(self, indices: Sequence[int]) -> list[bytes]:
+        """Return the files of images; raise ``InvalidInput`` with the name of an unreadable one."""
+        return self._images.read(self._rows[list(indices)].tolist())
 
     def name(self, index: int) -> str:
-        """The name of an image in error lines."""
+        """Return the name of an image in error lines."""
         return self._images.name(int(self._rows[index]))
 
-    def fetch(self, shard: Shard, target: pathlib.Path) -> None:
-        """Write a remote shard to a local file."""
-        self._images.fetch(shard, target)
+    def local_file(self, shard: Shard) -> pathlib.Path:
+        """Return the file of a shard, fetched if it is remote."""
+        return self._images.local_file(shard)

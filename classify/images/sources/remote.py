@@ -17,7 +17,7 @@ import tenacity
 from fsspec.callbacks import Callback
 from fsspec.registry import known_implementations
 
-from classify.images.sources.encoded import Shard
+from classify.images.listing import Shard
 from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line
 
 ATTEMPTS = 5
@@ -36,14 +36,9 @@ _Result = TypeVar("_Result")
 _opened: dict[int, fsspec.AbstractFileSystem] = {}
 
 
-def is_remote(path: str) -> bool:
-    """Whether a path is a URL, not one of this machine."""
-    return "://" in path
-
-
 @dataclass(frozen=True)
 class Storage:
-    """What reads remote files.
+    """Reads remote files.
 
     Attributes:
         options: fsspec's storage options, ``data.storage``.
@@ -52,7 +47,7 @@ class Storage:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def filesystem(self, url: str) -> fsspec.AbstractFileSystem:
-        """The file system of a URL.
+        """Return the file system of a URL.
 
         Raises:
             InvalidInput: if there is none, or its library is not installed.
@@ -67,8 +62,8 @@ class Storage:
             what = f"{protocol}:// needs {library}; pip install {library}"
             raise InvalidInput(f"data.root: {url}: {what}") from error
         except (ValueError, TypeError) as error:
-            mend = "mend data.root or data.storage"
-            raise InvalidInput(f"data.root: {url}: cannot be opened ({one_line(error)}); {mend}") from error
+            remedy = "correct data.root or data.storage"
+            raise InvalidInput(f"data.root: {url}: cannot be opened ({one_line(error)}); {remedy}") from error
 
     def fetch(self, shard: Shard, target: pathlib.Path) -> None:
         """Write a shard to a local file, and check its size and, if it is known, its digest."""
@@ -80,13 +75,13 @@ class Storage:
             except OSError as error:
                 if error.errno not in DISK_FULL:
                     raise
-                mend = "free some, set data.cache.limit, or give another folder"
+                remedy = "free some, set data.cache.limit, or give another folder"
                 what = f"no room for {shard.url} ({one_line(error)})"
-                raise InvalidInput(f"data.cache.folder: {target.parent}: {what}; {mend}") from error
+                raise InvalidInput(f"data.cache.folder: {target.parent}: {what}; {remedy}") from error
             if shard.size not in (0, size):
                 raise OSError(f"{size:,} bytes came of {shard.size:,} that its index names")
             if shard.sha256 and shard.sha256 != digest(target):
-                raise OSError("its bytes differ from those that its index was made of")
+                raise OSError("its bytes differ from the bytes that its index describes")
 
         _attempt(shard.url, work)
 
@@ -161,7 +156,7 @@ def _about(answer: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def digest(file: pathlib.Path) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     counted = hashlib.sha256()
     with open(file, "rb") as opened:
         while block := opened.read(2**20):
@@ -170,10 +165,10 @@ def digest(file: pathlib.Path) -> str:
 
 
 def _attempt(url: str, work: Callable[[], _Result]) -> _Result:
-    """Does the work, again after a while where a failure may pass.
+    """Do the work, again after a while if the failure may pass.
 
     Raises:
-        InvalidInput: that names the URL, once it has failed for good.
+        InvalidInput: with the URL, after the last failure.
     """
     again = tenacity.Retrying(
         stop=tenacity.stop_after_attempt(ATTEMPTS),
@@ -186,7 +181,7 @@ def _attempt(url: str, work: Callable[[], _Result]) -> _Result:
     except InvalidInput:
         raise
     except FileNotFoundError as error:
-        raise InvalidInput(f"{url}: no such file; mend data.root, or put it there") from error
+        raise InvalidInput(f"{url}: no such file; correct data.root, or put it there") from error
     except Exception as error:  # each file system has its own
         if isinstance(error, PermissionError) or type(error).__name__ in _REFUSALS:
             what = f"is refused ({one_line(error)}); {_CREDENTIALS}"
@@ -199,7 +194,7 @@ def _attempt(url: str, work: Callable[[], _Result]) -> _Result:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Whether another attempt may succeed: not where the server has understood and refused."""
+    """Return whether another attempt may succeed; False if the server has refused."""
     refused = (InvalidInput, FileNotFoundError, PermissionError, ImportError, TypeError, AttributeError)
     status = getattr(error, "status", None)
     is_refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
@@ -212,12 +207,12 @@ def _options(protocol: str) -> dict[str, Any]:
     if protocol in ("http", "https"):
         try:
             aiohttp = importlib.import_module("aiohttp")
-        except ImportError:  # which the file system says
+        except ImportError:  # the file system says
             return {}
         limits = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
         headers = {"Accept-Encoding": "identity"}
         return {"client_kwargs": {"timeout": limits, "auto_decompress": False, "headers": headers}}
-    if protocol in ("s3", "s3a"):  # which would hold each of several ranges in memory, however long it is
+    if protocol in ("s3", "s3a"):  # by default it holds several ranges in memory, of any length
         times = {"connect_timeout": TIMEOUT, "read_timeout": TIMEOUT}
         return {"config_kwargs": times, "max_concurrency": 1}
     return {}

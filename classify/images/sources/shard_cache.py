@@ -16,8 +16,8 @@ from contextlib import AbstractContextManager
 
 import filelock
 
-from classify.images.cache import in_bytes
-from classify.images.sources.encoded import Fetch, Shard
+from classify.images.listing import Listing, Shard, is_remote
+from classify.images.pixel_files import in_bytes
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.host_lock import lock_of, writable_folder
 from deepspeed_trial.input_files import refused
@@ -25,13 +25,13 @@ from deepspeed_trial.input_files import refused
 SHARE = 0.9  # of the disk's room that shards may fill where no limit is given
 PAUSE = 0.1  # seconds
 _KEY = "data.cache.folder"
-FOLDER = "shards"  # of a folder for all that is kept of remote data
+FOLDER = "shards"  # in the folder for all remote data
 _ROOM = "room"  # the lock of a folder of shards
 _FILE = re.compile(r"[0-9a-f]{24}(?:\.(\d+)\.partial)?")
 
 
 class ShardCache:
-    """A folder of fetched shards, for all processes and runs of a host.
+    """A folder of fetched shards that all processes and runs of a host share.
 
     A shard is there whole or not at all. Shards that were not read for the longest time make room for new
     ones; a reader that still needs one of them fetches it again.
@@ -52,8 +52,12 @@ class ShardCache:
             self._folder = writable_folder(self._wanted, _KEY)
         return self._folder
 
-    def file(self, shard: Shard, fetch: Fetch) -> pathlib.Path:
-        """The local file of a shard, fetched if it is not there.
+    def file(self, shard: Shard, fetch: Callable[[Shard, pathlib.Path], None]) -> pathlib.Path:
+        """Return the local file of a shard, fetched if it is not there.
+
+        Args:
+            shard: a remote one.
+            fetch: writes it to a local file.
 
         Raises:
             InvalidInput: as ``fetch`` does, or if there is no room for it.
@@ -72,12 +76,18 @@ class ShardCache:
                         raise
         return target
 
-    def _add(self, shard: Shard, fetch: Fetch, partial: pathlib.Path, target: pathlib.Path) -> None:
+    def _add(
+        self,
+        shard: Shard,
+        fetch: Callable[[Shard, pathlib.Path], None],
+        partial: pathlib.Path,
+        target: pathlib.Path,
+    ) -> None:
         while not self._reserve(shard, partial):
             time.sleep(PAUSE)
         fetch(shard, partial)
-        with self._room():  # or who counts finds it under neither name
-            if not shard.size:  # which the server did not say
+        with self._room():  # a process that counts must see it under one of its names
+            if not shard.size:  # the server did not tell it
                 self._make_room(shard.url, partial.stat().st_size, partial)
             os.replace(partial, target)
 
@@ -89,7 +99,7 @@ class ShardCache:
         return partial.exists()
 
     def _room(self) -> AbstractContextManager[object]:
-        """Held by who counts the shards, or changes which there are."""
+        """Return the lock for counting, adding and removing shards."""
         return lock_of(self.folder, _ROOM)
 
     def _make_room(self, url: str, size: int, partial: pathlib.Path, waits: bool = False) -> bool:
@@ -118,7 +128,7 @@ class ShardCache:
         return True
 
     def _held(self, but: pathlib.Path) -> dict[pathlib.Path, tuple[int, int]]:
-        """When each shard was read last, and the bytes that it has, or will have when it is whole."""
+        """Return the last read of each shard, in ns, and its bytes: of a partial one its final bytes."""
         held = {}
         for file in self.folder.iterdir():
             named = _FILE.fullmatch(file.name)
@@ -132,7 +142,7 @@ class ShardCache:
         return held
 
     def _is_left_over(self, partial: pathlib.Path) -> bool:
-        """Whether who fetched it was killed."""
+        """Return whether the process that fetched it was killed."""
         try:
             with lock_of(self.folder, partial.name.partition(".")[0]).acquire(timeout=0):
                 return True
@@ -163,7 +173,7 @@ def clear(folder: pathlib.Path) -> None:
 
 
 def _used(file: pathlib.Path) -> bool:
-    """Whether a file is there, which is then the one that was read last."""
+    """Return whether a file is there; mark it as read."""
     try:
         os.utime(file)
     except FileNotFoundError:
@@ -174,23 +184,28 @@ def _used(file: pathlib.Path) -> bool:
 class ShardsAhead:
     """Fetches shards before they are read, in threads of this process.
 
-    What cannot be fetched is said by who reads it.
+    The reader of a shard names an error, not the thread that fetches it.
 
     Args:
-        fetch: has a shard at hand.
-        threads: how many shards are fetched at the same time.
+        listing: of the shards' images.
+        threads: the number of shards that are fetched at the same time.
     """
 
-    def __init__(self, fetch: Callable[[Shard], object], threads: int) -> None:
-        self._fetch, self._threads = fetch, threads
+    def __init__(self, listing: Listing, threads: int) -> None:
+        self._listing, self._threads = listing, threads
         self._wanted: deque[Shard] = deque()
         self._changed = threading.Condition()
         self._has_begun = False
 
-    def want(self, shards: Sequence[Shard]) -> None:
-        """Has these fetched next, in this order, and none of those before that are not begun."""
+    def fetch(self, numbers: Sequence[int]) -> None:
+        """Replace the queue by the remote ones of these shards; a transfer that has started goes to its end.
+
+        Args:
+            numbers: the places of the shards in the listing, in the order of their reading.
+        """
+        shards = (self._listing.shards[number] for number in numbers)
         with self._changed:
-            self._wanted = deque(shards)
+            self._wanted = deque(shard for shard in shards if is_remote(shard.url))
             self._changed.notify_all()
             if not self._has_begun:
                 self._has_begun = True
@@ -202,5 +217,5 @@ class ShardsAhead:
             with self._changed:
                 self._changed.wait_for(lambda: self._wanted)
                 shard = self._wanted.popleft()
-            with contextlib.suppress(Exception):  # the reader's own attempts come to the same
-                self._fetch(shard)
+            with contextlib.suppress(Exception):  # the reader's attempts fail in the same way
+                self._listing.local_file(shard)

@@ -1,4 +1,4 @@
-"""What is in a dataset's shards: one entry an image, kept in a file beside them or read out of them.
+"""The index of a dataset's shards, with an entry for each image; from a file or from the shards.
 
 The file ``index.npz`` is numpy's: ``about``, JSON in UTF-8 with the classes and the shards of each part, and
 for each part an array of ``ENTRY`` in the order of the shards.
@@ -18,14 +18,15 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 from numpy.lib import format as npy
 
-from classify.images.sources.encoded import MOST_OF_AN_IMAGE, Shard
+from classify.images.decode import MOST_BYTES
+from classify.images.listing import Shard
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.input_files import parsed
 
 FILE = "index.npz"
 FORMAT = 1
 ENTRY = np.dtype([("offset", "<u8"), ("size", "<u4"), ("label", "<u4"), ("position", "<u4")])
-_MEND = "write the shards anew by shards.py, or remove the index, so that it is read out of them"
+_REMEDY = "write the shards again with shards.py, or remove the index, so that a scan replaces it"
 MOST_CLASSES = 1_000_000
 MOST_OF_A_LABEL = 255  # characters, as of a folder's name
 MOST_TEXT = 2**25  # bytes of ``about``
@@ -38,8 +39,7 @@ class Part:
     """The images of one part.
 
     Attributes:
-        shards: in the order of their images; the URLs are names in the dataset's folder, if the index was
-            written beside them.
+        shards: in the order of their images; in an index of ``shards.py`` the URLs are file names.
         entries: ``ENTRY`` (N,) in the order of the shards: the byte or row at which an image begins in its
             shard, its bytes if they are known, its label, and its index in the dataset.
     """
@@ -55,7 +55,7 @@ class Index:
     Attributes:
         classes: the class names, in the order of the labels.
         parts: by name.
-        source: what it was read out of, if it was not written with the shards.
+        source: the digest of the scanned files; empty if ``shards.py`` wrote the index with the shards.
     """
 
     classes: tuple[str, ...]
@@ -63,7 +63,7 @@ class Index:
     source: str = ""
 
     def save(self, target: pathlib.Path) -> None:
-        """Writes the index: it is there whole, or not at all. The same index makes the same bytes."""
+        """Write the index, whole or not at all; the same index makes the same bytes."""
         parts = {name: [asdict(shard) for shard in part.shards] for name, part in self.parts.items()}
         about = {"format": FORMAT, "source": self.source, "classes": self.classes, "parts": parts}
         text = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
@@ -84,10 +84,10 @@ class Index:
         Raises:
             InvalidInput: if it contradicts itself or is another file.
         """
-        with parsed(f"{name}: is no index of these shards", _MEND):
+        with parsed(f"{name}: is no index of these shards", _REMEDY):
             if content.lstrip()[:1] == b"<":
                 raise ValueError("it is a web page; does its server ask to log in?")
-            if content.count(b"PK\1\2") > 100:  # entries of the list of files, for each an object
+            if content.count(b"PK\1\2") > 100:  # files in the list; zipfile makes an object of each
                 raise ValueError("it holds too many files")
             with zipfile.ZipFile(io.BytesIO(content)) as file:
                 text = _array(file, "about", np.dtype(np.uint8))
@@ -103,13 +103,13 @@ class Index:
                     raise ValueError("it has no list of class names")
                 if not 1 <= len(classes) <= MOST_CLASSES:
                     raise ValueError(f"it has {len(classes):,} classes")
-                held = {
+                checked = {
                     part: Part([_shard(shard) for shard in shards], _array(file, f"part-{part}", ENTRY))
                     for part, shards in parts.items()
                 }
-            for part in held.values():
+            for part in checked.values():
                 _check(part, len(classes))
-        return cls(tuple(classes), held, source)
+        return cls(tuple(classes), checked, source)
 
 
 def _array(file: zipfile.ZipFile, name: str, kind: np.dtype) -> np.ndarray:
@@ -119,9 +119,9 @@ def _array(file: zipfile.ZipFile, name: str, kind: np.dtype) -> np.ndarray:
         if about.compress_type == zipfile.ZIP_STORED and about.file_size == about.compress_size:
             with file.open(about) as opened:
                 if npy.read_magic(opened) == (1, 0):
-                    shape, _, found = npy.read_array_header_1_0(opened)
+                    shape, _, dtype = npy.read_array_header_1_0(opened)
                     content = opened.read()
-                    if found == kind and shape == (len(content) // kind.itemsize,):
+                    if dtype == kind and shape == (len(content) // kind.itemsize,):
                         return np.frombuffer(content, kind)
     except ValueError:  # numpy advises to trust the file
         pass
@@ -143,18 +143,18 @@ def _check(part: Part, classes: int) -> None:
         raise ValueError("it has no entries of images")
     if entries["label"].max() >= classes:
         raise ValueError(f"it has the label {entries['label'].max()}, but {classes} classes")
-    if entries["size"].max() > MOST_OF_AN_IMAGE:
+    if entries["size"].max() > MOST_BYTES:
         raise ValueError(f"it has an image of {entries['size'].max():,} bytes")
     positions = entries["position"]
     if positions.max() >= count or (np.bincount(positions, minlength=count) != 1).any():
-        raise ValueError("its positions are not those of all images, each once")
+        raise ValueError("its positions do not name every image once")
     for shard in part.shards:
-        own = entries[max(0, shard.start) : max(0, shard.stop)]
-        if shard.start != stop or not len(own):
+        inside = entries[max(0, shard.start) : max(0, shard.stop)]
+        if shard.start != stop or not len(inside):
             raise ValueError(f"the counts of images are wrong at {shard.url}")
         if shard.size < 1:
             raise ValueError(f"it has the size {shard.size:,} at {shard.url}")
-        if (own["offset"] > shard.size).any() or (own["size"] > shard.size - own["offset"]).any():
+        if (inside["offset"] > shard.size).any() or (inside["size"] > shard.size - inside["offset"]).any():
             raise ValueError(f"it has an image beyond the end of {shard.url}")
         stop = shard.stop
     if stop != count:
@@ -163,12 +163,12 @@ def _check(part: Part, classes: int) -> None:
 
 @dataclass(frozen=True)
 class Scanned:
-    """What one shard holds, read out of itself.
+    """The contents of one shard, from a scan.
 
     Attributes:
-        name: what to call it in an error line.
-        texts: the labels that occur, as they are written, numbers or names, with a number for each.
-        entries: ``ENTRY``, in which a label is its number in ``texts``.
+        name: of the shard in error lines.
+        texts: the labels in the shard, as written (numbers or names), with a number for each.
+        entries: ``ENTRY``, with numbers of ``texts`` as labels.
     """
 
     name: str
@@ -177,14 +177,14 @@ class Scanned:
 
 
 def classes_of(texts: Mapping[str, str], given: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The class names: those that are given; names that occur, sorted; or numbers from 0.
+    """Return the class names: the given ones; else the labels, sorted; else numbers from 0.
 
     Args:
-        texts: the labels that occur, as they are written, and where each does.
-        given: the names that the dataset gives its numbers.
+        texts: the labels, as written, and the place of each in error lines.
+        given: the dataset's names for numbers.
 
     Raises:
-        InvalidInput: for a label that is not among them, or if names and numbers are mixed.
+        InvalidInput: for a label without a class, or if names and numbers are mixed.
     """
     for text in texts.keys() - set(given or ()):
         _check_label(text, texts[text])
@@ -193,14 +193,14 @@ def classes_of(texts: Mapping[str, str], given: Sequence[str] | None = None) -> 
     if not names:
         most = max(numbers, key=_number)
         if _number(most) >= MOST_CLASSES:
-            mend = f"must be less than {MOST_CLASSES:,}; mend it"
-            raise InvalidInput(f"{texts[most]}: the label {most}: {mend}")
+            must = f"must be less than {MOST_CLASSES:,}; correct it"
+            raise InvalidInput(f"{texts[most]}: the label {most}: {must}")
         names = tuple(map(str, range(_number(most) + 1)))
     known = set(names)
     for text, where in texts.items():
         if text not in known and not (given and text.isdecimal() and _number(text) < len(names)):
             what = f"the dataset names {len(names)} classes" if given else "other labels are names"
-            raise InvalidInput(f"{where}: the label {text!r} is no class: {what}; mend one of them")
+            raise InvalidInput(f"{where}: the label {text!r} is no class: {what}; correct one of them")
     if len(names) < 2:
         raise InvalidInput(
             f"{next(iter(texts.values()))}: there is only the class {names[0]!r}; give two or more"
@@ -216,7 +216,7 @@ def check_length(text: str, where: str) -> None:
 
 
 def _check_label(text: str, where: str) -> None:
-    """Refuse a label that can be the name or the number of no class."""
+    """Refuse a label that no class can have."""
     check_length(text, where)
     if re.fullmatch(r"[-+]\d+", text):
         remedy = "give a number from 0 on or a name, or remove the row"
@@ -226,28 +226,28 @@ def _check_label(text: str, where: str) -> None:
 
 
 def _number(text: str) -> int:
-    """Return the number that decimal digits say; of too many to be a class ``MOST_CLASSES``."""
+    """Return the number of decimal digits; ``MOST_CLASSES`` if it is larger than that in any case."""
     return int(text) if len(text) < 20 else MOST_CLASSES
 
 
 def label_of(text: str, index: Mapping[str, int]) -> int:
-    """The label of a class, by its name or its number."""
+    """Return the label of a class, by its name or its number."""
     return index[text] if text in index else int(text)
 
 
 def join(pairs: Sequence[tuple[Scanned, Shard]], classes: Sequence[str]) -> Part:
-    """Puts the tars of a part together, the images in their order."""
-    place, own, entries = 0, [], []
+    """Return a part of scanned shards, in their order."""
+    place, shards, entries = 0, [], []
     index = {name: label for label, name in enumerate(classes)}
-    for each, shard in pairs:
-        if not len(each.entries):
-            raise InvalidInput(f"{each.name}: holds no image; remove it")
-        labels = np.array([label_of(text, index) for text in each.texts], np.uint32)
-        found = each.entries.copy()
-        found["label"] = labels[found["label"]]
-        entries.append(found)
-        own.append(replace(shard, start=place, stop=place + len(found)))
-        place += len(found)
+    for scanned, shard in pairs:
+        if not len(scanned.entries):
+            raise InvalidInput(f"{scanned.name}: holds no image; remove it")
+        labels = np.array([label_of(text, index) for text in scanned.texts], np.uint32)
+        rows = scanned.entries.copy()
+        rows["label"] = labels[rows["label"]]
+        entries.append(rows)
+        shards.append(replace(shard, start=place, stop=place + len(rows)))
+        place += len(rows)
     whole = np.concatenate(entries)
     whole["position"] = np.arange(len(whole))
-    return Part(own, whole)
+    return Part(shards, whole)

@@ -1,4 +1,4 @@
-"""A folder of images -> tar shards with their index, and back, each file to the byte."""
+"""Writes a folder of images as tar shards with their index."""
 
 from __future__ import annotations
 
@@ -21,23 +21,21 @@ import joblib
 import numpy as np
 from tqdm import tqdm
 
+from classify.images.listing import Location, Shard
 from classify.images.sources import shard_index
-from classify.images.sources.encoded import MOST_OF_AN_IMAGE, Location, Shard
-from classify.images.sources.files import EXTENSIONS
 from classify.images.sources.image_folder import ImageFolder
 from classify.images.sources.remote import digest
-from classify.images.sources.tar_members import members
-from classify.images.sources.tar_shards import TarShards, scan
+from classify.images.sources.tar_shards import scan
 from deepspeed_trial.errors import InvalidInput, one_line, printable
 
 _SAFE = "".join(chr(each) for each in range(33, 127) if chr(each) not in "%./\\")
-_BLOCK = 512  # bytes; a member is a block and as many as its content fills
-_END = 10240  # to a multiple of which a tar is filled
+_BLOCK = 512  # bytes; a member has a block as its header, then blocks with its content
+_END = 10240  # bytes; zeros fill a tar up to a multiple of this
 
 
 @dataclass(frozen=True)
 class _Job:
-    """A shard to write: ``positions`` are of its images in the part, in the order in which they lie."""
+    """A shard to write: its images in their order, with their positions in the part."""
 
     target: pathlib.Path
     paths: Sequence[str]
@@ -47,12 +45,12 @@ class _Job:
 
 
 def write(folder: pathlib.Path, target: pathlib.Path, limit: int, seed: int) -> None:
-    """Writes a folder of images as shards.
+    """Write a folder of images as shards.
 
     Args:
-        folder: as ``ImageFolder`` has it.
-        target: made where it is missing; what it holds of another folder is refused.
-        limit: bytes of a shard; a larger image has one for itself.
+        folder: of ``ImageFolder``.
+        target: created if it is missing; must hold no tar of another folder.
+        limit: bytes of a shard; a larger image fills a shard alone.
         seed: of the order in the shards.
 
     Raises:
@@ -98,8 +96,8 @@ def write(folder: pathlib.Path, target: pathlib.Path, limit: int, seed: int) -> 
 
 
 def _jobs(source: ImageFolder, part: str, target: pathlib.Path, limit: int, seed: int) -> Iterator[_Job]:
-    """Cuts a part, in an order drawn by the seed, into shards of at most ``limit`` bytes."""
-    images = source.encoded(part)
+    """Cut a part, in an order drawn by the seed, into shards of at most ``limit`` bytes."""
+    images = source.listing(part)
     folder = source.folder_of(part)
     keys = _keys([os.path.relpath(path, folder) for path in images.paths])
     order = np.random.default_rng((seed, len(part))).permutation(len(keys))
@@ -108,9 +106,9 @@ def _jobs(source: ImageFolder, part: str, target: pathlib.Path, limit: int, seed
     for index in [*order.tolist(), -1]:
         needed = 0 if index < 0 else _room(os.stat(images.paths[index]).st_size) + 2 * _BLOCK
         if chosen and (index < 0 or size + needed > limit):
-            paths, own = ([each[i] for i in chosen] for each in (images.paths, keys))
+            paths, names = ([values[i] for i in chosen] for values in (images.paths, keys))
             file, classes = target / f"{part}-{number:06d}.tar", [labels[i] for i in chosen]
-            yield _Job(file, paths, own, classes, np.array(chosen))
+            yield _Job(file, paths, names, classes, np.array(chosen))
             chosen, size, number = [], _END, number + 1
         chosen.append(index)
         size += needed
@@ -121,9 +119,9 @@ def _room(size: int) -> int:
 
 
 def _keys(names: Sequence[str]) -> list[str]:
-    """The member names of files: as they are, where the part before the first dot tells them apart.
+    """Return the member names of files: the same names, if their parts before the first dot differ.
 
-    Otherwise the whole name is quoted, as in a URL, and the ending comes once more.
+    Other names are quoted as in a URL, and end with their ending again.
     """
     plain = [_stem(name) for name in names]
     often = collections.Counter(plain)
@@ -144,20 +142,14 @@ def _stem(name: str) -> str:
 
 
 def _quoted(name: str) -> str:
-    """A path whose names have neither dots nor characters that are not ASCII."""
+    """Return a path without dots and characters beyond ASCII."""
     return "/".join(
         urllib.parse.quote(os.fsencode(each), safe=_SAFE).replace(".", "%2E") for each in name.split("/")
     )
 
 
-def _unquoted(member: str) -> str:
-    """The path of a member in the folder that it came of."""
-    stem = _stem(member)
-    return os.fsdecode(urllib.parse.unquote_to_bytes(stem)) if "%" in stem else member
-
-
 def _write_shard(job: _Job) -> tuple[np.ndarray, int, str, bool]:
-    """Writes a shard, unless it is there; gives its entries, size, digest, and whether it was there."""
+    """Write a shard, unless it exists; return its entries, size, digest, and whether it existed."""
     files = [(status.st_size, status.st_mtime_ns) for path in job.paths for status in [os.stat(path)]]
     wanted = hashlib.sha256(repr((job.keys, job.labels, files)).encode(errors="replace")).hexdigest()
     stamp = _stamp(job.target)
@@ -188,18 +180,18 @@ def _write_shard(job: _Job) -> tuple[np.ndarray, int, str, bool]:
         os.replace(partial, job.target)
     except (OSError, tarfile.TarError, ValueError) as error:
         partial.unlink(missing_ok=True)
-        raise InvalidInput(f"{job.target}: could not be written ({one_line(error)}); mend that") from error
+        raise InvalidInput(f"{job.target}: could not be written ({one_line(error)}); correct that") from error
     _save(stamp, f"{wanted} {sha256}".encode())
     return np.array(rows, shard_index.ENTRY), job.target.stat().st_size, sha256, False
 
 
 def _stamp(shard: pathlib.Path) -> pathlib.Path:
-    """The file that says of what a finished shard was made, until all are."""
+    """Return the file that describes the contents of a finished shard until all shards are finished."""
     return shard.with_name(f".{shard.name}.done")
 
 
 def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    member = tarfile.TarInfo(name)  # of nobody, from 1970, so that the bytes depend on the folder alone
+    member = tarfile.TarInfo(name)  # no owner, time 1970: the bytes depend on the folder alone
     member.size, member.mode = len(content), 0o644
     tar.addfile(member, io.BytesIO(content))
 
@@ -210,43 +202,3 @@ def _save(target: pathlib.Path, content: bytes) -> None:
     with open(partial, "xb") as file:
         file.write(content)
     os.replace(partial, target)
-
-
-def read(root: str, folder: pathlib.Path) -> None:
-    """Write the images in shards of ``write`` to a folder, as they were.
-
-    Raises:
-        InvalidInput: if the shards cannot be read, or a member would leave the folder.
-    """
-    source = TarShards(Location(root))
-    folder.mkdir(parents=True, exist_ok=True)
-    top, total = pathlib.Path(os.path.realpath(folder)), 0
-    for part in source.parts:
-        images = source.encoded(part)
-        files = source.shard_file(images.fetch)
-        for shard in tqdm(images.shards, desc=part, unit=" shards", disable=not sys.stderr.isatty()):
-            total += _read_shard(files(shard), shard.url, top if part == "all" else top / part)
-    print(f"{printable(folder)}: {total:,} images")
-
-
-def _read_shard(file: pathlib.Path, url: str, top: pathlib.Path) -> int:
-    """Write the images in a shard below a folder whose path is resolved; return their number."""
-    count = 0
-    with open(file, "rb") as opened:
-        for member, offset, size in members(file, url):
-            name = _unquoted(member)
-            if not all(each.lower().endswith(tuple(EXTENSIONS)) for each in (member, name)):
-                continue
-            target = pathlib.Path(os.path.normpath(top / name))
-            if "\0" in name or not target.is_relative_to(top):
-                raise InvalidInput(f"{url}: the member {member!r} leaves the folder; do not use this file")
-            if any(each.is_symlink() for each in target.parents if each.is_relative_to(top)):
-                what = f"the member {member!r} would be written through a symbolic link"
-                raise InvalidInput(f"{url}: {what}; give another folder than {top}")
-            if size > MOST_OF_AN_IMAGE:
-                what = f"the member {member!r} has {size:,} bytes, more than {MOST_OF_AN_IMAGE:,}"
-                raise InvalidInput(f"{url}: {what}; do not use this file")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _save(target, os.pread(opened.fileno(), size, offset))
-            count += 1
-    return count

@@ -13,6 +13,7 @@ from test_matrix import losses
 from torch.nn import functional as F
 
 import data
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from classify.models import registry
 
@@ -37,7 +38,7 @@ def orthogonal(matrix):
 def reference(net):
     """The losses of a bare loop; it trains the network."""
     settings = DataSettings.parse({"dataset": "digits"})
-    images = data.Images(settings, settings.open_source(), 0, torch.device("cpu"))
+    images = data.Images(DataPlan.resolve(settings), 0, torch.device("cpu"))
     named, momenta, lost = dict(net.named_parameters()), dict.fromkeys(MATRICES, 0), []
     rest = [each for name, each in named.items() if name not in MATRICES]
     decays = [sum(size > 1 for size in each.shape) > 1 for each in rest]

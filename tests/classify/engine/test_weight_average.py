@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import data
 from classify.config.options import WeightAverage
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from classify.models import net_file, registry
 
@@ -135,7 +136,7 @@ def test_it_equals_that_of_a_plain_loop(tmp_path, name):
     """The run validates and keeps the average, running statistics included."""
     net_name, how, stage, processes = LOOPS[name]
     settings = DataSettings.parse({"dataset": "digits"})
-    images = data.Images(settings, settings.open_source(), 0, torch.device("cpu"))
+    images = data.Images(DataPlan.resolve(settings), 0, torch.device("cpu"))
     torch.manual_seed(1)
     net = registry.build(registry.NetSpec(net_name, 10, (32, 32)))
     torch.save(net.state_dict(), tmp_path / "first.pt")

@@ -11,9 +11,9 @@ from folders import table
 from support import error_line
 
 from classify.images.augment import Augmentation, Augmenter
-from classify.images.image_set import ImageSet
 from classify.images.loader import MicroBatchLoader
 from classify.images.order import Order
+from classify.images.pixels import ImageSet
 from classify.images.settings import DataSettings
 from deepspeed_trial.errors import TrainingStopped
 from deepspeed_trial.out_of_memory import explain_out_of_memory
@@ -37,7 +37,7 @@ def augmented(images, epoch=0, **how):
 
 
 def loader(images, augmentation, batch=16, parts=1, workers=0):
-    source, order = ImageSet(images, torch.arange(COUNT), ("a",)), Order(COUNT, batch, parts, 5)
+    source, order = ImageSet.in_memory(images, torch.arange(COUNT), ("a",)), Order(COUNT, batch, parts, 5)
     return MicroBatchLoader(source, order, augmenter(augmentation), workers)
 
 

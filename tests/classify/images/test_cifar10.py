@@ -17,8 +17,8 @@ import torchvision
 from sources import served
 from support import all_at_once, error_line, fork
 
-import data
-from classify.images.image_set import ImageSet
+from classify.images.pixels import ImageSet
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from classify.images.sources.cifar10 import Cifar10
 from deepspeed_trial import host_lock
@@ -58,7 +58,7 @@ class Cifar:
         return {path.name for path in self.root.iterdir() if path.suffix not in (".lock", ".pt", ".raw")}
 
     def load(self, split: str = "train", download: bool = True) -> ImageSet:
-        return data.load(DataSettings("cifar10", str(self.root), download), split)
+        return DataPlan.resolve(DataSettings("cifar10", str(self.root), download)).load(split)
 
     def check(self, split: str = "train", download: bool = True) -> None:
         kept, (images, labels) = self.load(split, download), self.splits[split]

@@ -13,7 +13,7 @@ from support import error_line
 
 from classify.images import decode as decoder
 from classify.images.decode import FORMATS, UnreadableImage, decode
-from classify.images.sources.files import EXTENSIONS
+from classify.images.listing import EXTENSIONS
 from deepspeed_trial.errors import InvalidInput
 
 

@@ -23,9 +23,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from support import fork
 
-import shards
+from classify.images.listing import ListedSource, Location
 from classify.images.sources import kind_of
-from classify.images.sources.encoded import Location
 from classify.images.sources.shard_index import ENTRY
 from deepspeed_trial.errors import InvalidInput
 
@@ -279,29 +278,21 @@ READERS = {
 
 
 def read_all(dataset: str, root: pathlib.Path) -> None:
-    """Read all images of a dataset, and of shards into a folder."""
+    """Read all images of a dataset."""
     kind = kind_of(dataset)
     assert kind
     try:
-        source = kind.make(Location(str(root), cache=str(root / "cache")))
+        source = kind.open(Location(str(root), cache=str(root / "cache")))
         for part in source.parts:
-            images = source.encoded(part)
-            assert (
-                images is not None
-                and images.fingerprint
-                and len(source.class_counts(part)) == len(source.classes)
-            )
+            assert isinstance(source, ListedSource)
+            images = source.listing(part)
+            assert images.fingerprint and len(source.class_counts(part)) == len(source.classes)
             for index in range(len(images.labels)):
                 assert isinstance(images.name(index), str)
-                images.read([index], lambda shard: pathlib.Path(shard.url))
+                images.read([index])
     except InvalidInput as error:
         assert all(error.errors) and not any("\n" in line or "pickle" in line for line in error.errors)
         assert max(map(len, error.errors)) < 20_000
-    if dataset == "webdataset":
-        target = root / "deep" / "target"
-        assert shards.main(["read", str(root), str(target)]) in (0, 2)
-        made = [each for each in root.rglob("*.png") if target not in each.parents]
-        assert not made, made
 
 
 def fuzz(reader: str, folder: pathlib.Path) -> None:

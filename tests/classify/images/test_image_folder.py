@@ -16,10 +16,9 @@ from PIL import Image
 from support import all_at_once, error_line, fork
 
 import checkpoint
-import data
-from classify.images import cache
+from classify.images import listing, pixel_files, pixels
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
-from classify.images.sources import decode_once, files
 from deepspeed_trial import host_lock
 from deepspeed_trial.errors import InvalidInput, TrainingStopped
 
@@ -33,7 +32,7 @@ def read_only(tmp_path, monkeypatch) -> pathlib.Path:
 
 
 def test_images_are_counted_without_and_decoded_with_a_cache(folder):
-    source = DataSettings("imagefolder", str(folder)).open_source()
+    source = DataPlan.resolve(DataSettings("imagefolder", str(folder)))
     assert [source.count(split) for split in ("train", "test")] == [4, 2]
     assert caches(folder) == {}
     for _ in range(2):
@@ -61,7 +60,7 @@ def test_a_process_waits_only_for_its_own_images(folder, request, place):
         for name in ("images-train-32x32", "images-test-32x32"):
             held.enter_context(host_lock.host_lock(folder, name, "data.root"))
         larger = DataSettings("imagefolder", str(folder), image_size=64)
-        all_at_once(lambda: data.load(larger, "train"), lambda: read(folder, "test"))
+        all_at_once(lambda: DataPlan.resolve(larger).load("train"), lambda: read(folder, "test"))
         (waiting,) = fork(lambda: read(folder))
         waiting.join(0.5)
         assert waiting.is_alive()
@@ -163,20 +162,22 @@ def test_caches_of_read_only_folders_are_kept_elsewhere(folder, tmp_path, read_o
 
 
 def test_a_small_disk_is_refused_before_a_file_is_written(folder, monkeypatch):
-    monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10_000))
+    monkeypatch.setattr(
+        pixel_files.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10_000)
+    )
     line = error_line(read, folder)
     assert "4 images of 32x32 need" in line and "only 0.0 MiB are free" in line and "make room" in line
     assert caches(folder) == {} and list(folder.rglob("*.raw")) == []
 
 
 def test_all_unreadable_files_are_named_at_once(folder):
-    for index in range(files.SHOWN + 3):
+    for index in range(listing.SHOWN + 3):
         (folder / f"train/b/bad{index:02}.png").write_text("no image")
     with pytest.raises(InvalidInput) as caught:
         read(folder)
     *named, more = caught.value.errors
     assert [line.split(": ")[0][-9:] for line in named] == [f"bad{each:02}.png" for each in range(len(named))]
-    assert len(named) == files.SHOWN and "3 more files are not readable" in more
+    assert len(named) == listing.SHOWN and "3 more files are not readable" in more
     assert caches(folder) == {}
 
 
@@ -202,7 +203,7 @@ def test_each_error_of_the_cache_has_its_own_remedy(folder, monkeypatch, call, n
     def fail(*_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(cache.os, call, fail)
+    monkeypatch.setattr(pixel_files.os, call, fail)
     line = error_line(read, folder)
     assert line.startswith(f"{folder}/.images-train-32x32.pt: ")
     assert line.endswith(f" could not be written ([Errno {number}] {os.strerror(number)}); {remedy}")
@@ -218,7 +219,7 @@ def test_a_decoder_that_the_system_ends_is_named(folder, monkeypatch, number, sa
         faulthandler.disable()  # pytest's would print the stack
         os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(decode_once, "decode", die)
+    monkeypatch.setattr(pixels, "decode", die)
     with pytest.raises(TrainingStopped) as caught:
         read(folder)
     assert f"data.root: a process that decoded the images of train {said}" in str(caught.value)

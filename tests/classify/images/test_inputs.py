@@ -9,7 +9,8 @@ from support import error_line
 import data
 from classify.engine.trial_config import TrialConfig
 from classify.images import mixup
-from classify.images.image_set import ImageSet, places
+from classify.images.pixels import ImageSet
+from classify.images.plan import devices
 from classify.images.settings import DataSettings
 from classify.models import pretrained
 from data import as_inputs, normalization
@@ -45,7 +46,7 @@ def test_inputs_are_normalised_by_the_statistics_of_the_dataset():
     random = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (50, 3, 8, 8), dtype=torch.uint8, generator=random)
     images[:, 1] //= 2
-    source = ImageSet(images, torch.zeros(50, dtype=torch.int64), ("a",))
+    source = ImageSet.in_memory(images, torch.zeros(50, dtype=torch.int64), ("a",))
     mean, std = normalization(DataSettings(normalize="dataset"), lambda: source)
     inputs = as_inputs(images, mean, std)
     assert inputs.mean((0, 2, 3)).tolist() == pytest.approx([0, 0, 0], abs=1e-4)
@@ -57,12 +58,12 @@ def test_inputs_are_normalised_by_the_statistics_of_the_dataset():
 def test_a_gpu_keeps_images_that_fit(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 200))
     gpu, cpu = torch.device("cuda", 0), torch.device("cpu")
-    assert places([60, 10], DataSettings(device="auto"), gpu) == [cpu, gpu]
-    assert places([49, 30], DataSettings(device="auto"), gpu) == [gpu, cpu]  # each gets half of the rest
-    assert places([60, 40], DataSettings(device="cuda"), gpu) == [gpu, gpu]
+    assert devices([60, 10], DataSettings(device="auto"), gpu) == [cpu, gpu]
+    assert devices([49, 30], DataSettings(device="auto"), gpu) == [gpu, cpu]  # each gets half of the rest
+    assert devices([60, 40], DataSettings(device="cuda"), gpu) == [gpu, gpu]
     for device, settings in ((gpu, DataSettings(device="cpu")), (cpu, DataSettings())):
-        assert places([1, 1], settings, device) == [cpu, cpu]
-    line = error_line(places, [60, 41], DataSettings(device="cuda"), gpu)
+        assert devices([1, 1], settings, device) == [cpu, cpu]
+    line = error_line(devices, [60, 41], DataSettings(device="cuda"), gpu)
     assert "data.device: 'cuda': 0 MiB of images" in line
 
 
@@ -78,7 +79,7 @@ def test_progressive_resizing_makes_images_smaller_in_the_first_steps_alone():
     config = TrialConfig.resolve(hyper, {"data": {"dataset": "digits", "image_size": [24, 32]}}, 1, "cpu")
     assert [config.input_size(step) for step in (0, 4)] == [(18, 24)] * 2
     assert [config.input_size(step) for step in (5, 9, None)] == [(24, 32)] * 3
-    images = data.Images(config.data, config.source, 0, torch.device("cpu"))
+    images = data.Images(config.source, 0, torch.device("cpu"))
     pixels = images.train.images[:4]
     full = images.inputs(pixels, False, config.input_size(5))
     assert torch.equal(full, images.inputs(pixels, False))

@@ -24,13 +24,13 @@ from sources import copied, everything, load, refused, served, write_parquet
 from support import DIGITS, LATEST, all_at_once, checkpoints, error_line, fork, losses, overrides, run
 
 import checkpoint
-from classify.images.image_set import ImageSet
+from classify.images.listing import FileListing, Location, Shard
 from classify.images.loader import MicroBatchLoader
 from classify.images.order import Order, Windows
+from classify.images.pixels import ImageSet
 from classify.images.settings import DataSettings
 from classify.images.sources import remote as remote_files
 from classify.images.sources import shard_cache
-from classify.images.sources.encoded import Location, Shard
 from classify.images.sources.parquet_shards import ParquetShards
 from classify.images.sources.shard_cache import ShardCache, ShardsAhead
 from deepspeed_trial.host_lock import lock_of
@@ -81,8 +81,14 @@ def test_a_window_and_the_next_one_are_fetched_before_they_are_read():
 def test_looking_at_an_epoch_fetches_no_shard():
     """A validation asks for its images in their order before it begins."""
     asked: list[Sequence[int]] = []
-    images = ImageSet(torch.zeros(60, 3, 2, 2, dtype=torch.uint8), torch.arange(60), ("a",))
-    loader = MicroBatchLoader(images, Order(60, 6, 2, windows=in_windows()), fetch_ahead=asked.append)
+
+    class Asked(ShardsAhead):
+        def fetch(self, numbers: Sequence[int]) -> None:
+            asked.append(numbers)
+
+    ahead = Asked(FileListing([], [], (), ""), 1)
+    images = ImageSet.in_memory(torch.zeros(60, 3, 2, 2, dtype=torch.uint8), torch.arange(60), ("a",))
+    loader = MicroBatchLoader(images, Order(60, 6, 2, windows=in_windows()), shards_ahead=ahead)
     seen = loader.seen_by(1, 2)
     assert not asked
     dealt = loader.get_data_loader(repeat=False, skip=0, num_replicas=2, rank=1)
@@ -97,6 +103,10 @@ def test_a_rank_that_resumes_fetches_the_shards_of_its_window(skip):
         order = Order(60, 6, 2, seed=5, windows=windows)
         first = next(order.share(rank, 2, skip, repeats=True))
         assert set(windows.shards[first.indices].tolist()) <= set(first.ahead)
+
+
+def grey(value: int) -> bytes:
+    return b"P5 8 8 255\n" + bytes([value]) * 64
 
 
 SHARDS = [Shard(f"http://host/{number}", 100 + number, 0, 1) for number in range(12)]
@@ -186,19 +196,23 @@ def test_a_shard_waits_for_the_room_of_shards_in_transfer(tmp_path):
 def test_the_newest_request_is_fetched_first():
     fetched, begun, may_go, done = [], threading.Event(), threading.Event(), threading.Event()
 
-    def fetch(shard: Shard) -> None:
-        begun.set()
-        may_go.wait(60)
-        fetched.append(shard)
-        if shard is SHARDS[9]:
-            done.set()
-        if shard is SHARDS[7]:
-            raise ValueError("the reader will raise it")
+    class Remote(FileListing):
+        shards = SHARDS
 
-    ahead = ShardsAhead(fetch, 1)
-    ahead.want(SHARDS[:4])
+        def local_file(self, shard: Shard) -> pathlib.Path:
+            begun.set()
+            may_go.wait(60)
+            fetched.append(shard)
+            if shard is SHARDS[9]:
+                done.set()
+            if shard is SHARDS[7]:
+                raise ValueError("the reader will raise it")
+            return pathlib.Path()
+
+    ahead = ShardsAhead(Remote([], [], (), ""), 1)
+    ahead.fetch(range(4))
     assert begun.wait(60)
-    ahead.want(SHARDS[7:10])
+    ahead.fetch(range(7, 10))
     may_go.set()
     assert done.wait(60)
     assert fetched == [SHARDS[0], *SHARDS[7:10]]
@@ -365,33 +379,11 @@ def test_a_changed_shard_is_noticed(photos, tmp_path, about):
         assert len(server.tars()) == 4 + 3 * asked
 
 
-def grey(value: int) -> bytes:
-    return b"P5 8 8 255\n" + bytes([value]) * 64
-
-
-def test_a_changed_image_of_a_remote_table_is_noticed(tmp_path):
-    names = [f"{number}.ppm" for number in range(8)]
-    for number, name in enumerate(names):
-        (tmp_path / name).write_bytes(grey(number))
-    rows = "".join(f"{name},{number % 2}\n" for number, name in enumerate(names))
-    (tmp_path / "train.csv").write_text(f"path,label\n{rows}")
-    section: dict[str, Any] = {"cache": {"folder": str(tmp_path / "cache")}, "test": 0.5}
-    with served(tmp_path) as (server, url):
-        before = everything(load("table", url, **section))
-        asked = server.asked.count("0.ppm")
-        assert torch.equal(everything(load("table", url, **section)), before)
-        assert server.asked.count("0.ppm") == asked == 1
-        for number, name in enumerate(names):
-            (tmp_path / name).write_bytes(grey(number + 100))
-            os.utime(tmp_path / name, (1, 1))
-        assert (everything(load("table", url, **section)) - before == 100).all()
-
-
 def test_parquet_files_are_closed_after_each_row_group(photos, tmp_path):
     root = write_parquet(photos, tmp_path / "p")
     shards = ParquetShards(Location(str(root)))
-    images = shards.encoded("train")
-    assert len(images.read(range(len(images.labels)), lambda shard: pathlib.Path(shard.url))) == 18
+    images = shards.listing("train")
+    assert len(images.read(range(len(images.labels)))) == 18
     opened = [
         os.readlink(f"/proc/self/fd/{each}")
         for each in os.listdir("/proc/self/fd")
@@ -443,13 +435,13 @@ def test_ranks_end_with_one_line_for_a_lost_shard_or_a_missing_table(remote, tmp
     server.faults = {lost: ("404", 99)}
     failed = train(ROWS["windows"], 2, tmp_path / "run", files, tuple(limited))
     assert failed.code == 2
-    line = f"train.py: {files['shards']}/{lost}: no such file; mend data.root, or put it there"
+    line = f"train.py: {files['shards']}/{lost}: no such file; correct data.root, or put it there"
     assert line in failed.stderr.splitlines(), failed.stderr
     table = overrides(data__dataset="table", data__root=files["shards"], data__cache__folder=files["cache"])
     refusal = run(["train.py", *DIGITS, *table], tmp_path, processes=2)
     assert refusal.code == 2
     (line,) = [each for each in refusal.stderr.splitlines() if each.startswith("train.py: data.root: ")]
-    assert f"{files['shards']}: holds no table of training images; it needs train.csv or train.jsonl" in line
+    assert f"{files['shards']}: a table must be in a folder; download the images" in line
 
 
 @pytest.mark.soak

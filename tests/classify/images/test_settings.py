@@ -6,7 +6,7 @@ import torch
 from sklearn.datasets import load_digits
 from support import error_line
 
-import data
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from deepspeed_trial.errors import InvalidInput
 
@@ -79,13 +79,13 @@ def test_every_error_is_named_at_once():
 
 @pytest.fixture(scope="module")
 def digits():
-    return {split: data.load(DataSettings("digits"), split) for split in ("train", "test")}
+    return {split: DataPlan.resolve(DataSettings("digits")).load(split) for split in ("train", "test")}
 
 
 @pytest.mark.parametrize(("split", "size"), [("train", 1437), ("test", 360)])
 def test_digits(digits, split, size):
     kept = digits[split]
-    assert len(kept) == DataSettings("digits").open_source().count(split) == size
+    assert len(kept) == DataPlan.resolve(DataSettings("digits")).count(split) == size
     assert (kept.images.shape, kept.images.dtype) == ((size, 3, 32, 32), torch.uint8)
     assert (kept.labels.shape, kept.labels.dtype) == ((size,), torch.int64)
     assert kept.classes == tuple("0123456789")
@@ -107,6 +107,6 @@ def test_splits_of_the_digits_partition_the_source_always_alike(digits):
     np.random.seed(5)
     torch.manual_seed(5)
     for split, kept in digits.items():
-        again = data.load(DataSettings("digits"), split)
+        again = DataPlan.resolve(DataSettings("digits")).load(split)
         assert torch.equal(again.images, kept.images)
         assert torch.equal(again.labels, kept.labels)

@@ -8,6 +8,7 @@ from support import error_line
 
 import data
 from classify.images.order import Order
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 
 CPU = torch.device("cpu")
@@ -27,16 +28,16 @@ def settings_of(root, **section) -> DataSettings:
 
 
 def opened(root, **section):
-    return settings_of(root, **section).open_source()
+    return DataPlan.resolve(settings_of(root, **section))
 
 
 def loaded(root, split, **section):
     """A (grey, label) for each image of a split."""
     settings = settings_of(root, **section)
-    kept = data.load(settings, split)
+    kept = DataPlan.resolve(settings).load(split)
     images = kept.select(torch.arange(len(kept)))
     assert (images == images[:, :1, :1, :1]).all()
-    assert len(kept) == settings.open_source().count(split) == len(images)
+    assert len(kept) == DataPlan.resolve(settings).count(split) == len(images)
     return list(zip(images[:, 0, 0, 0].tolist(), kept.labels.tolist(), strict=True))
 
 
@@ -74,7 +75,7 @@ def test_validation_images_are_held_out_of_the_training_images(tmp_path):
     assert (splits.validation, splits.has_test, splits.chosen_on) == ("val", True, "validation images")
     assert (without.validation, without.has_test, without.chosen_on) == ("test", False, "test images")
     for section, wanted in (({"validation": 0.2}, val), ({}, loaded(root, "test"))):
-        images = data.Images(settings_of(root, **section), opened(root, **section), 0, CPU)
+        images = data.Images(opened(root, **section), 0, CPU)
         kept = images.validation.select(torch.arange(len(images.validation)))
         assert kept[:, 0, 0, 0].tolist() == [grey for grey, _ in wanted]
 
@@ -85,7 +86,7 @@ def test_validations_use_the_folder_val(tmp_path, parts):
     splits = opened(root, validation="auto")
     assert splits.names == opened(root).names == parts and splits.validation == "val"
     assert splits.has_test == ("test" in parts)
-    assert [greys(data.load(DataSettings("imagefolder", str(root)), part)) for part in parts] == [
+    assert [greys(DataPlan.resolve(DataSettings("imagefolder", str(root))).load(part)) for part in parts] == [
         [(6 * index + grey, grey // 3) for grey in range(6)] for index in range(len(parts))
     ]
 
@@ -93,12 +94,12 @@ def test_validations_use_the_folder_val(tmp_path, parts):
 @pytest.mark.parametrize("dataset", ["digits", "cifar10"])
 def test_any_dataset_can_hold_images_out(dataset):
     settings = DataSettings.parse({"dataset": dataset, "validation": 0.1})
-    splits, whole = settings.open_source(), DataSettings.parse({"dataset": dataset}).open_source()
+    splits, whole = DataPlan.resolve(settings), DataPlan.resolve(DataSettings.parse({"dataset": dataset}))
     assert splits.count("train") + splits.count("val") == whole.count("train")
     assert abs(splits.count("val") - 0.1 * whole.count("train")) <= 5
     if dataset == "digits":
-        train, val = (data.load(settings, split) for split in ("train", "val"))
-        everything = data.load(DataSettings("digits"), "train")
+        train, val = (DataPlan.resolve(settings).load(split) for split in ("train", "val"))
+        everything = DataPlan.resolve(DataSettings("digits")).load("train")
         assert train.rows is not None and val.rows is not None
         rows = torch.cat([train.rows, val.rows])
         assert torch.equal(rows.sort().values, torch.arange(len(everything)))
@@ -141,10 +142,10 @@ def test_balanced_epochs_have_equally_many_images_of_each_class():
 
 def test_a_repeated_image_is_augmented_differently_each_time():
     settings = DataSettings.parse({"dataset": "digits", "sampling": "balanced", "augment": {"crop": 4}})
-    images = data.Images(settings, settings.open_source(), 3, CPU)
+    images = data.Images(DataPlan.resolve(settings), 3, CPU)
     kept = images.train
     skewed = torch.cat([torch.nonzero(kept.labels == 0)[:1, 0], torch.nonzero(kept.labels == 1)[:, 0]])
-    images.__dict__["train"] = type(kept)(kept.images[skewed], kept.labels[skewed], kept.classes, kept.crop)
+    images.__dict__["train"] = kept.in_memory(kept.images[skewed], kept.labels[skewed], kept.classes)
     count = len(skewed)
 
     def epoch(parts):

@@ -15,8 +15,8 @@ from sources import copied, everything, load, refused
 from support import fork
 
 import checkpoint
-from classify.images import growing_cache, streamed, streaming
-from classify.images.image_set import ImageSet
+from classify.images import pixel_files, pixels, plan
+from classify.images.pixels import ImageSet
 from deepspeed_trial.errors import UnreadableData
 
 
@@ -38,13 +38,13 @@ def root(photos, tmp_path) -> pathlib.Path:
 def decoded(monkeypatch) -> list[str]:
     """The names of the decoded images."""
     names: list[str] = []
-    decode = streamed.decode
+    decode = pixels.decode
 
     def noted(content, size, name):
         names.append(name())
         return decode(content, size, name)
 
-    monkeypatch.setattr(streamed, "decode", noted)
+    monkeypatch.setattr(pixels, "decode", noted)
     return names
 
 
@@ -84,7 +84,7 @@ def test_decoded_images_survive_a_kill_but_no_boot_and_no_damage(root, decoded, 
     assert process.exitcode == -signal.SIGKILL
     select(stream("imagefolder", root), 0, 1, 2, 3)
     assert len(decoded) == 1
-    monkeypatch.setattr(growing_cache, "_boot", lambda: "another")
+    monkeypatch.setattr(pixel_files, "_boot", lambda: "another")
     select(stream("imagefolder", root), 0, 1, 2, 3)
     assert len(decoded) == 5
     (root / ".images-train-32x32.filled").write_bytes(b"{}")
@@ -111,14 +111,14 @@ def test_a_full_disk_ends_only_the_cache(photos, root, tmp_path, capfd):
     process.join(60)
     assert process.exitcode == 0
     (line,) = [each for each in capfd.readouterr().err.splitlines() if "growing" in each]
-    assert "no more decoded images are kept (" in line and "each epoch decodes those anew" in line
+    assert "no more decoded images are kept (" in line and "each epoch decodes them again" in line
 
 
 def test_no_room_for_a_cache_is_told_as_that(root, monkeypatch):
     def fail(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(growing_cache.os, "truncate", fail)
+    monkeypatch.setattr(pixel_files.os, "truncate", fail)
     line = refused("imagefolder", root, decode="stream")
     assert line.endswith(
         ".growing: cannot be used ([Errno 28] No space left on device); free some disk space"
@@ -129,7 +129,7 @@ def test_a_cache_that_cannot_be_completed_ends_only_the_cache(root, monkeypatch,
     def fail(*_):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(growing_cache.os, "fsync", fail)
+    monkeypatch.setattr(pixel_files.os, "fsync", fail)
     images = stream("imagefolder", root)
     assert torch.equal(everything(images), everything(images))
     (line,) = [each for each in capfd.readouterr().err.splitlines() if "growing" in each]
@@ -162,7 +162,7 @@ def test_settings_that_contradict_the_dataset_are_refused(photos, written, secti
 
 def test_large_datasets_are_streamed(root, monkeypatch):
     assert load("imagefolder", root, cache={"limit": "60KB"}).is_streamed  # all images would fill it
-    monkeypatch.setattr(streaming, "LARGE", 60_000)
+    monkeypatch.setattr(plan, "LARGE", 60_000)
     assert load("imagefolder", root).is_streamed
     monkeypatch.undo()
     assert not load("imagefolder", root).is_streamed

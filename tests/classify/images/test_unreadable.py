@@ -12,10 +12,9 @@ from support import all_at_once, error_line, overrides
 import checkpoint
 import shards
 import train as program
+from classify.images.plan import UNREADABLE, DataPlan
 from classify.images.settings import DataSettings
 from classify.images.sources import readable
-from classify.images.splits import UNREADABLE
-from classify.images.streaming import Streaming
 
 SKIP = {"unreadable": "skip"}
 
@@ -29,7 +28,9 @@ def spoilt(folder) -> pathlib.Path:
 
 
 def opened(root: pathlib.Path, **section):
-    return DataSettings.parse({"dataset": "imagefolder", "root": str(root), **SKIP, **section}).open_source()
+    return DataPlan.resolve(
+        DataSettings.parse({"dataset": "imagefolder", "root": str(root), **SKIP, **section})
+    )
 
 
 @pytest.fixture
@@ -38,9 +39,9 @@ def scanned(monkeypatch) -> list[str]:
     parts: list[str] = []
     try_all = readable.try_all
 
-    def noted(images, shard_file, size, split, target=None):
+    def noted(images, size, split, target=None):
         parts.append(split.split()[0])
-        return try_all(images, shard_file, size, split, target)
+        return try_all(images, size, split, target)
 
     monkeypatch.setattr(readable, "try_all", noted)
     return parts
@@ -94,13 +95,14 @@ def test_shards_lose_images_and_windows_the_shards_that_have_none_left(photos, t
     settings = DataSettings.parse(
         {"dataset": "webdataset", "root": str(target), "window": 2, "decode": "stream", **SKIP}
     )
-    splits = settings.open_source()
-    assert Streaming.resolve(settings, splits).window == 2
-    windows = splits.windows("train", 2)
+    splits = DataPlan.resolve(settings)
+    assert splits.window == 2
+    windows = splits.windows("train")
     assert windows is not None
     order, _ = windows.order(np.random.default_rng(0))
     assert sorted(order.tolist()) == list(range(len(wanted)))
-    assert sum(shard.stop - shard.start for shard in splits.shards("train")) == len(wanted)
+    listing = splits.listing("train")
+    assert listing and sum(shard.stop - shard.start for shard in listing.shards) == len(wanted)
     assert all(line.startswith(f"{target}/train-") for line in splits.left_out)
 
 
@@ -117,7 +119,7 @@ def test_faults_of_more_than_an_image_still_end_the_run(spoilt, change, said):
 def test_a_dataset_without_image_files_skips_none():
     settings = DataSettings.parse({"dataset": "digits", **SKIP})
     line = "data.unreadable: 'skip': digits has no image files; remove it"
-    assert error_line(settings.open_source) == line
+    assert error_line(DataPlan.resolve, settings) == line
 
 
 def test_the_check_opens_every_image_if_asked(spoilt, capsys):

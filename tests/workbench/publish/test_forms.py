@@ -20,6 +20,7 @@ from written_networks import MEAN, STD, VIT, changed, write_checkpoint
 
 import checkpoint
 import data
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from classify.models import net_file, registry
 from classify.models.registry import NetSpec
@@ -52,7 +53,7 @@ def printed(capsys, *arguments: str) -> Any:
 
 def trained_on_digits() -> nn.Module:
     """The network of the tutorial after four epochs of the digits."""
-    images = data.load(DataSettings("digits"), "train")
+    images = DataPlan.resolve(DataSettings("digits")).load("train")
     inputs = data.as_inputs(images.images, MEAN, STD)
     torch.manual_seed(0)
     net = registry.build(NetSpec("net", 10, (32, 32)))

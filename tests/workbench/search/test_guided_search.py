@@ -15,6 +15,7 @@ from support import PROJECT, error_line, run, started, wait_until
 
 import checkpoint
 import train
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from workbench.search import search_page, space, specification
 from workbench.search.runner import SearchRunner
@@ -145,7 +146,7 @@ def guided(tmp_path_factory):
     """
     output = tmp_path_factory.mktemp("guided") / "search"
     output.mkdir()
-    source = DataSettings.parse({"dataset": "digits"}).open_source()
+    source = DataPlan.resolve(DataSettings.parse({"dataset": "digits"}))
     begun = SearchRunner(specification.load(RANDOM, CHANGES, 1), output, source)
     begun._enqueue_missing()
     begun.study.ask()  # it runs, and has no hyperparameters yet

@@ -17,6 +17,7 @@ from matrix import Runs
 from support import PROJECT, error_line, execute, run
 
 import search
+from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from deepspeed_trial.errors import InvalidInput
 from workbench.search import display, runner, searchers, specification
@@ -254,7 +255,7 @@ def searched(tmp_path, monkeypatch):
 
     def search(file, *changes):
         loaded = specification.load(file, ["data.dataset=digits", *changes], 1)
-        made = SearchRunner(loaded, tmp_path, DataSettings("digits").open_source())
+        made = SearchRunner(loaded, tmp_path, DataPlan.resolve(DataSettings("digits")))
         assert made.run() == 0
         return made.display.results
 

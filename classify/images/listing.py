@@ -1,0 +1,227 @@
+"""Listings of encoded images (JPEG, PNG ...), made before any image is decoded."""
+
+from __future__ import annotations
+
+import abc
+import functools
+import hashlib
+import os
+import pathlib
+import re
+import stat
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from classify.images.decode import content_of
+from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.host_lock import stand_ins
+
+PARTS = ("train", "val", "test")
+WHOLE = "all"  # the part of a dataset without parts
+NOT_READABLE = "replace or remove these first, or set data.unreadable to skip"  # the remedy
+SHOWN = 20  # error lines for unreadable files; a count follows
+EXTENSIONS = ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .tga .jp2 .avif".split()
+
+
+@dataclass(frozen=True)
+class Location:
+    """The place of a dataset, and the options to read it.
+
+    Attributes:
+        root: ``data.root``: a folder, a URL or a pattern of file names.
+        download: whether a missing dataset may be downloaded.
+        storage: fsspec's storage options.
+        cache: the folder for fetched shards and indices; None for the user's cache.
+        limit: bytes that they may have on this machine; None for no limit.
+    """
+
+    root: str
+    download: bool = True
+    storage: Mapping[str, Any] = field(default_factory=dict)
+    cache: str | None = None
+    limit: int | None = None
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether the root names files, with or without ``{0..9}`` and ``*``, and no folder."""
+        names = re.search(r"[{*]", self.root) or self.root.endswith((".tar", ".parquet"))
+        return bool(names) and not os.path.isdir(self.root)
+
+    @property
+    def base(self) -> str:
+        """The folder or prefix of the files."""
+        head = re.split(r"[{*]", self.root)[0]
+        return (head.rpartition("/")[0] or ".") if self.is_pattern else self.root
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """The folder for decoded images and indices: the dataset's, or one in the cache if it is remote."""
+        if is_remote(self.root):
+            return self.cache_folder / hashlib.sha256(self.root.encode()).hexdigest()[:16]
+        return pathlib.Path(self.base)
+
+    @property
+    def cache_folder(self) -> pathlib.Path:
+        """The folder for all remote data."""
+        return pathlib.Path(self.cache) if self.cache else stand_ins()
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file that holds many images.
+
+    Attributes:
+        url: a URL for fsspec, or a local path.
+        size: in bytes.
+        start: the place of its first image among the images of all shards.
+        stop: the place after its last image.
+        sha256: of its bytes; empty if unknown.
+        version: its server's name for these bytes, such as an ETag; empty if there is none.
+    """
+
+    url: str
+    size: int
+    start: int
+    stop: int
+    sha256: str = ""
+    version: str = ""
+
+    @property
+    def identity(self) -> tuple[str, str | int]:
+        """Changes with the shard's bytes, as far as its index or its server tells."""
+        return self.url, self.sha256 or self.version or self.size
+
+
+class Listing(abc.ABC):
+    """One part of a dataset, as encoded images that can be read by index.
+
+    Attributes:
+        labels: int64 (N,), in the order of the dataset; an index counts in this order.
+        shards: in the order of their images; empty if every image is a file.
+        places: int64 (N,), the place of each image among the images of all shards, as ``Shard.start`` counts;
+            None if the place is the index.
+    """
+
+    labels: Tensor
+    shards: Sequence[Shard] = ()
+    places: Tensor | None = None
+
+    @property
+    @abc.abstractmethod
+    def fingerprint(self) -> str:
+        """A digest that changes with an image, a label or their order."""
+
+    @abc.abstractmethod
+    def read(self, indices: Sequence[int]) -> list[bytes]:
+        """Return the files of images; raise ``InvalidInput`` with the name of an unreadable one."""
+
+    @abc.abstractmethod
+    def name(self, index: int) -> str:
+        """Return the name of an image in error lines: its path, or its shard and its place in it."""
+
+    def local_file(self, shard: Shard) -> pathlib.Path:
+        """Return the file of a shard, fetched if it is remote.
+
+        Raises:
+            InvalidInput: if it cannot be fetched, after several attempts.
+        """
+        return pathlib.Path(shard.url)
+
+
+class FileListing(Listing):
+    """Images that are files.
+
+    Args:
+        paths: of the files.
+        labels: of each image.
+        classes: the class names; the fingerprint depends on them.
+        root: the folder that the fingerprint leaves out of paths.
+    """
+
+    def __init__(self, paths: list[str], labels: Sequence[int], classes: Sequence[str], root: str) -> None:
+        self.paths, self.labels = paths, torch.tensor(labels, dtype=torch.int64)
+        self._classes, self._root = classes, root
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A digest that changes if a file is added, removed, renamed or written.
+
+        Raises:
+            InvalidInput: with a line for each missing file.
+        """
+        digest, errors = hashlib.sha256(repr(self._classes).encode()), list[str]()
+        for path, label in zip(self.paths, self.labels.tolist(), strict=True):
+            try:
+                status = os.stat(path)
+            except (OSError, ValueError) as error:  # such as a link to nowhere
+                errors.append(f"data.root: {path}: cannot be used ({one_line(error)}); replace or remove it")
+                continue
+            if not stat.S_ISREG(status.st_mode):
+                errors.append(f"data.root: {path}: is no file; remove it")
+            version = status.st_size, status.st_mtime_ns, status.st_ctime_ns
+            digest.update(repr((path.removeprefix(self._root), label, *version)).encode())
+        raise_some(errors)
+        return digest.hexdigest()
+
+    def read(self, indices: Sequence[int]) -> list[bytes]:
+        """Return the files of images; raise ``InvalidInput`` with the path of an unreadable one."""
+        return [content_of(self.paths[index]) for index in indices]
+
+    def name(self, index: int) -> str:
+        """Return the path of an image."""
+        return self.paths[index]
+
+
+class ListedSource(abc.ABC):
+    """A source that lists encoded images.
+
+    Args:
+        location: of the dataset.
+    """
+
+    def __init__(self, location: Location) -> None:
+        self.location = location
+
+    @property
+    @abc.abstractmethod
+    def classes(self) -> tuple[str, ...]:
+        """The class names, in the order of the labels."""
+
+    @property
+    @abc.abstractmethod
+    def parts(self) -> tuple[str, ...]:
+        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
+
+    @abc.abstractmethod
+    def listing(self, part: str) -> Listing:
+        """Return the images of a part; they are listed once.
+
+        Raises:
+            InvalidInput: if the part is missing, damaged or not usable.
+        """
+
+    def count(self, part: str) -> int:
+        """Return the number of images in a part."""
+        return len(self.listing(part).labels)
+
+    def class_counts(self, part: str) -> list[int]:
+        """Return the number of a part's images in each class."""
+        return self.listing(part).labels.bincount(minlength=len(self.classes)).tolist()
+
+
+def is_remote(path: str) -> bool:
+    """Return whether a path is a URL."""
+    return "://" in path
+
+
+def raise_some(errors: Sequence[str], remedy: str = "replace or remove these first") -> None:
+    """Raise ``InvalidInput`` if there are errors, one line a file: the first 20, and the number of others."""
+    if len(errors) > SHOWN:
+        more = f"{len(errors) - SHOWN:,} more files are not readable; {remedy}"
+        errors = [*errors[:SHOWN], f"data.root: {more}"]
+    if errors:
+        raise InvalidInput(errors)

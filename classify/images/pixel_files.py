@@ -1,0 +1,329 @@
+"""Decoded images in files, which the ranks of a host map into memory and so hold once.
+
+``PixelFile`` is a whole file: ``.NAME.raw`` has the images one after the other, ``.NAME.pt`` their labels and
+the fingerprint of their source; ``.NAME.pt`` is written last. ``GrowingFile`` fills up during a training and
+then becomes the whole file: ``.NAME.growing`` has the images at their places, with holes for missing ones,
+``.NAME.filled`` a head and a mark (one byte) for each image. A mark follows its image, so a process may be
+killed at any moment. After a crash of the machine the disk may lack marked images, so growing files of an
+earlier boot are discarded. All files are in ``data.root`` or, if that is read-only, in the user's cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import math
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import filelock
+import numpy as np
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import functional
+
+from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line, printable
+from deepspeed_trial.host_lock import host_lock, lock_of, stand_in
+from deepspeed_trial.input_files import refused, regular_file
+
+LARGE = 2**28  # bytes: a larger file is announced before it is written
+CHUNK = 500  # images written at a time
+_HEAD = 4096  # bytes of ``.filled`` before the marks
+_BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
+_ENDINGS = ("pt", "raw", "partial", "sidecar", "growing", "filled", "begun", "unreadable")
+_FILE = re.compile(rf"\.((?:cifar10|images)-(?:train|val|test|all)-\d+x\d+)\.(?:{'|'.join(_ENDINGS)})")
+_REMEDIES = {
+    **dict.fromkeys(DISK_FULL, "free some disk space"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "allow writing there"),
+    **dict.fromkeys((errno.ENOMEM, errno.EAGAIN), "free memory, or end other processes"),
+}  # by the number of an OSError
+
+
+class PixelFile:
+    """The decoded images of one part of a dataset, in one size.
+
+    Args:
+        root: the folder that holds the dataset.
+        name: of the part; begins the file's name.
+        size: height and width of the images, in pixels.
+    """
+
+    def __init__(self, root: pathlib.Path, name: str, size: tuple[int, int]) -> None:
+        self.root, self.size, self.name = root, size, f"{name}-{size[0]}x{size[1]}"
+
+    def lock(self) -> AbstractContextManager[pathlib.Path]:
+        """Return the writers' lock, which yields the folder of the files."""
+        return host_lock(self.root, self.name, "data.root")
+
+    def read(self, fingerprint: str, labels: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+        """Return images (N, 3, H, W) uint8, mapped, and labels (N,) int64; None if absent, stale or damaged.
+
+        Never waits for a writer.
+
+        Args:
+            fingerprint: of the images' source.
+            labels: int64 (N,), if they are known: other labels are stale.
+        """
+        for folder in (self.root, stand_in(self.root)):
+            whole = _read(folder / f".{self.name}.pt", fingerprint, self.size)
+            if whole is not None and (labels is None or torch.equal(whole[1], labels)):
+                return whole
+        return None
+
+    def write(
+        self, fingerprint: str, labels: Tensor, fill: Callable[[pathlib.Path], None]
+    ) -> tuple[Tensor, Tensor]:
+        """Write the file, or wait for another process of this host that writes it; return as ``read``.
+
+        Args:
+            fingerprint: of the images' source.
+            labels: int64 (N,).
+            fill: writes the images into an empty file.
+
+        Raises:
+            InvalidInput: if the disk is too small, or refuses the file, or an image cannot be decoded.
+            TrainingStopped: if the system kills a process that decodes.
+        """
+        with self.lock() as folder:
+            if (whole := self.read(fingerprint, labels)) is not None:
+                return whole
+            shape = (len(labels), 3, *self.size)
+            whole = _write(folder / f".{self.name}.pt", fingerprint, shape, labels, fill)
+        where = f"{folder / f'.{self.name}.raw'} ({in_bytes(math.prod(shape))})"
+        remove = f"python3 checkpoint.py caches {shlex.quote(str(self.root))} --clear removes it"
+        print(printable(f"{_in_words(shape)} are kept decoded in {where}; {remove}"), file=sys.stderr)
+        return whole
+
+
+class GrowingFile:
+    """The images of one part that some process of the host has decoded.
+
+    Args:
+        whole: the file that this one becomes.
+        fingerprint: of the images' source.
+        labels: int64 (N,).
+
+    Attributes:
+        has_room: False once the disk has refused an image; this process then writes no more.
+
+    Raises:
+        InvalidInput: if the files cannot be made.
+    """
+
+    def __init__(self, whole: PixelFile, fingerprint: str, labels: Tensor) -> None:
+        self._whole, self._fingerprint, self._labels = whole, fingerprint, labels
+        shape = (len(labels), 3, *whole.size)
+        self._bytes = math.prod(shape[1:])
+        head: dict[str, object] = {"fingerprint": fingerprint, "shape": list(shape), "boot": _boot()}
+        with whole.lock() as folder:
+            images, marks = (folder / f".{whole.name}.{kind}" for kind in ("growing", "filled"))
+            with refused(str(images)):
+                size = math.prod(shape)
+                fits = images.exists() and images.stat().st_size == size
+                if not fits or not _begins_with(marks, head):
+                    _begin(images, marks, head, size, len(labels))
+                self._file = os.open(images, os.O_RDWR)
+            self._path, self._marks_path = images, marks
+            self._images = np.memmap(images, np.uint8, "r", shape=shape)
+            self._marks = np.memmap(marks, np.uint8, "r+", offset=_HEAD, shape=(len(labels),))
+        self.has_room = True
+        self._inode = os.fstat(self._file).st_ino
+
+    def has(self, indices: np.ndarray) -> np.ndarray:
+        """Return whether each image is in the file, bool (B,)."""
+        return self._marks[indices].astype(bool)
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        """Return images (B, 3, H, W) uint8 that are in the file."""
+        return np.take(self._images, indices, axis=0)
+
+    def write(self, indices: np.ndarray, images: Iterable[np.ndarray]) -> None:
+        """Write images (3, H, W) uint8 while the disk has room; the last missing one completes the file."""
+        if not self.has_room:
+            return
+        try:
+            for index, image in zip(indices.tolist(), images, strict=True):
+                os.pwrite(self._file, image.data, index * self._bytes)
+                self._marks[index] = 1
+            if self._marks.all():
+                self._complete()
+        except OSError as error:
+            self.has_room = False
+            reason = f"no more decoded images are kept ({one_line(error)}); each epoch decodes them again"
+            print(printable(f"{self._path}: {reason}"), file=sys.stderr)
+
+    def _complete(self) -> None:
+        with self._whole.lock():
+            if self._path.exists() and self._path.stat().st_ino == self._inode:
+                os.fsync(self._file)
+                shape = (len(self._labels), 3, *self._whole.size)
+                _adopt(self._path, self._path.with_suffix(".pt"), self._fingerprint, shape, self._labels)
+                self._marks_path.unlink(missing_ok=True)
+
+
+def find(folder: pathlib.Path) -> dict[pathlib.Path, int]:
+    """Return the decoded images in a folder: each path without its ending, and the bytes of its files."""
+    sizes: dict[pathlib.Path, int] = {}
+    for entry in os.scandir(folder) if folder.is_dir() else ():
+        if (match := _FILE.fullmatch(entry.name)) and entry.is_file():
+            path = folder / f".{match[1]}"
+            sizes[path] = sizes.get(path, 0) + entry.stat().st_size
+    return dict(sorted(sizes.items()))
+
+
+def clear(path: pathlib.Path) -> bool:
+    """Remove the files of a path from ``find``; return False if a process is writing them.
+
+    A training that maps them continues; the disk's room is free after its end.
+    """
+    try:
+        with lock_of(path.parent, path.name.removeprefix(".")).acquire(timeout=0):
+            for ending in _ENDINGS:
+                path.with_name(f"{path.name}.{ending}").unlink(missing_ok=True)
+    except filelock.Timeout:
+        return False
+    return True
+
+
+def write_resized(images: Tensor, size: tuple[int, int], target: pathlib.Path) -> None:
+    """Write square images, uint8 (N, 3, S, S), scaled and cropped to ``size``."""
+    with open(target, "rb+") as file:
+        for part in images.split(CHUNK):
+            if tuple(part.shape[2:]) != size:
+                part = functional.resize(part, [max(size)], antialias=True)
+                part = functional.center_crop(part, list(size))
+            file.write(part.contiguous().numpy().data)
+
+
+def in_bytes(count: int) -> str:
+    """Return a number of bytes in MiB or GiB."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
+
+
+def _read(sidecar: pathlib.Path, fingerprint: str, size: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+    raw = sidecar.with_suffix(".raw")
+    try:
+        before = _version(sidecar)
+        about = torch.load(regular_file(sidecar), map_location="cpu", weights_only=True)
+        labels, shape = about["labels"], tuple(about["shape"])
+        is_whole = shape == (len(labels), 3, *size) and regular_file(raw).stat().st_size == math.prod(shape)
+        if about["fingerprint"] != fingerprint or not is_whole or labels.dtype != torch.int64:
+            return None
+        images = _map(raw, shape)
+        # A writer removes the sidecar first: the same inode means the same pixels
+        return (images, labels) if _version(sidecar) == before else None
+    except Exception:  # a damaged file fails in many ways, and decoding again replaces it
+        return None
+
+
+def _version(file: pathlib.Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_ino, status.st_mtime_ns
+
+
+def _map(raw: pathlib.Path, shape: Sequence[int]) -> Tensor:
+    """Map a file read-only; it may be larger than memory."""
+    pixels = np.memmap(raw, dtype=np.uint8, mode="r", shape=tuple(shape))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the tensor is not writable
+        return torch.from_numpy(pixels)
+
+
+def _write(
+    sidecar: pathlib.Path,
+    fingerprint: str,
+    shape: Sequence[int],
+    labels: Tensor,
+    fill: Callable[[pathlib.Path], None],
+) -> tuple[Tensor, Tensor]:
+    raw, partial, new_sidecar = (sidecar.with_suffix(f".{kind}") for kind in ("raw", "partial", "sidecar"))
+    try:
+        for file in (sidecar, raw, partial, new_sidecar):
+            if file.is_dir():
+                raise InvalidInput(f"{file}: is a folder in the place of decoded images; move it")
+            file.unlink(missing_ok=True)  # stale; the new images may need its room
+        _check_room(raw, shape)
+        partial.write_bytes(b"")
+        fill(partial)
+        with open(partial, "rb+") as written:
+            os.fsync(written.fileno())
+        _adopt(partial, sidecar, fingerprint, shape, labels)
+    except OSError as error:
+        remedy = _REMEDIES.get(error.errno or 0, "check the disk")
+        reason = f"the decoded images could not be written ({one_line(error)})"
+        raise InvalidInput(f"{sidecar}: {reason}; {remedy}") from error
+    finally:
+        with contextlib.suppress(OSError):  # keep the first error
+            partial.unlink(missing_ok=True)
+            new_sidecar.unlink(missing_ok=True)
+    whole = _read(sidecar, fingerprint, shape[2:])
+    if whole is None:
+        raise InvalidInput(f"{sidecar}: cannot be read back after writing; check the disk")
+    return whole
+
+
+def _adopt(
+    file: pathlib.Path, sidecar: pathlib.Path, fingerprint: str, shape: Sequence[int], labels: Tensor
+) -> None:
+    """Rename a file of images to its final name, with its sidecar; needs the lock; raises ``OSError``."""
+    partial, content = sidecar.with_suffix(".sidecar"), io.BytesIO()
+    torch.save({"fingerprint": fingerprint, "shape": list(shape), "labels": labels}, content)
+    partial.write_bytes(content.getvalue())  # torch's own error would not name the reason
+    sidecar.unlink(missing_ok=True)
+    os.replace(file, sidecar.with_suffix(".raw"))
+    os.replace(partial, sidecar)
+
+
+def _check_room(raw: pathlib.Path, shape: Sequence[int]) -> None:
+    """Refuse images that the disk has no room for; announce a large file."""
+    needed, free = math.prod(shape), shutil.disk_usage(raw.parent).free
+    images = _in_words(shape)
+    if needed > free:
+        raise InvalidInput(
+            f"{raw}: {images} need {in_bytes(needed)} there, but only {in_bytes(free)} are free; make room,"
+            " use a smaller data.image_size, or link data.root to a larger disk"
+        )
+    if needed > LARGE:
+        where = f"{printable(raw)} ({in_bytes(needed)} of {in_bytes(free)} free)"
+        print(f"decoding {images} into {where}", file=sys.stderr)
+
+
+def _in_words(shape: Sequence[int]) -> str:
+    return f"{shape[0]:,} images of {shape[2]}x{shape[3]}"
+
+
+def _begin(
+    images: pathlib.Path, marks: pathlib.Path, head: Mapping[str, object], size: int, count: int
+) -> None:
+    for file in (marks, images):
+        file.unlink(missing_ok=True)  # another run may still have these open
+    with open(images, "wb") as created:
+        os.truncate(created.fileno(), size)
+    begun = marks.with_suffix(".begun")
+    begun.write_bytes(json.dumps(head).encode().ljust(_HEAD, b" ") + bytes(count))
+    os.replace(begun, marks)
+
+
+def _begins_with(marks: pathlib.Path, head: Mapping[str, object]) -> bool:
+    try:
+        with open(marks, "rb") as opened:
+            return json.loads(opened.read(_HEAD)) == head
+    except (OSError, ValueError):
+        return False
+
+
+def _boot() -> str:
+    """Return the identity of the machine's current boot, empty if unknown."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return ""

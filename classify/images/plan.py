@@ -1,0 +1,390 @@
+"""The plan of a run's data: its images, their splits, and the place of decoded images; resolved once."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from classify.images.listing import (
+    NOT_READABLE,
+    PARTS,
+    ListedSource,
+    Listing,
+    Location,
+    Shard,
+    is_remote,
+    raise_some,
+)
+from classify.images.order import Windows
+from classify.images.pixel_files import in_bytes
+from classify.images.pixels import AHEAD, ImageSet, Pixels, State, open_pixels
+from classify.images.settings import AUTO, BALANCED, MOST_WORKERS, ONCE, SKIP, STREAM, DataSettings
+from classify.images.sources import Source
+from classify.images.sources.readable import Readable
+from classify.images.sources.shard_cache import ShardsAhead
+from deepspeed_trial.errors import InvalidInput
+
+UNREADABLE = "unreadable.txt"  # in a run's folder: a line for each image that the run leaves out
+LARGE = 2**33  # bytes of decoded images; more of them are streamed by default
+WINDOW = 16  # shards that are shuffled together, by default if streamed shards are remote
+TEST_SHARE = 0.2  # of a dataset of one part, by default
+VALIDATION_SHARE = 0.1  # for ``auto`` without a part ``val``
+_DRAW = 17  # separates these draws from others with the same seed
+
+
+@dataclass(frozen=True, eq=False)
+class DataPlan:
+    """The images of a run, their splits, and the place of decoded images.
+
+    Validations use the split ``val``: the share ``data.validation`` of the training images, or the dataset's
+    part ``val``. Without either they use ``test``. Shares are drawn in each class, and are the same for all
+    runs with the same ``data.split_seed``. No image is decoded yet, unless ``data.unreadable`` is ``skip``:
+    then every image is tried once.
+
+    Attributes:
+        settings: the checked ``data`` section.
+        source: the dataset.
+        shares: the share of each held-out split in the part that it is held out of.
+        state: the place of decoded images; ``MEMORY`` if the source decodes them.
+        window: the number of shards that are shuffled together; None for all.
+    """
+
+    settings: DataSettings
+    source: Source
+    shares: Mapping[str, float]
+    state: State
+    window: int | None
+
+    @classmethod
+    def resolve(cls, settings: DataSettings) -> DataPlan:
+        """Open the dataset and choose its splits, the place of decoded images and the window.
+
+        Raises:
+            InvalidInput: if the data is missing, damaged or not usable, or with a line for each setting that
+                does not fit the dataset.
+        """
+        source = _open(settings)
+        shares = _shares(source, settings)
+        _check_classes(source, shares)
+        pixels = 3 * math.prod(settings.stored_size) * sum(source.count(part) for part in source.parts)
+        shards = _shards(source, source.parts)
+        remote = [shard.size for shard in dict.fromkeys(shards) if is_remote(shard.url)]
+        limit = settings.cache_limit
+        is_large = pixels > (LARGE if limit is None else min(LARGE, limit))
+        is_streamed = settings.decode == STREAM or (settings.decode is None and is_large)
+        is_streamed = is_streamed and isinstance(source, ListedSource)
+        window = WINDOW if settings.window is None and is_streamed and remote else settings.window
+        if not isinstance(window, int) or len(_shards(source, [_training_part(source)])) <= window:
+            window = None
+        needed = sum(remote)  # bytes of shards that must be local at a time
+        if window or not is_streamed:  # a window, and the next one, which is fetched meanwhile
+            needed = sum(sorted(remote)[-2 * max(window or 0, AHEAD) :])
+        errors = _setting_errors(settings, source, shards, window, is_streamed)
+        if errors := [*errors, *_limit_errors(settings, needed, pixels)]:
+            raise InvalidInput(errors)
+        state = State.MEMORY
+        if isinstance(source, ListedSource):
+            has_room = is_streamed and _has_room(source, settings, pixels + needed)
+            state = State.MAPPED if not is_streamed else State.GROWING if has_room else State.NONE
+        return cls(settings, source, shares, state, window)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The class names, in the order of the labels."""
+        return self.source.classes
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The splits: ``train``, and ``val``, ``test`` or both."""
+        return tuple(name for name in PARTS if name == "train" or name in (*self.source.parts, *self.shares))
+
+    @property
+    def validation(self) -> str:
+        """The split that validates: ``val`` or ``test``."""
+        return "val" if "val" in self.names else "test"
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there are test images besides the validation images."""
+        return self.names == PARTS
+
+    @property
+    def chosen_on(self) -> str:
+        """The images on which a best checkpoint or trial is chosen, in words."""
+        return "validation images" if self.validation == "val" else "test images"
+
+    @property
+    def streams(self) -> bool:
+        """Whether images are decoded when a step needs them."""
+        return self.state in (State.GROWING, State.NONE)
+
+    @property
+    def left_out(self) -> list[str]:
+        """An error line for each unreadable image that ``data.unreadable: skip`` leaves out."""
+        parts = self.source.left_out if isinstance(self.source, Readable) else {}
+        return [line for lines in parts.values() for line in lines.values()]
+
+    @property
+    def left_out_identity(self) -> str | None:
+        """The left-out images, as checkpoints name them; None if there are none."""
+        if not self.left_out:
+            return None
+        assert isinstance(self.source, Readable)
+        indices = {part: list(lines) for part, lines in self.source.left_out.items()}
+        digest = hashlib.sha256(repr(indices).encode()).hexdigest()[:8]
+        return f"left out: {len(self.left_out):,}, digest {digest}"
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards of all parts."""
+        return _shards(self.source, self.source.parts)
+
+    def count(self, split: str) -> int:
+        """Return the number of images in a split."""
+        part = self._part(split)
+        if self._is_cut(part):
+            return sum(_cut(size, self.shares)[split] for size in self._sizes)
+        return self.source.count(part)
+
+    def bytes(self, split: str) -> int:
+        """Return the bytes of a split's decoded images."""
+        return 3 * math.prod(self.settings.stored_size) * self.count(split)
+
+    def load(self, split: str) -> ImageSet:
+        """Return a split: decoded now, unless its images are streamed.
+
+        Args:
+            split: one of ``names``.
+
+        Raises:
+            InvalidInput: if an image is missing or damaged; the line names the file.
+        """
+        part = self._part(split)
+        if isinstance(self.source, ListedSource):
+            pixels = open_pixels(self.source, part, self.settings.stored_size, self.state)
+            labels = self.source.listing(part).labels
+        else:
+            images, labels = self.source.load(part, self.settings.stored_size)
+            pixels = Pixels(State.MEMORY, images)
+        rows = self._rows(split, labels) if self._is_cut(part) else None
+        if rows is not None:
+            labels = labels[rows]
+        return ImageSet(pixels, labels, self.classes, self.settings.image_size, rows)
+
+    def windows(self, split: str) -> Windows | None:
+        """Return a split's shards in windows; None if all its shards are shuffled together."""
+        listing = self.listing(split)
+        if not self.window or listing is None or len(listing.shards) <= self.window:
+            return None
+        places = np.arange(len(listing.labels)) if listing.places is None else listing.places.numpy()
+        if self._is_cut(self._part(split)):
+            places = places[self._rows(split, listing.labels).numpy()]
+        starts = [shard.start for shard in listing.shards]
+        shards = np.searchsorted(starts, places, side="right").astype(np.int32) - 1
+        return Windows(places, shards, self.window, any(is_remote(shard.url) for shard in listing.shards))
+
+    def shards_ahead(self, split: str) -> ShardsAhead | None:
+        """Return the fetcher of a split's shards; None if no shard is fetched during a training."""
+        listing = self.listing(split)
+        has_remote = listing is not None and any(is_remote(shard.url) for shard in listing.shards)
+        return ShardsAhead(listing, AHEAD) if listing and has_remote and self.streams else None
+
+    def workers(self, images: ImageSet, has_transforms: bool = False) -> int:
+        """Return the number of processes of this rank that prepare images; see ``data.workers``."""
+        if not (images.is_streamed or has_transforms):
+            return 0
+        workers = self.settings.workers
+        return min(torch.get_num_threads(), MOST_WORKERS) if workers == "auto" else int(workers)
+
+    def devices(self, device: torch.device) -> dict[str, torch.device]:
+        """Return the device that keeps the training images, and the one that keeps the validation images.
+
+        Args:
+            device: the one that trains.
+
+        Raises:
+            InvalidInput: if ``data.device`` is ``cuda`` and the images do not fit.
+        """
+        splits = ("train", self.validation)
+        device = torch.device("cpu") if self.streams else device
+        chosen = devices([self.bytes(split) for split in splits], self.settings, device)
+        return dict(zip(splits, chosen, strict=True))
+
+    def check_images(self) -> None:
+        """Decode every image once.
+
+        Raises:
+            InvalidInput: with a line for each unreadable image, unless these images are left out.
+        """
+        if isinstance(self.source, ListedSource) and not isinstance(self.source, Readable):
+            left_out = Readable(self.source, self.settings.stored_size).left_out.values()
+            raise_some([line for lines in left_out for line in lines.values()], NOT_READABLE)
+
+    @functools.cached_property
+    def _sizes(self) -> Sequence[int]:
+        """The number of images of each class in the part that is cut."""
+        return self.source.class_counts(_training_part(self.source))
+
+    def _part(self, split: str) -> str:
+        return split if split in self.source.parts else _training_part(self.source)
+
+    def listing(self, split: str) -> Listing | None:
+        """Return the images of the part that a split is in; None if the source decodes them."""
+        return self.source.listing(self._part(split)) if isinstance(self.source, ListedSource) else None
+
+    def _is_cut(self, part: str) -> bool:
+        return part == _training_part(self.source) and bool(self.shares)
+
+    def _rows(self, split: str, labels: Tensor) -> Tensor:
+        """Draw a split's images in each class by the seed; return their indices, sorted, int64 (M,)."""
+        random, chosen = np.random.default_rng((self.settings.split_seed, _DRAW)), []
+        for label in range(len(self.classes)):
+            places = random.permutation(np.flatnonzero(labels.numpy() == label))
+            start = 0
+            for name, size in _cut(len(places), self.shares).items():
+                if name == split:
+                    chosen.append(places[start : start + size])
+                start += size
+        return torch.from_numpy(np.sort(np.concatenate(chosen)))
+
+
+def devices(sizes: Sequence[int], settings: DataSettings, device: torch.device) -> list[torch.device]:
+    """Return the device that keeps each set of images, as ``data.device`` says.
+
+    Args:
+        sizes: the bytes of each set, training images first; these stay on the host if it transforms them.
+        settings: the checked ``data`` section.
+        device: the one that trains.
+
+    Raises:
+        InvalidInput: if ``data.device`` is ``cuda`` and the images do not fit.
+    """
+    chosen = [torch.device("cpu")] * len(sizes)
+    if device.type == "cpu" or settings.device == "cpu":
+        return chosen
+    free = torch.cuda.mem_get_info(device)[0]
+    for number, size in enumerate(sizes):
+        if number == 0 and settings.augment.transforms:
+            continue
+        if settings.device == "cuda" and size > free:
+            shown = f"{size / 2**20:,.0f} MiB of images, but {free / 2**20:,.0f} MiB are free on the GPU"
+            raise InvalidInput(f"data.device: 'cuda': {shown}; use auto")
+        if settings.device == "cuda" or size < free / 2:
+            chosen[number], free = device, free - size
+    return chosen
+
+
+def _open(settings: DataSettings) -> Source:
+    """Open the dataset, without its unreadable images if these are to be left out."""
+    folder, limit = settings.cache.folder, settings.cache_limit
+    location = Location(settings.root, settings.download, settings.storage, folder, limit)
+    source = settings.kind.open(location)
+    if settings.unreadable != SKIP:
+        return source
+    if not isinstance(source, ListedSource):
+        raise InvalidInput(f"data.unreadable: 'skip': {settings.dataset} has no image files; remove it")
+    return Readable(source, settings.stored_size)
+
+
+def _training_part(source: Source) -> str:
+    return "train" if "train" in source.parts else source.parts[0]
+
+
+def _shards(source: Source, parts: Sequence[str]) -> list[Shard]:
+    """Return the shards of some parts."""
+    listings = [source.listing(part) for part in parts] if isinstance(source, ListedSource) else []
+    return [shard for listing in listings for shard in listing.shards]
+
+
+def _shares(source: Source, settings: DataSettings) -> dict[str, float]:
+    """Return the share of each split that is held out of the training part."""
+    shares: dict[str, float] = {}
+    validation, test = settings.validation, settings.test
+    if "train" not in source.parts:
+        shares["test"] = TEST_SHARE if test is None else test
+    elif test is not None:
+        raise InvalidInput(f"data.test: {test}: the dataset has test images of its own; remove it")
+    if validation == AUTO:
+        validation = None if "val" in source.parts else VALIDATION_SHARE
+    if validation is not None and "val" in source.parts:
+        reason = "the dataset has validation images of its own (val); use auto, or remove it"
+        raise InvalidInput(f"data.validation: {validation}: {reason}")
+    if validation is not None:
+        shares["val"] = float(validation)
+    return shares
+
+
+def _cut(size: int, shares: Mapping[str, float]) -> dict[str, int]:
+    """Return the number of a class's images in each split: at least one; ``train`` takes the rest."""
+    counts: dict[str, int] = {}
+    rest = size
+    for name, share in shares.items():
+        later = len(shares) - len(counts)  # the splits after this one, with ``train``, need an image each
+        counts[name] = max(1, min(round(rest * share), rest - later))
+        rest -= counts[name]
+    return {**counts, "train": rest}
+
+
+def _check_classes(source: Source, shares: Mapping[str, float]) -> None:
+    """Refuse classes with fewer images than there are splits."""
+    if not shares:
+        return
+    splits, sizes = len(shares) + 1, source.class_counts(_training_part(source))
+    errors = [
+        f"data.root: the class {name!r} has {size} image{'s' * (size != 1)}, too few for {splits} splits; add"
+        " some, or set data.validation to null"
+        for name, size in zip(source.classes, sizes, strict=True)
+        if size < splits
+    ]
+    if errors:
+        raise InvalidInput(errors)
+
+
+def _setting_errors(
+    settings: DataSettings, source: Source, shards: Sequence[Shard], window: int | None, is_streamed: bool
+) -> list[str]:
+    """Return a line for each setting that does not fit the dataset."""
+    errors = list[str]()
+    if settings.decode == STREAM and not isinstance(source, ListedSource):
+        errors.append(f"data.decode: 'stream': {settings.dataset} has no image files; use once")
+    if isinstance(settings.window, int) and not shards:
+        errors.append(f"data.window: {settings.window}: the dataset has no shards; remove it")
+    if window and settings.sampling == BALANCED:
+        reason = "takes images of all shards at any time; set data.window to all"
+        errors.append(f"data.sampling: {BALANCED!r}: {reason}")
+    if is_streamed and settings.device == "cuda":
+        errors.append("data.device: 'cuda': images that are streamed are on the host; use auto")
+    return errors
+
+
+def _limit_errors(settings: DataSettings, shards: int, pixels: int) -> list[str]:
+    """Return a line if shards or decoded images need more bytes than ``data.cache.limit``."""
+    limit, shown = settings.cache_limit, f"data.cache.limit: {settings.cache.limit!r}"
+    if limit is not None and shards > limit:
+        reason = f"{in_bytes(shards)} of shards have to be there at a time; raise it"
+        return [f"{shown}: {reason}, or set a smaller data.window"]
+    if limit is not None and settings.decode == ONCE and pixels > limit:
+        reason = f"the decoded images need {in_bytes(pixels)}; raise it, or set data.decode to stream"
+        return [f"{shown}: {reason}"]
+    return []
+
+
+def _has_room(source: ListedSource, settings: DataSettings, needed: int) -> bool:
+    """Return whether ``data.cache.limit``, or else the disk, has room for decoded images and shards."""
+    if settings.cache_limit is not None:
+        return needed <= settings.cache_limit
+    folder = source.location.folder
+    height, width = settings.stored_size
+    if any(folder.glob(f".images-*-{height}x{width}.growing")):
+        return True  # the disk had room when a run began the file
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return needed <= shutil.disk_usage(folder).free

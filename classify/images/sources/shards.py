@@ -1,0 +1,311 @@
+"""Datasets in shards: their files, found by folder, prefix or pattern; their index; and their images."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+import glob
+import hashlib
+import itertools
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from classify.images.listing import PARTS, WHOLE, ListedSource, Listing, Location, Shard, is_remote
+from classify.images.pixels import AHEAD
+from classify.images.sources import shard_cache, shard_index
+from classify.images.sources.remote import MOST_OF_A_FILE, Storage
+from classify.images.sources.shard_index import Index, Part, Scanned
+from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.host_lock import host_lock
+from deepspeed_trial.input_files import refused, regular_file, small_file
+from deepspeed_trial.redaction import text
+
+_SYNONYMS = {"training": "train", "validation": "val", "valid": "val", "testing": "test"}
+_PART = re.compile(r"(train|val|test|all|training|validation|valid|testing)(?=[-_./\d])", re.I)
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+
+class ShardListing(Listing):
+    """The images of one part, in shards: arrays of numbers, about 40 bytes an image.
+
+    Args:
+        part: of the index, with whole URLs.
+        classes: their names.
+        location: of the dataset.
+
+    Attributes:
+        local: the local files that this process has read, by the URLs of their shards.
+    """
+
+    def __init__(self, part: Part, classes: Sequence[str], location: Location) -> None:
+        self.shards, self.entries, self._classes = part.shards, part.entries, classes
+        self._storage, self._cache = Storage(location.storage), _cache(location)
+        positions = part.entries["position"].astype(np.int64)
+        is_sorted = bool((positions == np.arange(len(positions))).all())
+        self.places = None if is_sorted else torch.from_numpy(np.argsort(positions))
+        labels = np.empty(len(positions), np.int64)
+        labels[positions] = part.entries["label"]
+        self.labels = torch.from_numpy(labels)
+        self._starts = np.array([shard.start for shard in part.shards])
+        self.local: dict[str, pathlib.Path] = {}
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A digest that changes with a shard, a label or the order."""
+        digest = hashlib.sha256(repr(tuple(self._classes)).encode())
+        digest.update(self.entries.data)
+        for shard in self.shards:
+            known = os.path.basename(shard.url), shard.size, shard.sha256, shard.version
+            digest.update(repr(known).encode())
+            if not is_remote(shard.url):
+                digest.update(repr(os.stat(shard.url).st_mtime_ns).encode())
+        return digest.hexdigest()
+
+    def read(self, indices: Sequence[int]) -> list[bytes]:
+        """Return the files of images; raise ``InvalidInput`` if a shard contradicts its index."""
+        return [self._read(*self.find(index)) for index in indices]
+
+    def _read(self, shard: Shard, place: int) -> bytes:
+        while True:
+            file = self.local_file(shard)
+            try:
+                return self.read_one(shard, place, file)
+            except InvalidInput:
+                if file.exists() or not is_remote(shard.url):
+                    raise
+            # Another process has evicted the shard meanwhile
+
+    @abc.abstractmethod
+    def read_one(self, shard: Shard, place: int, file: pathlib.Path) -> bytes:
+        """Return the file of one image.
+
+        Args:
+            shard: the one with the image.
+            place: of the image among the images of all shards.
+            file: the shard's local file.
+        """
+
+    def local_file(self, shard: Shard) -> pathlib.Path:
+        """Return the file of a shard, fetched once a host if it is remote."""
+        if is_remote(shard.url):
+            return self._cache.file(shard, self._storage.fetch)
+        return pathlib.Path(shard.url)
+
+    def find(self, index: int) -> tuple[Shard, int]:
+        """Return the shard of an image, and the image's place among the images of all shards."""
+        place = index if self.places is None else int(self.places[index])
+        return self.shards[int(np.searchsorted(self._starts, place, side="right")) - 1], place
+
+
+class ShardSource(ListedSource):
+    """A dataset in shards.
+
+    Attributes:
+        ending: of the files' names.
+        part_listing: the class of a part's listing.
+        scan: returns the contents of a local file; takes its name in error lines, too.
+    """
+
+    ending: str
+    part_listing: type[ShardListing]
+    scan: Callable[[pathlib.Path, str], Scanned]
+
+    def __init__(self, location: Location) -> None:
+        super().__init__(location)
+        self.storage = Storage(location.storage)
+        self._listings: dict[str, ShardListing] = {}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The class names, in the order of the labels."""
+        return self._index.classes
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
+        return tuple(self._index.parts)
+
+    def listing(self, part: str) -> ShardListing:
+        """Return the images of a part, in the order of the index, or else of the shards."""
+        if part not in self._listings:
+            self._listings[part] = self.part_listing(self._index.parts[part], self.classes, self.location)
+        return self._listings[part]
+
+    @functools.cached_property
+    def _index(self) -> Index:
+        return self.read_index()
+
+    def read_index(self) -> Index:
+        """Return the index of the shards' contents. The first call on a host fetches all shards and saves it.
+
+        Raises:
+            InvalidInput: if there are no shards, or one cannot be read, or a label is no class.
+        """
+        parts = find(self.location, self.ending)
+        stamps = [
+            (shard.url, shard.size, shard.version if is_remote(shard.url) else os.stat(shard.url).st_mtime_ns)
+            for shards in parts.values()
+            for shard in shards
+        ]
+        names = self.names()
+        source = hashlib.sha256(repr((stamps, names)).encode()).hexdigest()
+        with host_lock(self.location.folder, "shards-index", "data.root") as folder:
+            file = folder / f".index-of{self.ending}.npz"
+            with contextlib.suppress(OSError, InvalidInput, LookupError, ValueError):  # a new one replaces it
+                if (old := Index.read(small_file(file, MOST_OF_A_FILE), str(file))).source == source:
+                    return _with_urls(old, {name: [s.url for s in shards] for name, shards in parts.items()})
+            index = self._scan_all(parts, names, source)
+            redacted = {name: [text(s.url) for s in part.shards] for name, part in index.parts.items()}
+            with refused(str(file)):
+                _with_urls(index, redacted).save(file)
+        return index
+
+    def _scan_all(self, parts: Mapping[str, Sequence[Shard]], names: list[str] | None, source: str) -> Index:
+        cache = _cache(self.location)
+
+        def local_file(shard: Shard) -> pathlib.Path:
+            return cache.file(shard, self.storage.fetch) if is_remote(shard.url) else pathlib.Path(shard.url)
+
+        def scan(shard: Shard) -> tuple[Scanned, Shard]:
+            file = local_file(shard)
+            return type(self).scan(file, shard.url), replace(shard, size=file.stat().st_size)
+
+        with ThreadPoolExecutor(AHEAD) as pool:
+            scanned = {part: list(pool.map(scan, shards)) for part, shards in parts.items()}
+        pairs = [pair for part in scanned.values() for pair in part]
+        labels = {label: contents.name for contents, _ in pairs for label in contents.texts}
+        classes = shard_index.classes_of(labels, names or self.names(local_file(pairs[0][1])))
+        return Index(
+            classes, {name: shard_index.join(part, classes) for name, part in scanned.items()}, source
+        )
+
+    def names(self, file: pathlib.Path | None = None) -> list[str] | None:
+        """Return the class names, from the dataset's folder or from a shard; None if it names none."""
+        return None
+
+    def beside(self, name: str, most: int = MOST_OF_A_FILE) -> bytes | None:
+        """Return a file of the shards' folder, at most ``most`` bytes; None if it is absent."""
+        file = join(self.location.base, name)
+        if is_remote(self.location.root):
+            return self.storage.read_if_there(file, most)
+        with refused(f"data.root: {file}"):
+            return small_file(file, most) if os.path.isfile(file) else None
+
+
+def find(location: Location, ending: str) -> dict[str, list[Shard]]:
+    """Return the files of each part, sorted by name; ``start`` and ``stop`` are 0.
+
+    The name of a file, or of its folder, begins with the name of its part. If no name does, or all name
+    ``train``, the files are the part ``all``.
+
+    Args:
+        location: a folder, a prefix, or file names with ``{000..099}``, ``{a,b}`` and ``*``.
+        ending: of the files' names.
+
+    Raises:
+        InvalidInput: if there are none, or no training images among them.
+    """
+    root = location.root
+    files = dict(sorted(_files(location, ending).items()))
+    if not files:
+        needs = f"holds no *{ending}; give their folder, or their names, such as train-{{000..099}}{ending}"
+        raise InvalidInput(f"data.root: {root}: {needs}")
+    parts: dict[str, list[Shard]] = {}
+    for url, (size, version) in files.items():
+        if not size and not version and is_remote(url):
+            reason = (
+                "its server tells neither its size nor its ETag nor its time, so a change would pass unseen"
+            )
+            raise InvalidInput(f"{url}: {reason}; use a server that does, or a folder")
+        parts.setdefault(_part(url, location), []).append(Shard(url, size, 0, 0, version=version))
+    if len(parts) == 1 and parts.keys() <= {"train", WHOLE}:
+        return {WHOLE: next(iter(parts.values()))}
+    if "train" not in parts or WHOLE in parts:
+        shown = ", ".join(shards[0].url.rpartition("/")[2] for shards in parts.values())
+        needs = f"*{ending} must be named train-*, and val-* or test-*, or lie in such folders"
+        raise InvalidInput(f"data.root: {root}: {needs}; it holds {shown}")
+    return {part: parts[part] for part in PARTS if part in parts}
+
+
+def join(root: str, name: str) -> str:
+    """Return the path or URL of a file in a folder or below a prefix."""
+    return f"{root.rstrip('/')}/{name}" if is_remote(root) else os.path.join(root, name)
+
+
+def expand(pattern: str) -> Iterator[str]:
+    """Yield the names that ``{000..099}`` and ``{a,b}`` stand for."""
+    if not (braces := _BRACES.search(pattern)):
+        yield pattern
+        return
+    if numbers := _RANGE.fullmatch(braces[1]):
+        first, last = numbers.groups()
+        choices = [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    else:
+        choices = braces[1].split(",")
+    for choice in choices:
+        yield from expand(pattern[: braces.start()] + choice + pattern[braces.end() :])
+
+
+def _cache(location: Location) -> shard_cache.ShardCache:
+    return shard_cache.ShardCache(location.cache_folder / shard_cache.FOLDER, location.limit)
+
+
+def _with_urls(index: Index, urls: Mapping[str, Sequence[str]]) -> Index:
+    """Return an index with other URLs: the file of an index has them without credentials."""
+    parts = {
+        name: replace(
+            part, shards=[replace(s, url=url) for s, url in zip(part.shards, urls[name], strict=True)]
+        )
+        for name, part in index.parts.items()
+    }
+    return replace(index, parts=parts)
+
+
+def _files(location: Location, ending: str) -> dict[str, tuple[int, str]]:
+    """Return the size and the version of each file."""
+    root, storage = location.root, Storage(location.storage)
+    if location.is_pattern:
+        names = list(expand(root))
+        if not is_remote(root):
+            paths = itertools.chain.from_iterable(glob.glob(name) or [name] for name in names)
+            with refused(f"data.root: {root}", "give the names of files that are there"):
+                return {path: (regular_file(path).stat().st_size, "") for path in paths}
+        if "*" in root:
+            files = storage.filesystem(root)
+            names = [files.unstrip_protocol(path) for name in names for path in files.glob(name)]
+        return storage.about_all(names)
+    if root.startswith(("http://", "https://")):
+        remedy = f"give their names, such as {join(root, 'train-{000..099}' + ending)}"
+        remedy += ", or put there what shards.py writes" if ending == ".tar" else ""
+        raise InvalidInput(f"data.root: {root}: a web server does not list its files; {remedy}")
+    if is_remote(root):
+        return {url: about for url, about in storage.find(root).items() if url.endswith(ending)}
+    with refused(f"data.root: {root}"):
+        folders = [root, *sorted(entry.path for entry in os.scandir(root) if entry.is_dir())]
+        entries = (entry for folder in folders for entry in os.scandir(folder))
+        return {
+            entry.path: (entry.stat().st_size, "")
+            for entry in entries
+            if entry.name.endswith(ending) and not entry.name.startswith(".") and entry.is_file()
+        }
+
+
+def _part(url: str, location: Location) -> str:
+    """Return the part that a file's name begins with, or its folder's name."""
+    folder, _, name = url.rpartition("/")
+    within = (
+        folder.rpartition("/")[2] if location.is_pattern else folder.removeprefix(location.root.rstrip("/"))
+    )
+    for candidate in (name, within.strip("/") + "/"):
+        if match := _PART.match(candidate):
+            return _SYNONYMS.get(match[1].lower(), match[1].lower())
+    return WHOLE
