@@ -1,8 +1,7 @@
 """Random changes of training images, drawn for each image and epoch from the seed alone.
 
-Flips, crops and cutouts are made of whole micro-batches, torchvision's transforms of one image at a time.
-
-So an image is changed in the same way for any number of processes, any accumulation, and after a resume.
+An image is changed in the same way for any number of processes, any accumulation, and after a resume. Flips,
+crops and cutouts take whole micro-batches, torchvision's transforms one image at a time.
 """
 
 from __future__ import annotations
@@ -118,10 +117,10 @@ class Augmenter:
     """Augments the images of one training set.
 
     Args:
-        augmentation: what to do.
-        count: the images of the set.
-        stored: the height and width of them, in pixels.
-        size: height and width of what the network sees of them.
+        augmentation: the changes.
+        count: the number of images in the set.
+        stored: their height and width, in pixels.
+        size: the height and width that the network sees.
         seed: the experiment's.
     """
 
@@ -135,17 +134,17 @@ class Augmenter:
     ) -> None:
         self.augmentation, self.count, self.seed = augmentation, count, seed
         self.size, self.transform = size, transforms.make(augmentation.transforms)
-        # how far down and right a crop may begin in the padded image
+        # the last row and column at which a crop may begin in the padded image
         self.room = [side + 2 * augmentation.crop - seen for side, seen in zip(stored, size, strict=True)]
         self._epoch = -1
 
     def __call__(self, images: Tensor, draws: Tensor, epoch: int) -> Tensor:
-        """Changes images of a micro-batch.
+        """Return the augmented images of a micro-batch.
 
         Args:
             images: (B, 3, h, w) uint8, as they are stored.
-            draws: (B,) int64, which of the epoch's draws are for each: its index in the set, or its place in
-                the epoch.
+            draws: (B,) int64, the number of each image's draw in the epoch: the image's index in the set, or
+                its place in the epoch.
             epoch: from 0.
 
         Returns:
@@ -159,23 +158,22 @@ class Augmenter:
             images = F.grid_sample(images.float(), grid, align_corners=False, padding_mode="border")
             images = images.round_().to(torch.uint8)
         elif chosen.flip or any(self.room):
-            images = self._windows(images, draws)
+            images = self._crops(images, draws)
         if self.transform:
             images = transforms.transform_each(self.transform, images, self._seeds[draws])
         if chosen.cutout:
             rows, columns = (
-                (place >= corners.unsqueeze(1)) & (place - corners.unsqueeze(1) < chosen.cutout)  # (B, side)
+                _within(side, corners, chosen.cutout)
                 for side, corners in zip(self.size, self._corners[:, draws], strict=True)
-                for place in [torch.arange(side, device=images.device)]
             )
             hole = rows.unsqueeze(2) & columns.unsqueeze(1)
             images = images.masked_fill(hole.unsqueeze(1), 0)
         return images
 
-    def _windows(self, images: Tensor, draws: Tensor) -> Tensor:
-        """Cuts a window out of each padded image, or of its mirror image.
+    def _crops(self, images: Tensor, draws: Tensor) -> Tensor:
+        """Crop each padded image, or its mirror image.
 
-        A row at a time, which ``index_select`` copies as a whole: several times faster than an index a pixel.
+        ``index_select`` copies whole rows, several times faster than an index for each pixel.
         """
         padded = _padded(images, self.augmentation.crop, self.augmentation.edge)
         either = torch.cat([padded, padded.flip(3)]) if self.augmentation.flip else padded
@@ -189,7 +187,7 @@ class Augmenter:
         )
 
     def _draw(self, epoch: int, device: torch.device) -> None:
-        """Draws for every image of the set, in a fixed order, whatever the batches."""
+        """Draw for every image of the set, in a fixed order."""
         random, chosen = np.random.default_rng((self.seed, epoch, 1)), self.augmentation
         self._epoch = epoch
         flips = (random.random(self.count) < 0.5) & bool(chosen.flip)
@@ -202,29 +200,30 @@ class Augmenter:
         self._corners = self._places(random, [low, low], [side - half for side in self.size]).to(device)
         if chosen.resized_crop:
             area = random.uniform(*chosen.resized_crop, self.count)
-            most = np.minimum(
-                np.log(4 / 3), -np.log(area)
-            )  # of width to height, up to where a side is all there is
+            most = np.minimum(np.log(4 / 3), -np.log(area))  # of width to height; no side exceeds the image
             ratio = np.exp(random.uniform(-most, most))
             width, height = np.sqrt(area * ratio), np.sqrt(area / ratio)
             right, down = (random.uniform(-1, 1, self.count) * (1 - side) for side in (width, height))
-            zero, way = np.zeros(self.count), np.where(flips, -1, 1)
-            parts = np.stack([np.stack([way * width, zero, right], 1), np.stack([zero, height, down], 1)], 1)
+            zero, sign = np.zeros(self.count), np.where(flips, -1, 1)
+            parts = np.stack([np.stack([sign * width, zero, right], 1), np.stack([zero, height, down], 1)], 1)
             self._parts = torch.from_numpy(parts).float().to(device)  # (N, 2, 3), as affine_grid takes them
         if self.transform:
             self._seeds = torch.from_numpy(random.integers(2**63, size=self.count))
 
     def _places(self, random: np.random.Generator, least: list[int], most: list[int]) -> Tensor:
-        """Draws a row and a column for every image, (2, N)."""
-        return torch.from_numpy(
-            np.stack(
-                [random.integers(low, high + 1, self.count) for low, high in zip(least, most, strict=True)]
-            )
-        )
+        """Draw a row and a column for every image, (2, N)."""
+        pairs = zip(least, most, strict=True)
+        return torch.from_numpy(np.stack([random.integers(a, b + 1, self.count) for a, b in pairs]))
+
+
+def _within(side: int, starts: Tensor, size: int) -> Tensor:
+    """Return whether each of ``side`` places is in ``size`` places from a start on: bool (B, side)."""
+    offsets = torch.arange(side, device=starts.device) - starts.unsqueeze(1)
+    return (offsets >= 0) & (offsets < size)
 
 
 def _padded(images: Tensor, border: int, edge: str) -> Tensor:
-    """Images (B, 3, h, w) uint8 with a border of zeros, or of their reflection (torch's is for floats)."""
+    """Return images (B, 3, h, w) uint8 with a border of zeros, or of their reflection."""
     if edge == "zeros" or not border:
         return F.pad(images, (border,) * 4)
     for axis in (2, 3):

@@ -50,25 +50,25 @@ def content_of(path: str | os.PathLike[str]) -> bytes:
 
 
 def decode_image(path: str | os.PathLike[str], size: tuple[int, int]) -> np.ndarray:
-    """Decodes an image file as ``decode`` does."""
+    """Decode an image file as ``decode``."""
     return decode(content_of(path), size, os.fspath(path))
 
 
 def decode(content: bytes, size: tuple[int, int], name: str | Callable[[], str]) -> np.ndarray:
-    """Decodes an image file upright and in RGB, scaled and cropped in the middle: uint8 (3, H, W).
+    """Return the image in a file, upright, in RGB, scaled and cropped in the middle: uint8 (3, H, W).
 
     Scaling is bilinear, with antialiasing, and gives the same bits on any x86 CPU. A JPEG at least twice as
-    large as that is made smaller by its decoder first (by a half, a quarter or an eighth), then turned as its
-    EXIF says.
+    large as ``size`` is first reduced by its decoder, to a half, a quarter or an eighth, then turned by its
+    EXIF orientation.
 
     Args:
         content: the file's bytes.
         size: height and width, in pixels.
-        name: what to call it in an error line, or what gives that.
+        name: of the image in error lines, or a function that returns it.
 
     Raises:
-        UnreadableImage: if it cannot be read as an image.
-        InvalidInput: if there is too little memory for it.
+        UnreadableImage: if the bytes are no image.
+        InvalidInput: if the image does not fit in memory.
     """
     try:
         pixels = _decode_jpeg(content, size)
@@ -76,9 +76,9 @@ def decode(content: bytes, size: tuple[int, int], name: str | Callable[[], str])
             with open_image(io.BytesIO(content)) as image:
                 pixels = _decode_any(image)
         return _fit(pixels, size)
-    except UnidentifiedImageError as error:  # which would name a buffer
+    except UnidentifiedImageError as error:  # its text would name a buffer
         raise UnreadableImage(_not_readable(name, "cannot identify image file")) from error
-    except Exception as error:  # which differ between Pillow's formats
+    except Exception as error:  # Pillow's formats raise different classes
         if is_out_of_memory(error):  # perhaps no fault of the image's
             raise InvalidInput(_not_readable(name, "no memory left to decode it")) from error
         raise UnreadableImage(_not_readable(name, one_line(error))) from error
@@ -135,7 +135,7 @@ def _decode_any(image: Image.Image) -> np.ndarray:
 
 
 def _fit(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """The middle of an image (h, w, 3) with the sides' ratio of ``size``, scaled to it: (3, H, W)."""
+    """Crop the middle of an image (h, w, 3) to the ratio of ``size``, and scale it to ``size``: (3, H, W)."""
     height, width = pixels.shape[:2]
     if (height, width) != size:
         scale = max(size[0] / height, size[1] / width)

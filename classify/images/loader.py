@@ -84,7 +84,7 @@ class WorkerDataset(Dataset):
 
 
 class RankBatches(BatchSampler):
-    """The micro-batches of one rank, for torch's loader.
+    """The micro-batches of one rank, in the form of torch's loader.
 
     Args:
         order: of all ranks' micro-batches.

@@ -1,4 +1,4 @@
-"""Mixup and CutMix of micro-batches, drawn from the seed and the place in the training alone.
+"""Mixup and CutMix of micro-batches, drawn from the seed and the place in the training.
 
 Sources: https://arxiv.org/abs/1710.09412, https://arxiv.org/abs/1905.04899; computed by
 torchvision.transforms.v2.
@@ -17,7 +17,7 @@ Mixup = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def make_mixup(mixup: float | None, cutmix: float | None, num_classes: int) -> Mixup | None:
-    """Makes what mixes a micro-batch, by equal odds if both are given; None if neither is.
+    """Return a mixer of micro-batches; with both it takes either with probability 1/2; None without both.
 
     Args:
         mixup: the parameter of the Beta distribution of the shares; 0 or None to leave it out.
@@ -35,18 +35,18 @@ def make_mixup(mixup: float | None, cutmix: float | None, num_classes: int) -> M
 def apply_mixup(
     mixup: Mixup, inputs: Tensor, labels: Tensor, place: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Mixes the images of a micro-batch with one another.
+    """Mix the images of a micro-batch.
 
     Args:
         mixup: of ``make_mixup``.
         inputs: (B, 3, H, W) floating-point.
         labels: (B,) int64.
-        place: seed, step, micro-batch and rank, on which alone the draws depend.
+        place: seed, step, micro-batch and rank; the draws depend on nothing else.
 
     Returns:
-        Inputs as they came in shape, and labels (B, C) float32.
+        Inputs of the same shape, and labels (B, C) float32.
     """
-    seed = int(np.random.SeedSequence([each + 1 for each in place]).generate_state(1, np.uint64)[0] >> 1)
+    seed = int(np.random.SeedSequence([number + 1 for number in place]).generate_state(1, np.uint64)[0] >> 1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return mixup(inputs, labels)

@@ -283,7 +283,7 @@ def devices(sizes: Sequence[int], settings: DataSettings, device: torch.device) 
 
 
 def _open(settings: DataSettings) -> Source:
-    """Open the dataset, without its unreadable images if these are to be left out."""
+    """Open the dataset, without its unreadable images if ``data.unreadable`` is ``skip``."""
     folder, limit = settings.cache.folder, settings.cache_limit
     location = Location(settings.root, settings.download, settings.storage, folder, limit)
     source = settings.kind.open(location)
@@ -311,11 +311,11 @@ def _shares(source: Source, settings: DataSettings) -> dict[str, float]:
     if "train" not in source.parts:
         shares["test"] = TEST_SHARE if test is None else test
     elif test is not None:
-        raise InvalidInput(f"data.test: {test}: the dataset has test images of its own; remove it")
+        raise InvalidInput(f"data.test: {test}: the dataset has a part test; remove it")
     if validation == AUTO:
         validation = None if "val" in source.parts else VALIDATION_SHARE
     if validation is not None and "val" in source.parts:
-        reason = "the dataset has validation images of its own (val); use auto, or remove it"
+        reason = "the dataset has a part val; use auto, or remove it"
         raise InvalidInput(f"data.validation: {validation}: {reason}")
     if validation is not None:
         shares["val"] = float(validation)

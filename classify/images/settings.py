@@ -28,7 +28,7 @@ from classify.images.sources import SOURCES, Kind, kind_of
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import ErrorList, InvalidInput
 
-IMAGE_SIZE = 32  # what Net takes, in pixels
+IMAGE_SIZE = 32  # of ``Net``, in pixels
 MOST_WORKERS = 64  # of a rank
 DEVICES = ("auto", "cpu", "cuda")
 NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
@@ -184,7 +184,7 @@ class DataSettings(Keyed):
 
     @property
     def stored_size(self) -> tuple[int, int]:
-        """Height and width of the decoded images: ``image_size``, or as much larger as ``resize`` says."""
+        """Height and width of decoded images, in pixels: ``image_size``, enlarged to ``resize``."""
         height, width = self.image_size
         if self.resize is None:
             return height, width
@@ -193,7 +193,7 @@ class DataSettings(Keyed):
 
     @property
     def kind(self) -> Kind:
-        """What is known of the dataset before it is opened; of an unknown one what goes for most."""
+        """The kind of the dataset; of an unknown one the kind of a folder."""
         return kind_of(str(self.dataset)) or SOURCES["imagefolder"]
 
     @property
@@ -206,15 +206,15 @@ class DataSettings(Keyed):
     def parse(
         cls, section: Mapping[str, Any] | None, net_size: tuple[int, int] | None = None
     ) -> DataSettings:
-        """Checks the section and fills in the defaults.
+        """Check the section, and fill in the defaults.
 
         Args:
             section: of the experiment file.
-            net_size: height and width for which the network was made, if it says: the default for images
-                that have no size of their own.
+            net_size: height and width of the network's images, if it names them: the default for images that
+                differ in size.
 
         Raises:
-            InvalidInput: for every key, type or value that cannot be meant, all at once.
+            InvalidInput: for every invalid key, type or value, all at once.
         """
         section = {} if section is None else section
         if not isinstance(section, Mapping):

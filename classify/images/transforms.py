@@ -1,4 +1,4 @@
-"""Transforms of torchvision by name, each image's draws being its own.
+"""Torchvision's transforms by name, with separate draws for each image.
 
 Source: https://docs.pytorch.org/vision/stable/transforms.html
 """
@@ -25,7 +25,7 @@ TRANSFORMS: dict[str, type[v2.Transform]] = {
     for name, each in vars(v2).items()
     if isinstance(each, type) and issubclass(each, v2.Transform) and each is not v2.Transform
 }
-INSTEAD = {  # of what is not for one image of whole numbers
+INSTEAD = {  # remedies for transforms of batches or of floats
     "MixUp": "set hyperparameters.mixup",
     "CutMix": "set hyperparameters.cutmix",
     "Normalize": "set data.normalize",
@@ -33,25 +33,25 @@ INSTEAD = {  # of what is not for one image of whole numbers
     "ConvertImageDtype": "remove it; images become floats afterwards",
 }
 FORM = "must be a name, or one with its arguments, e.g. {ColorJitter: {brightness: 0.2}}"
-TRIES = 4  # of each transform, on images of random pixels
+TRIES = 4  # runs of a transform on random pixels, in its check
 
 Entry = Mapping[str, Mapping[str, Any]]  # a name and its arguments
 
 
 def parse(path: str, value: Any, size: tuple[int, int]) -> tuple[Entry, ...]:
-    """Checks a list of transforms, and tries each by itself.
+    """Check a list of transforms, and try each transform.
 
     Args:
-        path: what to call it in an error line.
+        path: of the list in error lines.
         value: names, or mappings of a name to its arguments.
         size: height and width of the images.
 
     Returns:
-        All of them as mappings.
+        The transforms, as mappings.
 
     Raises:
-        InvalidInput: with a line for each that is unknown, cannot be made, fails, changes the image's size or
-            type, or leaves it as it is.
+        InvalidInput: with a line for each transform that is unknown, cannot be made, fails, changes the
+            image's size or type, or does nothing.
     """
     if not isinstance(value, (list, tuple)):
         raise InvalidInput(f"{path}: {value!r}: must be a list, e.g. [RandAugment]")
@@ -64,12 +64,12 @@ def parse(path: str, value: Any, size: tuple[int, int]) -> tuple[Entry, ...]:
 
 
 def make(entries: Sequence[Entry]) -> v2.Compose | None:
-    """Makes what transforms an image by all of them in turn; None if there are none."""
+    """Return the composition of transforms; None if there are none."""
     return v2.Compose([_made(entry) for entry in entries]) if entries else None
 
 
 def transform_each(transform: v2.Transform, images: Tensor, seeds: Tensor) -> Tensor:
-    """Transforms every image by the draws of its own seed, and leaves torch's generator as it was.
+    """Transform every image by the draws of its seed; torch's generator keeps its state.
 
     Args:
         transform: of ``make``.
@@ -77,7 +77,7 @@ def transform_each(transform: v2.Transform, images: Tensor, seeds: Tensor) -> Te
         seeds: (B,) int64.
 
     Returns:
-        Images as they came in shape and type.
+        Images of the same shape and type.
     """
     transformed = []
     with torch.random.fork_rng(devices=[]):
@@ -124,7 +124,7 @@ def _entry(path: str, value: Any, size: tuple[int, int]) -> Entry:
 
 
 def _choices(parameter: inspect.Parameter) -> Any:
-    """The rule of an argument that is one of an enumeration, given by its value."""
+    """Return the rule of an argument that names a member of an enumeration; None for another one."""
     kind = type(parameter.default)
     return one_of(*(each.value for each in kind)) if issubclass(kind, enum.Enum) else None
 
@@ -142,8 +142,8 @@ def _made(entry: Entry) -> v2.Transform:
 
 
 def _refusal(name: str, arguments: Mapping[str, Any], size: tuple[int, int]) -> str | None:
-    """Why a transform will not do, after trying it on images with all contrasts and with few."""
-    mend = "change or remove it"
+    """Try a transform on images of high and of low contrast; return the reason to refuse it, or None."""
+    remedy = "change or remove it"
     if name == "RandomErasing" and isinstance(arguments.get("value"), str):
         return "its random values are for images of floats; give a number from 0 to 255, or one a channel"
     noise = torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -152,26 +152,26 @@ def _refusal(name: str, arguments: Mapping[str, Any], size: tuple[int, int]) -> 
         warnings.simplefilter("ignore")
         try:
             transform = _always(_made({name: arguments}))
-        except Exception as error:  # each refuses in its own way
-            return f"cannot be made ({one_line(error)}); {mend}"
+        except Exception as error:  # the transforms raise different classes
+            return f"cannot be made ({one_line(error)}); {remedy}"
         for number in range(TRIES):
             image = noise if number % 2 else noise // 4 + 96
             torch.default_generator.manual_seed(number)
             try:
                 after = transform(image.clone())
             except Exception as error:
-                return f"fails on {shown} ({one_line(error)}); {mend}"
+                return f"fails on {shown} ({one_line(error)}); {remedy}"
             if type(after) is not Tensor or after.dtype != image.dtype:
-                what = after.dtype if type(after) is Tensor else type(after).__name__
-                return f"makes {what} of an image, which is a tensor of torch.uint8; {mend}"
+                kind = after.dtype if type(after) is Tensor else type(after).__name__
+                return f"makes {kind} of an image, which is a tensor of torch.uint8; {remedy}"
             if after.shape != image.shape:
-                return f"makes {list(after.shape)} of an image of {list(image.shape)}; {mend}"
+                return f"makes {list(after.shape)} of an image of {list(image.shape)}; {remedy}"
             changes |= not torch.equal(after, image)
-    return None if changes else f"does nothing to an image; {mend}"
+    return None if changes else f"does nothing to an image; {remedy}"
 
 
 def _always(transform: v2.Transform) -> v2.Transform:
-    """A transform that is applied whatever its odds."""
+    """Return the transform with probability 1."""
     certain = copy.deepcopy(transform)
     for each in certain.modules():
         if is_number(getattr(each, "p", None)):

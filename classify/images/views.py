@@ -13,27 +13,27 @@ from classify.config.options import TestTimeAugmentation
 from deepspeed_trial.errors import InvalidInput
 
 
-def views(inputs: Tensor, how: TestTimeAugmentation) -> Iterator[tuple[Tensor, float]]:
-    """Gives views of images, and the weight of each view's scores; the images themselves come first.
+def views(inputs: Tensor, chosen: TestTimeAugmentation) -> Iterator[tuple[Tensor, float]]:
+    """Yield views of images, and the weight of each view's scores; the first view is the images.
 
-    With shifts the views that are not shifted weigh half of all, as in airbench94. Source:
+    With shifts the unshifted views weigh half of all, as in airbench94. Source:
     https://github.com/KellerJordan/cifar10-airbench
 
     Args:
-        inputs: (B, 3, H, W), normalised; ``how.shift`` is less than H and W.
-        how: which views.
+        inputs: (B, 3, H, W), normalised; ``chosen.shift`` is less than H and W.
+        chosen: the views.
 
     Returns:
         Pairs of inputs (B, 3, H, W) and a weight; the weights sum to 1.
     """
     height, width = inputs.shape[2:]
     places = [(inputs, 1.0)]
-    if how.shift:
-        padded, far = F.pad(inputs, (how.shift,) * 4, mode="reflect"), 2 * how.shift
+    if chosen.shift:
+        padded, far = F.pad(inputs, (chosen.shift,) * 4, mode="reflect"), 2 * chosen.shift
         up_left, down_right = padded[..., far:, far:], padded[..., :height, :width]
         places = [(inputs, 0.5), (up_left, 0.25), (down_right, 0.25)]
     for place, weight in places:
-        if not how.mirror:
+        if not chosen.mirror:
             yield place, weight
             continue
         yield place, weight / 2
@@ -41,24 +41,24 @@ def views(inputs: Tensor, how: TestTimeAugmentation) -> Iterator[tuple[Tensor, f
 
 
 def view_scores(
-    classify: Callable[[Tensor], Tensor], inputs: Tensor, how: TestTimeAugmentation | None
+    classify: Callable[[Tensor], Tensor], inputs: Tensor, chosen: TestTimeAugmentation | None
 ) -> tuple[Tensor, Tensor]:
-    """Classifies images, and by their views where these are asked for.
+    """Classify images, and the views of them.
 
-    What the further views draw of random numbers is given back, so that they change nothing else.
+    Random generators keep the state that they have after the images, without views.
 
     Args:
-        classify: gives logits (B, C) float32 of inputs.
+        classify: returns logits (B, C) float32 of inputs.
         inputs: (B, 3, H, W), normalised.
-        how: which views.
+        chosen: the views; None for the images alone.
 
     Returns:
-        Logits (B, C) of the images alone, and the weighted mean of those of all views.
+        Logits (B, C) of the images, and the weighted mean of the logits of all views.
     """
     plain = classify(inputs)
-    if how is None:
+    if chosen is None:
         return plain, plain
-    (_, weight), *others = views(inputs, how)
+    (_, weight), *others = views(inputs, chosen)
     mean = weight * plain
     with torch.random.fork_rng([inputs.device] if inputs.is_cuda else []):
         for view, weight in others:
@@ -66,22 +66,22 @@ def view_scores(
     return plain, mean
 
 
-def check_shift(path: str, how: TestTimeAugmentation, size: tuple[int, int]) -> None:
-    """Raises ``InvalidInput`` where images of this height and width are too small to be shifted so far."""
-    if how.shift >= min(size):
-        what = f"images have {min(size)} pixels; use at most {min(size) - 1}"
-        raise InvalidInput(f"{path}.shift: {how.shift}: {what}")
+def check_shift(path: str, chosen: TestTimeAugmentation, size: tuple[int, int]) -> None:
+    """Raise ``InvalidInput`` if images of this height and width are too small for the shift."""
+    if chosen.shift >= min(size):
+        reason = f"images have {min(size)} pixels; use at most {min(size) - 1}"
+        raise InvalidInput(f"{path}.shift: {chosen.shift}: {reason}")
 
 
 def parse(text: str, path: str) -> TestTimeAugmentation:
-    """Reads views as a command line has them.
+    """Parse the views of a command line.
 
     Args:
         text: e.g. ``mirror,shift=1``.
-        path: what to call it in an error line.
+        path: of the text in error lines.
 
     Raises:
-        InvalidInput: with a line for each key or value that is wrong.
+        InvalidInput: with a line for each wrong key or value.
     """
     section: Mapping[str, Any] = {
         key: (int(value) if value.isdecimal() else value) if equals else True

@@ -144,7 +144,7 @@ def _find_classes(folders: dict[str, pathlib.Path], root: pathlib.Path) -> list[
         if here != there:
             only = {first: sorted(here - there), part: sorted(there - here)}
             shown = "; ".join(f"only in {name}: {', '.join(some) or 'none'}" for name, some in only.items())
-            reason = f"the classes of {part} differ from those of {first} ({shown})"
+            reason = f"{part} and {first} have different classes ({shown})"
             raise InvalidInput(f"data.root: {root}: {reason}; make them the same")
     return classes
 

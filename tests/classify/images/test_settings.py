@@ -31,7 +31,7 @@ def test_defaults_and_sizes():
         ({"datset": "digits"}, ["data.datset: '***': ", "did you mean 'dataset'"]),
         ({"root": None}, ["data.root", "None"]),
         ({"root": ""}, ["data.root", "''"]),
-        ({"root": "ftp://***@host/photos"}, ["data.root: 'ftp://***@host/photos': *** stands for what was not written"]),
+        ({"root": "ftp://***@host/photos"}, ["data.root: 'ftp://***@host/photos': *** stands for a secret; give it by --set data.root=VALUE"]),
         ({"storage": "s3"}, ["data.storage: '***': must be a mapping"]),
         ({"storage": {"secret": "***"}}, ["data.storage.secret: '***': ", "--set data.storage.secret=VALUE"]),
         ({"cache": {"folder": 1}}, ["data.cache.folder", "1", "path"]),

@@ -110,13 +110,13 @@ def test_any_dataset_can_hold_images_out(dataset):
 @table(
     "sizes, section, line",
     small=({"a": 9, "b": 2}, {"validation": 0.1}, "data.root: the class 'b' has 2 images, too few for 3 spl"),
-    test_twice=({"train__a": 2, "train__b": 2, "test__a": 2, "test__b": 2}, {"test": 0.5}, "data.test: 0.5: the dataset has test images of its own; remove it"),
-    val_twice=({"train__a": 2, "train__b": 2, "val__a": 2, "val__b": 2}, {"validation": 0.5}, "data.validation: 0.5: the dataset has validation images of its own (val); use auto, or rem"),
+    test_twice=({"train__a": 2, "train__b": 2, "test__a": 2, "test__b": 2}, {"test": 0.5}, "data.test: 0.5: the dataset has a part test; remove it"),
+    val_twice=({"train__a": 2, "train__b": 2, "val__a": 2, "val__b": 2}, {"validation": 0.5}, "data.validation: 0.5: the dataset has a part val; use auto, or rem"),
     only_train=({"train__a": 2, "train__b": 2}, {}, "has no folder 'test' nor 'val'; it needs train/<class>"),
     no_train=({"test__a": 2, "test__b": 2}, {}, "has no folder 'train'; it needs train/<class>/* with"),
     named_otherwise=({"Train__a": 2, "valid__a": 2}, {}, "holds the folder 'Train'; rename it to train, val"),
     one_class=({"cats": 5}, {}, "holds only the class 'cats'; it needs a folder each for two classes"),
-    other_classes=({"train__a": 2, "train__b": 2, "val__a": 2, "val__c": 2}, {}, "the classes of val differ from those of train (only in train: b; only in val: c); make them the same"),
+    other_classes=({"train__a": 2, "train__b": 2, "val__a": 2, "val__c": 2}, {}, "val and train have different classes (only in train: b; only in val: c); make them the same"),
 )  # fmt: skip
 def test_a_folder_that_cannot_be_split_is_refused(tmp_path, sizes, section, line):
     root = folder_of(tmp_path, **sizes)
