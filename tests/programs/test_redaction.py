@@ -117,7 +117,8 @@ def test_an_error_line_holds_no_credential(tmp_path, capsys):
             rows = [f"{signed},{name}\n" for name in ("a", "b")]
             (tmp_path / f"{part}.csv").write_text("".join(["path,label\n", *rows]))
         line = error_line(lambda: load("table", tmp_path))
-    assert line.startswith(f"{url.replace('://', '://***@')}/missing.png?***: no such file")
+    shown = f"{url.replace('://', '://***@')}/missing.png?***"
+    assert line.startswith(f"{tmp_path}/train.csv, line 2: {shown}: is a URL; download the images")
     (broken := tmp_path / "broken.yaml").write_text("environment: [PASSWORD=planted_variable")
     for arguments in (
         ["--config", str(broken)],
