@@ -114,12 +114,12 @@ class Heartbeats:
             self._done.wait(TICK)
 
     def _talk(self) -> None:
-        address, limit = (
-            (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
-            datetime.timedelta(0, 60),
+        address, limit = os.environ["MASTER_ADDR"], datetime.timedelta(seconds=60)
+        # The training's connection may be waiting for an answer
+        store = torch.distributed.TCPStore(
+            address, int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit
         )
-        # The training's own connection may be waiting for an answer
-        store, present = torch.distributed.TCPStore(*address, is_master=False, timeout=limit), set[int]()
+        present = set[int]()
         while not self._done.wait(TICK):
             self._send(store)
             present |= {rank for rank, key in enumerate(self._keys) if rank in present or store.check([key])}

@@ -218,9 +218,8 @@ def _stacks() -> str:
         faulthandler.dump_traceback(file)
         file.seek(0)
         *others, main = file.read().split("\n\n")
-    busy = [
-        stack for stack in others if not re.search(r"\n.*(threading|watch)\.py", stack.partition(" in ")[0])
-    ]
+    waiting = re.compile(r"\n.*(threading|watch)\.py")  # the innermost file; the watch itself writes this
+    busy = [stack for stack in others if not waiting.search(stack.partition(" in ")[0])]
     return "\n\n".join([*busy, main])
 
 

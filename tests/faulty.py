@@ -50,6 +50,7 @@ def have_fewer_batches(trial, context, steps):
 
 
 def stop_before_the_first_beat(exchange):
+    time.sleep(2)  # until the other rank has read the message of the first heartbeats
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

@@ -37,12 +37,12 @@ IN_CHIEF = (
 FAULTS: dict[str, tuple] = {
     # fault, rank, launcher of new processes, more arguments: the place in the report, a function in its stacks
     "data that do not come": ("data", 1, "", [], "step 6 (data)", "in before_step"),
-    "the chief is stopped": ("SIGSTOP", 0, "", [], "in step ", IN_CHIEF),
-    "a process that is stopped": ("SIGSTOP", 1, "torchrun", [], "in step ", "all_reduce"),
+    "the chief is stopped": ("SIGSTOP", 0, "", [], "step ", IN_CHIEF),
+    "a process that is stopped": ("SIGSTOP", 1, "torchrun", [], "step ", "all_reduce"),
     "a barrier of one rank": ("barrier", 0, "", [], "step 6 (data)", "in barrier"),
     "a save that is stuck": ("save", 0, "", [], "checkpoint after step 12", "in store_path"),
     "fewer batches": ("unequal", 1, "", overrides(scheduling_unit=99), "after step 5", "gather"),
-    "the chief with the store is stopped": ("SIGSTOP", 0, "deepspeed", [], "in step ", IN_CHIEF),
+    "the chief with the store is stopped": ("SIGSTOP", 0, "deepspeed", [], "step ", IN_CHIEF),
     "a chief that never tells anything": ("unheard", 0, "deepspeed", [], "setup", "new_group"),
     "another branch under ZeRO 3": ("branch", 1, "", BRANCH, "step", "wait"),
 }
