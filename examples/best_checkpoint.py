@@ -2,7 +2,7 @@
 
     DET_MASTER=http://localhost:8080 python3 examples/best_checkpoint.py const.yaml  (in this project)
 
-Source: https://docs.determined.ai/latest/reference/python-sdk.html
+Source: https://github.com/determined-ai/determined/blob/v0.38.1/docs/reference/python-sdk/python-sdk.rst
 """
 
 from __future__ import annotations
