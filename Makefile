@@ -1,11 +1,12 @@
-# make train   sets .venv up and trains on scikit-learn's digits
+# make train   sets .venv up and trains on the bundled digits
 # make test    sets .venv up and runs every check and test
+# make docs    builds the documentation's site in build/site
 # make soak    runs the long tests: kills, hosts, containers, other processors, planted bugs
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test soak check clean
+.PHONY: train test soak check docs clean
 
 train: $(VENV)/.train
 	$(BIN)/python train.py --config experiments/digits.yaml
@@ -16,6 +17,12 @@ test: check
 soak: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2 -m soak
 	$(BIN)/python tests/planted/plant.py
+
+docs: $(VENV)/.test
+	rm -rf build/docs && mkdir -p build/docs/benchmarks
+	cp -r *.md LICENSE CITATION.cff docs build/docs/
+	cp benchmarks/*.md benchmarks/*.png build/docs/benchmarks/
+	$(BIN)/mkdocs build --strict
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .
@@ -32,4 +39,4 @@ $(VENV)/.test: requirements-dev.txt $(VENV)/.train
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) runs build .mypy_cache .pytest_cache .ruff_cache

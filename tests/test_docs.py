@@ -94,10 +94,12 @@ def test_determined_knows_the_commands_of_the_cluster_page():
         parser.parse_args(shlex.split(line.replace("TRIAL", "1"))[1:])
 
 
-def test_the_readme_links_every_page():
+def test_the_readme_and_the_site_link_every_page():
     text = PAGES[0].read_text()
     assert len(commands(PAGES[0])) > 5
-    assert not [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in text]
+    site = (PROJECT / "mkdocs.yml").read_text()
+    for page in PAGES[1:]:
+        assert f"(docs/{page.name})" in text and f"- docs/{page.name}\n" in site, page.name
 
 
 def test_the_reference_has_every_key_and_is_current(capsys):
