@@ -193,7 +193,7 @@ def read_description(path: pathlib.Path) -> dict[str, Any]:
             raise ValueError(f"more than {LONGEST // 2**20} MiB")
         description = json.loads(file.read_text())
     except FileNotFoundError:
-        raise InvalidInput(f"{file}: missing; {path.name} needs it; {EXPORT}") from None
+        raise InvalidInput(f"{file}: is missing; {path.name} needs it; {EXPORT}") from None
     except (OSError, ValueError, RecursionError) as error:
         what = f"does not describe a network ({one_line(error)})"
         raise InvalidInput(f"{file}: {what}; {EXPORT}") from error

@@ -322,7 +322,7 @@ HUGE = {"hidden_dim": 60000, "num_heads": 1, "mlp_dim": 60000}  # 690 GB
     arguments_as_text=("net net_args", "x", "net.net_args: 'x': must be a mapping"),
     fewer_classes=("classes", ["a"], "classes: 1 names: must be net.num_classes different names"),
     a_class_twice=("classes", ["a", "b", "a", "c"], "classes: 3 names: must be net.num_classes different"),
-    classes_as_numbers=("classes", [0, 1, 2, 3], "classes: [0, 1, 2, 3]: must be a list, of which each"),
+    classes_as_numbers=("classes", [0, 1, 2, 3], "classes: [0, 1, 2, 3]: must be a list; each value"),
     classes_as_text=("classes", "abcd", "classes: 'abcd': must be a list"),
     class_count_as_text=("net num_classes", "4", "net.num_classes: '4': must be a whole number"),
     a_number_type=("dtype", "int8", "dtype: 'int8': must be one of float32, bfloat16, float16"),
@@ -330,7 +330,7 @@ HUGE = {"hidden_dim": 60000, "num_heads": 1, "mlp_dim": 60000}  # 690 GB
     height_as_text=("input height", "32", "input.height: '32': must be a whole number of pixels"),
     no_height=("input height", 0, "input.height: 0: must be a whole number of pixels"),
     huge=("input resize", [10**9, 10**9], "input.resize: [1000000000, 1000000000]: must be a list of 2"),
-    half_a_size=("input resize", [32], "input.resize: [32]: must be a list of 2, of which each"),
+    half_a_size=("input resize", [32], "input.resize: [32]: must be a list of 2; each value"),
     small=("input resize", [32, 16], "input.resize: [32, 16]: must be at least input.height and"),
     other_height=("input height", 16, "input: 16x32: net fails on such images (mat1 and mat2 shapes"),
     other_size=(
@@ -360,7 +360,7 @@ HUGE = {"hidden_dim": 60000, "num_heads": 1, "mlp_dim": 60000}  # 690 GB
     no_deviation=(
         "input std",
         [0, 1, 1],
-        "input.std: [0, 1, 1]: must be a list of 3, of which each must be a",
+        "input.std: [0, 1, 1]: must be a list of 3; each value must be a",
     ),
     infinite=("input std", [float("inf")] * 3, "input.std: [inf, inf, inf]: must be"),
     no_number=("input mean", [float("nan")] * 3, "input.mean: [nan, nan, nan]: must be"),
@@ -422,7 +422,7 @@ def test_weights_of_another_form_are_refused(change, line, root, copy, main):
         "classification.json",
         "mistakes",
         [{}],
-        "mistakes: [{}]: must be a list, of which each must have image",
+        "mistakes: [{}]: must be a list; each value must have image",
     ),
     classes=("classification.json", "classes", [1, 2, 3, 4], "classes: [1, 2, 3, 4]: must be a list"),
 )
