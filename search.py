@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with locked_folder(output, "search"):
             runner = SearchRunner(search, output, source)
             runner.refuse_if_all_invalid()
-            for split in source.names:  # decoded once for all trials, none of which can go without
+            for split in source.names:  # decode once for all trials
                 source.load(split)
             return runner.run()
     except InvalidInput as error:

@@ -20,6 +20,9 @@ NEEDED = {
     "tenacity": "tenacity>=8.2",
     "tensorboard": "tensorboard>=2.15",
     "psutil": "psutil",
+    "msgpack": "msgpack>=1.0",
+    "packaging": "packaging>=22",
+    "safetensors": "safetensors>=0.4.5",
     "appdirs": "appdirs",
     "ruamel.yaml": "ruamel.yaml",
 }

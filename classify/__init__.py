@@ -1,9 +1,9 @@
-"""What an image classifier is made of. Each package imports those before it, and ``deepspeed_trial``, alone.
+"""An image classifier. A package here imports ``deepspeed_trial`` and the packages above it in this list.
 
 - ``config``: the experiment file and the hyperparameters;
-- ``images``: found, decoded once, cached, augmented, cut into micro-batches;
-- ``models``: networks by name, their weights in and out, and whether a network goes with the data;
+- ``images``: image sets, their sources, order, augmentation and loaders;
+- ``models``: networks by name, and their weights;
 - ``engine``: the DeepSpeed configuration, its checks, and the engine;
-- ``reports``: metrics, figures, TensorBoard, the HTML report;
-- ``tuning``: a search on this machine.
+- ``reports``: metrics, TensorBoard, the first lines, ``summary.json``;
+- ``tuning``: the fastest micro-batch and configuration.
 """

@@ -92,7 +92,7 @@ class TrialHooks(Callback):
 
 
 def steps_done(context: Any) -> int:
-    """Return the optimizer steps done at the last report, for Determined's own context as well."""
+    """Return the optimizer steps done at the last report; it accepts Determined's context, too."""
     done: int | None = getattr(context, "steps_done", None)
     if done is None:  # Determined's own, which does not know before its first step
         with contextlib.suppress(det.errors.InternalException):

@@ -1,6 +1,6 @@
 """The training in a Determined experiment configuration: its seed, length, periods and metric.
 
-Source: https://docs.determined.ai/latest/reference/training/experiment-config-reference.html
+Source: https://github.com/determined-ai/determined/blob/v0.38.1/docs/reference/experiment-config-reference.rst
 """
 
 from __future__ import annotations

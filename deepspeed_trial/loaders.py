@@ -16,9 +16,9 @@ from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.random_state import random_state, set_random_state
 
 UNREPRODUCIBLE = (
-    "{method}() returned a {kind}, no determined.pytorch.DataLoader, on which the reproducibility of an"
-    " experiment rests. If your loader shuffles, shards and resumes by itself, disable this check in the"
-    " trial's __init__: context.disable_dataset_reproducibility_checks()"
+    "{method}() returned a {kind}. The reproducibility of a trial needs a determined.pytorch.DataLoader."
+    " If your loader shuffles, shards and resumes by itself, disable this check in the trial's __init__:"
+    " context.disable_dataset_reproducibility_checks()"
 )
 TOO_FEW_FOR_A_PIPELINE = (
     "{what}: the number of train micro batches in its loader should not be less than the number of gradient"

@@ -9,7 +9,7 @@ It differs from Determined 0.38 on purpose:
 - A resumed trial continues at the same batch of the same order, also under gradient accumulation.
 - A validation leaves the generators of random numbers as they were, so weights do not depend on how often a
   run validates.
-- A trial that a search has stopped, or that is asked to stop, ends after the next step.
+- A stop by the search, by a signal or by the master takes effect after the next step.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Loop:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done, in this run and those that it continues."""
+        """Optimizer steps done, including the steps of the runs that this run continues."""
         return self.state.batches_trained
 
     @property
@@ -240,7 +240,7 @@ class Loop:
         self.events.tell("on_training_workload_end", **workload)
 
     def validate(self) -> None:
-        """Validate, report, and save if the checkpoint policy says so."""
+        """Validate, report, and save if the checkpoint policy requires it."""
         with self._measuring(time_budget.VALIDATION):
             with self.place.during(VALIDATION, self.steps), evaluation.randomness_kept(self.context.device):
                 validation = self._evaluate(self.data.validation, evaluation.VALIDATION)

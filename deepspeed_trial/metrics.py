@@ -17,7 +17,7 @@ NOT_A_DICTIONARY = "{method} must return a dictionary mapping string names to Te
 
 
 def kept(metrics: Any) -> dict[str, Any]:
-    """Return a micro-batch's metrics in the form in which they wait for the next report.
+    """Return a micro-batch's metrics as they wait for the next report.
 
     Scalars stay on the device, without their graph; of other tensors the host gets a copy.
 
@@ -208,7 +208,7 @@ def write_scalars(context: Any, step: int, metrics: Mapping[str, Any], is_valida
 
 
 def write_training(context: Any, steps: int, workload: Mapping[str, Any], calls_per_step: int) -> None:
-    """Write the metrics of each step for TensorBoard, and those of reducers at the last.
+    """Write the metrics of each step for TensorBoard, and the reducers' metrics at the last step.
 
     Args:
         context: of the trial.

@@ -34,15 +34,15 @@ logger = logging.getLogger("deepspeed_trial")
 class Services:
     """Metrics, checkpoints, stops and progress of a training.
 
-    ``core`` has the interface of Determined's Core API in both places; the methods cover what it leaves open.
+    ``core`` has the interface of Determined's Core API in both places; the methods add the rest.
 
     Args:
         core_context: for reports and checkpoints.
         experiment: the experiment's configuration.
 
     Attributes:
-        trial_id: the number in checkpoints by which a trial knows its own.
-        vote: agrees on the last step when any rank is asked to stop.
+        trial_id: the trial's number in its checkpoints.
+        vote: agreement of the ranks on the last step.
     """
 
     trial_id = 0

@@ -18,7 +18,7 @@ from deepspeed_trial.loaders import Data
 
 
 class Due(enum.Enum):
-    """Events that a step may bring, in the order in which they happen."""
+    """Events after a step, in their order."""
 
     END = enum.auto()
     VALIDATION = enum.auto()
@@ -87,7 +87,7 @@ class Settings:
         return best is None or bool(value < best if experiment.smaller_is_better else value > best)
 
     def work(self, data: Data, trained: int) -> time_budget.Work:
-        """Return the work besides the steps, for the plan of a length in minutes.
+        """Return the work besides the steps; the plan of a length in minutes needs it.
 
         Args:
             data: of the trial.

@@ -32,8 +32,8 @@ _votes = itertools.count()  # in this process, and so in each rank
 class Vote:
     """Agreement of all ranks on the last step, after any of them has asked to stop.
 
-    On the CPUs of one host, ranks are at most a step apart: the first rank that is asked writes the next step
-    into a file, and all ranks look for it after each step.
+    On the CPUs of one host, ranks are at most a step apart. The first rank with a request writes the next
+    step into a file, and all ranks look for the file after each step.
 
     Elsewhere ranks agree through a store in rank 0's process. A thread of each rank looks there for a
     request, and a step costs nothing until one comes. After a request each rank writes to the store that it
@@ -42,7 +42,7 @@ class Vote:
 
     Args:
         distributed: the ranks.
-        file: on a disk of the one host; None where there is none.
+        file: on a disk of the one host; None for several hosts.
     """
 
     def __init__(self, distributed: core.DistributedContext, file: pathlib.Path | None = None) -> None:
@@ -115,9 +115,9 @@ class Vote:
 
 
 class Signals:
-    """Signals of a run off a cluster; inside ``gracefully`` they request a stop, else they end the process.
+    """Signals of a local run; inside ``gracefully`` they request a stop, else they end the process.
 
-    The signals are SIGINT, SIGTERM and SIGUSR1, by which SLURM announces the end of a job's time. A second
+    The signals are SIGINT, SIGTERM and SIGUSR1; SLURM sends the last one before a job's time ends. A second
     SIGINT or SIGTERM, a second or more after the first, ends the process at once; launchers repeat a signal
     within a second. The end of the launcher, or of the process ``STOP_WITH_PID``, works as a SIGTERM.
 

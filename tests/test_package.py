@@ -17,7 +17,7 @@ FILES = sorted([*PROJECT.glob("[!.]*.yaml"), *PROJECT.glob("experiments/*.yaml")
 LOCAL_TEST = "--local --test --config entrypoint=model_def:CIFARTrial --config data.dataset=digits".split()
 NO_INDEX = {"PIP_INDEX_URL": "http://127.0.0.1:9/nothing", "PIP_RETRIES": "0"}
 
-# By https://docs.determined.ai/latest/reference/training/experiment-config-reference.html
+# By https://github.com/determined-ai/determined/blob/v0.38.1/docs/reference/experiment-config-reference.rst
 DOCUMENTED = """name data entrypoint scheduling_unit max_restarts checkpoint_policy min_validation_period hyperparameters
 searcher.name searcher.metric searcher.smaller_is_better searcher.max_trials searcher.max_concurrent_trials
 searcher.time_metric searcher.max_time searcher.max_rungs searcher.divisor searcher.mode resources.slots_per_trial

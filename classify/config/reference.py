@@ -12,7 +12,9 @@ from classify.config.sections import Key
 Sections = Mapping[str, Mapping[str, Key]]
 
 _DEEPSPEED = "https://www.deepspeed.ai/docs/config-json/"
-_DETERMINED = "https://docs.determined.ai/latest/reference/training/experiment-config-reference.html"
+_DETERMINED = (
+    "https://github.com/determined-ai/determined/blob/v0.38.1/docs/reference/experiment-config-reference.rst"
+)
 _INTRODUCTION = f"""# Reference of the keys
 
 `python3 train.py --keys` prints every key of an experiment file; `--keys markdown` makes this page.

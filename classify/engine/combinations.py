@@ -1,7 +1,7 @@
 """Conflicts among the network, its mode, the processes and the DeepSpeed configuration.
 
 The constraints of Determined's DeepSpeed guide and of DeepSpeed. Source:
-https://docs.determined.ai/latest/model-dev-guide/api-guides/apis-howto/deepspeed/deepspeed.html
+https://github.com/determined-ai/determined/blob/v0.38.1/docs/model-dev-guide/api-guides/apis-howto/deepspeed/deepspeed.rst
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class DataSettings(Keyed):
             f"must be one of {', '.join(NORMALIZATIONS)}, or {{mean: [R, G, B], std: [R, G, B]}} of 0 to 1",
         ),
         "The normalization; `half`: inputs in [-1, 1], `dataset`: its mean and standard deviation, `weights`:"
-        " those of the pretrained weights.",
+        " as for the pretrained weights.",
     )
     device: str = key(
         "auto",

@@ -62,7 +62,7 @@ def read_metadata(checkpoint: pathlib.Path) -> dict[str, Any]:
         raise ValueError("steps_completed is missing")
     # Without a digest: what Determined has written on a cluster, and runs of earlier versions.
     if metadata.pop(OWN_DIGEST, None) not in (None, _digest_of(metadata)):
-        raise ValueError("it is not what was written")
+        raise ValueError("the file differs from the written one")
     if type(metadata.setdefault(NUMBER, 0)) is not int:
         raise ValueError(f"{NUMBER} is no whole number")
     return metadata
@@ -119,7 +119,7 @@ def damage(folder: pathlib.Path) -> str | None:
         if (folder / file).stat().st_size < size:
             return f"{file}: is truncated"
         if sha256(folder / file) != digest:
-            return f"{file}: is not what was written"
+            return f"{file}: differs from the written file"
     return None
 
 

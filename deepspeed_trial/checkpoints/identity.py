@@ -132,11 +132,11 @@ def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
             is_fixed = group != "mode" or key.endswith(("precision", "optimizer.type"))
             if value != was and (is_fixed or not converts):
                 made_with = f"checkpoint {name} was made with {was!r}"
-                errors.append(f"{key}: {value!r}: {made_with}; use that, or start anew")
+                errors.append(f"{key}: {value!r}: {made_with}; use that value, or start a new run")
     for key, needed in mine["states"].items():
         if needed and saved["states"].get(key) is False:
             errors.append(
-                f"{key}: True: checkpoint {name} holds no state for it; set it to false, or start anew"
+                f"{key}: True: checkpoint {name} holds no state for it; set it to false, or start a new run"
             )
     if errors:
         if is_other_mode and not converts:

@@ -80,7 +80,7 @@ class LocalCheckpoints:
             shutil.rmtree(partial, ignore_errors=True)
             free = shutil.disk_usage(self.folder).free / 2**20
             room = f"; {free:,.0f} MiB are free there" if is_full else ""
-            remedy = how_to_go_on(self.folder.parent) if is_full else "--resume latest goes on from there"
+            remedy = how_to_go_on(self.folder.parent) if is_full else "--resume latest continues from there"
             raise TrainingStopped(
                 f"{self.folder}: the checkpoint of step {metadata['steps_completed']} cannot be written"
                 f" ({one_line(error)}{room}); {self._last_whole()}; {remedy}"
@@ -117,7 +117,8 @@ class LocalCheckpoints:
         whole = next((other for other in known if files.damage(self.folder / other) is None), None)
         if which == AUTO and whole:
             print(
-                f"--resume: auto: {self.folder / str(name) / damage}; goes on from {whole}", file=sys.stderr
+                f"--resume: auto: {self.folder / str(name) / damage}; the run continues from {whole}",
+                file=sys.stderr,
             )
             return whole
         mend = "there is no other whole one"

@@ -177,7 +177,7 @@ DAMAGE = {
                   ["It holds 0 engines, and the trial has 1", REMEDY]),
     "other steps": (edit(METADATA, STEPS), [], [f"{METADATA}: cannot be read (it is not", OTHER]),
     "truncated": (truncate_model, [], [MODEL, "is truncated", OTHER, "(step 2)"]),
-    "altered": (alter, [], [MODEL, "is not what was written", OTHER]),
+    "altered": (alter, [], [MODEL, "differs from the written file", OTHER]),
     "missing": (remove(MODEL), [], [MODEL, "is missing", OTHER]),
     "no metadata": (remove(METADATA), [], [f"{METADATA}: is missing", OTHER]),
     "metadata of nothing": (lambda folder: (folder / METADATA).write_text("[" * 100_000), [],
@@ -245,7 +245,7 @@ def test_digests_cover_every_byte_and_file(tmp_path):
     assert files.damage(tmp_path) is None
     for place in (0, (1 << 20) + 5, (3 << 20) - 1):
         large.write_bytes(whole[:place] + b"x" + whole[place + 1 :])
-        assert files.damage(tmp_path) == "large: is not what was written", place
+        assert files.damage(tmp_path) == "large: differs from the written file", place
     large.unlink()
     assert files.damage(tmp_path) == "large: is missing"
 

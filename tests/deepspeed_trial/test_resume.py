@@ -115,7 +115,7 @@ def test_auto_begins_or_resumes(two_checkpoints, tmp_path):
     for name in ("new", "latest", "earlier"):
         assert runs[name].code == 0, runs[name].stderr
         assert runs[name].summary["weights_sha256"] == two_checkpoints.summary["weights_sha256"], name
-    assert f"is truncated; goes on from {second}" in runs["latest"].stderr
+    assert f"is truncated; the run continues from {second}" in runs["latest"].stderr
     assert runs["all"].code == 2 and "there is no other whole one" in runs["all"].stderr
 
 

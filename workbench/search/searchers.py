@@ -1,7 +1,7 @@
 """The searchers: their fields, the brackets of their trials, and the pruner of the worse trials.
 
 The brackets are Determined 0.38's; Optuna's successive halving prunes within a bracket.
-Source: https://docs.determined.ai/latest/reference/training/experiment-config-reference.html#searcher
+Source: https://github.com/determined-ai/determined/blob/v0.38.1/docs/reference/experiment-config-reference.rst#searcher
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from classify.config.rules import is_count, is_finite
 from classify.config.sections import unknown_keys
 from deepspeed_trial.errors import nearest
 
-# https://docs.determined.ai/latest/reference/training/experiment-config-reference.html#hyperparameters
+# https://github.com/determined-ai/determined/blob/v0.38.1/docs/reference/experiment-config-reference.rst#hyperparameters
 RANGE_KEYS = {
     "int": ("minval", "maxval", "count"),
     "double": ("minval", "maxval", "count"),
