@@ -118,9 +118,12 @@ class _Watch:
         """Return a line about the rank whose loss made a collective fail, after the seconds to find it."""
         if self._stuck:
             return "no rank has moved, and another has ended the run"
-        with contextlib.suppress(KeyboardInterrupt):  # launchers end all ranks after the first
-            time.sleep(SILENT_AFTER + 2 * TICK)
+        deadline = time.monotonic() + SILENT_AFTER + 2 * TICK
         ranks = list(self._heartbeats.ranks)
+        with contextlib.suppress(KeyboardInterrupt):  # launchers end all ranks after the first
+            while time.monotonic() < deadline and not any(beat.missing == GONE for beat in ranks):
+                time.sleep(TICK / 4)
+                ranks = list(self._heartbeats.ranks)
         is_found = any(beat.missing for beat in ranks)
         return self._first_line(ranks) if is_found else f"another rank is gone, in {self._place}"
 

@@ -209,9 +209,9 @@ ROWS: dict[str, Row] = {
     "adamw": row("digits", 0, ds_optimizer=ADAMW, ranks=(1,)),
     "adamw zero1": row("digits", 1, ds_optimizer=ADAMW, like="adamw", onward=(("adamw", 1),)),
     "one cycle": row("digits", 1, ds_scheduler=CYCLE),
-    "muon": row("digits", 0, **MUON_VIT, tolerance=1e-4, onward=(("muon", 1),)),
+    "muon": row("digits", 0, **MUON_VIT, tolerance=1e-4, onward=(("muon", 1), ("muon zero2", 2))),
     "muon zero1": row("digits", 1, **MUON_VIT, like="muon", tolerance=1e-4, ranks=(2,)),
-    "muon zero2": row("digits", 2, **MUON_VIT, like="muon", tolerance=1e-4),
+    "muon zero2": row("digits", 2, **MUON_VIT, like="muon", tolerance=1e-4, onward=(("muon zero3", 1),)),
     "muon zero3": row("digits", 3, **MUON_VIT, like="muon", tolerance=1e-4, ranks=(2,)),
     "muon accumulate": row(
         "digits", 2, **MUON_VIT, ds_gradient_accumulation_steps=4, like="muon", tolerance=1e-4, ranks=(1,)

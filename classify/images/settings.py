@@ -267,5 +267,5 @@ def _left_out_errors(values: Mapping[str, Any]) -> list[str]:
     options = storage if isinstance(storage, Mapping) else {}
     places = {"root": values.get("root"), **{f"storage.{name}": value for name, value in options.items()}}
     left_out = [name for name, value in places.items() if isinstance(value, str) and redaction.MARK in value]
-    what = f"{redaction.MARK} stands for what was not written into this file"
+    what = f"{redaction.MARK} stands for a secret"
     return [f"data.{n}: {places[n]!r}: {what}; give it by --set data.{n}=VALUE" for n in left_out]

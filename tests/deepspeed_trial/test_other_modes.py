@@ -10,17 +10,9 @@ from matrix import ADAMW, RISING_SCALE, ROWS, SGD, row
 from test_matrix import test_a_stopped_run_goes_on_in_another_mode as check
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "words"),
-    [
-        ("muon zero2", "muon", "it holds no states by the weights' names"),
-        ("muon", "muon zero2", "Muon with ZeRO goes on with the same processes and ZeRO stage alone"),
-        ("bf16", "zero1", "precision: 'float32': checkpoint"),
-    ],
-)
-def test_an_impossible_change_is_refused(runs, before, after, words):
-    refused = runs.onward(before, after, 1)
-    assert refused.code == 2 and words in refused.stderr, refused.stderr
+def test_another_precision_is_refused(runs):
+    refused = runs.onward("bf16", "zero1", 1)
+    assert refused.code == 2 and "precision: 'float32': checkpoint" in refused.stderr, refused.stderr
 
 
 MORE = {
@@ -50,6 +42,7 @@ FAMILIES = [
     ["bf16 zero0", "bf16", "bf16 zero2", "bf16 zero3"],
     ["fp16", "fp16 zero2", "fp16 zero3"],
     ["groups", "groups zero1", "groups zero2", "groups zero3", "groups pipeline"],
+    ["muon", "muon zero1", "muon zero2", "muon zero3"],
     ["resnet18", "resnet18 zero3"],
     ["moe zero0", "moe", "moe zero2", "experts zero0", "experts"],
 ]

@@ -2,13 +2,12 @@
 
 import json
 import math
-import shutil
 from typing import Any
 
 import pytest
 import torch
 from matrix import BATCH, DEEPSPEED, MUON, ROWS, STEPS, VIT
-from support import LATEST, overrides, run
+from support import overrides, run
 from test_matrix import losses
 from torch.nn import functional as F
 
@@ -87,11 +86,3 @@ def test_muon_is_its_reference(runs, tmp_path):
         trained = torch.load(made.output / "net.pt")
         for name in ("conv_proj.weight", "heads.head.weight", "class_token"):
             torch.testing.assert_close(trained[name], net.state_dict()[name], rtol=1e-3, atol=1e-4)
-
-
-def test_muon_with_zero_continues_with_the_same_processes_alone(runs, tmp_path):
-    """test_matrix.py continues a run without ZeRO in one process."""
-    output = shutil.copytree(runs.stopped("muon zero2", 2).output, tmp_path / "run")
-    made = run(["train.py", *ROWS["muon zero2"].arguments, *LATEST, "--output", str(output)], output)
-    assert made.code == 2, made.stderr
-    assert "Muon with ZeRO goes on with the same processes" in made.stderr and "processes: " in made.stderr

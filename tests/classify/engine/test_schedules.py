@@ -214,7 +214,7 @@ def test_a_length_has_one_unit_and_a_search_none_of_minutes():
     assert line.endswith("must be {batches: N} or {epochs: N} or {minutes: M}")
     searcher = {"name": "adaptive_asha", "time_metric": "batches", "max_time": 9}
     line = error_line(lambda: check({"max_length": {"minutes": 1}}, searcher=searcher))
-    assert "a search compares its trials after as many epochs or batches; use {epochs: N}" in line
+    assert "a search compares trials of equal length; use {epochs: N} or {batches: N}" in line
     file = str(PROJECT / "experiments/search-random.yaml")
     with_minutes = ["hyperparameters.max_length={minutes: 3}"]
     assert "max_length: {'minutes': 3}: a search" in error_line(specification.load, file, with_minutes, 1)

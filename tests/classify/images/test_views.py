@@ -125,7 +125,7 @@ def test_it_adds_an_accuracy_and_changes_no_other_metric(runs: Runs, tmp_path, c
     folders = [str(each.output) for each in (plain, run)]
     assert checkpoint.main(["report", *folders, "--output", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()
-    assert f"<td>accuracy by test-time augmentation</td><td>-</td><td>{accuracy:.4f}</td>" in page
+    assert f"<td>accuracy (TTA)</td><td>-</td><td>{accuracy:.4f}</td>" in page
     if name != "moe":  # it needs a process group
         capsys.readouterr()
         command = ["evaluate", str(run.output / "net.pt"), *DIGITS, "--tta", "mirror,shift=1"]

@@ -231,7 +231,7 @@ def add_a_class(path: pathlib.Path) -> None:
 
 
 OTHER = "is not the file that its JSON file describes"
-WEIGHTS = "are not those that its JSON file describes"
+WEIGHTS = "the weights differ from the weights that the JSON file describes"
 
 
 @pytest.fixture
