@@ -76,18 +76,15 @@ class Trainer:
         Args:
             max_length: ``pytorch.Batch(N)`` optimizer steps, ``pytorch.Epoch(N)``, or ``Minutes(M)``.
             validation_period: steps or epochs between validations; None validates only at the end.
-            checkpoint_period: steps or epochs between checkpoints; None saves only at the end and by
-                ``checkpoint_policy``.
+            checkpoint_period: steps or epochs between checkpoints, besides ``checkpoint_policy``.
             reporting_period: steps or epochs between reports of training metrics; None means 100 steps.
             checkpoint_policy: saves after a validation: ``best`` (by ``searcher.metric``), ``all`` or
                 ``none``. Without that metric ``best`` means ``all``.
             latest_checkpoint: UUID of the checkpoint to resume from.
             step_zero_validation: whether to validate before the first step.
             test_mode: whether to stop after one batch of everything.
-            profiling_enabled: whether to profile a few steps with torch's profiler; on a cluster Determined's
-                system metrics are recorded as well.
-            best_weights: whether a local run loads the weights of the best validation by ``searcher.metric``
-                at the end, before the test.
+            profiling_enabled: whether to profile a few steps, and on a cluster to record system metrics.
+            best_weights: whether a local run loads the weights of the best validation before the test.
 
         Raises:
             InvalidInput: if the checkpoint cannot be used.
@@ -97,15 +94,15 @@ class Trainer:
         if not isinstance(max_length, pytorch.Batch | pytorch.Epoch) or not isinstance(max_length.value, int):
             raise TypeError(f"max_length: {max_length}: must be a pytorch.Batch(int) or pytorch.Epoch(int)")
         context.resumed_from = self._steps_of(latest_checkpoint)
+        policy = "all" if checkpoint_policy == "best" and not context.experiment.metric else checkpoint_policy
         if best_weights and on_cluster() and context.distributed.rank == 0:
             logger.warning("best_weights: on a cluster the last weights are tested")
-        is_judged = bool(context.experiment.metric)
         settings = Settings(
             length=max_length,
             validation_period=validation_period or never,
             checkpoint_period=checkpoint_period or never,
             reporting_period=reporting_period or pytorch.Batch(100),
-            checkpoint_policy="all" if checkpoint_policy == "best" and not is_judged else checkpoint_policy,
+            checkpoint_policy=policy,
             checkpoint=latest_checkpoint,
             step_zero_validation=step_zero_validation,
             test_mode=test_mode,
