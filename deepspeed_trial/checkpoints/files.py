@@ -62,7 +62,7 @@ def read_metadata(checkpoint: pathlib.Path) -> dict[str, Any]:
         raise ValueError("steps_completed is missing")
     # Without a digest: what Determined has written on a cluster, and runs of earlier versions.
     if metadata.pop(OWN_DIGEST, None) not in (None, _digest_of(metadata)):
-        raise ValueError("the file differs from the written one")
+        raise ValueError("it differs from the written file")
     if type(metadata.setdefault(NUMBER, 0)) is not int:
         raise ValueError(f"{NUMBER} is no whole number")
     return metadata
