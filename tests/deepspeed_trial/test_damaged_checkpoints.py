@@ -175,7 +175,7 @@ ANOTHER = {
 DAMAGE = {
     "no engine": (signed(lambda folder: shutil.rmtree(folder / "model0")), [],
                   ["It holds 0 engines, and the trial has 1", REMEDY]),
-    "other steps": (edit(METADATA, STEPS), [], [f"{METADATA}: cannot be read (it is not", OTHER]),
+    "other steps": (edit(METADATA, STEPS), [], [f"{METADATA}: cannot be read (it differs from the written file", OTHER]),
     "truncated": (truncate_model, [], [MODEL, "is truncated", OTHER, "(step 2)"]),
     "altered": (alter, [], [MODEL, "differs from the written file", OTHER]),
     "missing": (remove(MODEL), [], [MODEL, "is missing", OTHER]),
