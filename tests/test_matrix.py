@@ -164,7 +164,9 @@ def test_a_run_leaves_its_network_and_its_figures(runs: Runs, name, ranks, tmp_p
     assert any(line.startswith("network  ") for line in lines)
     if IMAGES[name][0] == 360:
         found, validation = evaluated(made, name, tmp_path), summary["validation"]
+        # The run gathers its network; an export takes it from the checkpoint's parts
         assert found["checkpoint"] == summary["checkpoint"]
+        assert found["weights_sha256"] == summary["weights_sha256"]
         assert found["per_class_accuracy"] == validation["per_class_accuracy"]
         tolerance = 1e-5 if summary["dtype"] == "float32" else 1e-2
         assert found["loss"] == pytest.approx(validation["loss"], rel=tolerance)
