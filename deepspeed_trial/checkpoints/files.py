@@ -12,6 +12,7 @@ from typing import Any
 
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.experiment import Experiment
+from deepspeed_trial.input_files import regular_file
 from deepspeed_trial.local import metrics_log
 
 METADATA = "metadata.json"
@@ -54,7 +55,7 @@ def read_metadata(checkpoint: pathlib.Path) -> dict[str, Any]:
         OSError: if it cannot be read.
         ValueError: if it describes no checkpoint.
     """
-    metadata = json.loads((checkpoint / METADATA).read_text())
+    metadata = json.loads(regular_file(checkpoint / METADATA).read_text())
     files = metadata.get("files", {}) if isinstance(metadata, dict) else None
     if not isinstance(files, dict) or not all(map(_is_described, files.values())):
         raise ValueError("not what describes a checkpoint")

@@ -15,6 +15,7 @@ from deepspeed_trial.checkpoints import shards
 from deepspeed_trial.checkpoints.safe_load import read_trial_state
 from deepspeed_trial.engines import engine_dtype
 from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.input_files import regular_file
 
 FILE = "identity.json"
 GROUPS = ("net", "mode", "position")
@@ -82,7 +83,7 @@ def read(path: pathlib.Path, name: str) -> Identity:
         InvalidInput: if it is missing or damaged.
     """
     try:
-        saved = json.loads((path / FILE).read_text())
+        saved = json.loads(regular_file(path / FILE).read_text())
         groups = {group: saved[group] for group in GROUPS}
         groups.update({group: saved.get(group) or {} for group in ("states", "progress")})
         for group, values in groups.items():
@@ -96,6 +97,12 @@ def read(path: pathlib.Path, name: str) -> Identity:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = f"cannot be read ({one_line(error)}); {name} is damaged or not of this package"
         raise InvalidInput(f"{path / FILE}: {reason}") from error
+
+
+def _shown(value: Any, most: int = 500) -> str:
+    """Return a value of a checkpoint, which may be of any length, for a line."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]} ..."
 
 
 def check_engines(path: pathlib.Path, name: str, engines: int) -> None:
@@ -131,7 +138,7 @@ def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
             was = known.get(key)
             is_fixed = group != "mode" or key.endswith(("precision", "optimizer.type"))
             if value != was and (is_fixed or not converts):
-                made_with = f"checkpoint {name} was made with {was!r}"
+                made_with = f"checkpoint {name} was made with {_shown(was)}"
                 errors.append(f"{key}: {value!r}: {made_with}; use that value, or start a new run")
     for key, needed in mine["states"].items():
         if needed and saved["states"].get(key) is False:

@@ -6,6 +6,8 @@ import contextlib
 import io
 import pathlib
 import pickle
+import pickletools
+import sys
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,11 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from deepspeed_trial.errors import InvalidInput, one_line, why_unloadable
+from deepspeed_trial.input_files import regular_file, small_file
 
 # The names in Determined's trial_state.pkl
 TRIAL_STATE = ("trial_id", "last_ckpt", "last_val", "step_id", "batches_trained", "epochs_trained")
+MOST = 10_000  # bytes of it
 
 
 def _member_of_zero_stage(enum: Any, name: str) -> ZeroStageEnum:
@@ -55,7 +59,7 @@ def read(file: pathlib.Path) -> Any:
     """
     try:
         with allowed_globals():
-            return torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            return torch.load(regular_file(file), map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # torch, zipfile and pickle raise each their own
         reason = why_unloadable(error)
         remedy = "resume from another checkpoint"
@@ -73,6 +77,19 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint")
 
 
+def is_count(value: Any) -> bool:
+    """Return whether a value is a whole number that a count of steps may have."""
+    return type(value) is int and 0 <= value <= sys.maxsize
+
+
+def _plain_values(content: bytes) -> Any:
+    """Return the plain values of a small pickle; one of a few bytes may ask for gigabytes, and is refused."""
+    for code, number, _ in pickletools.genops(content):
+        if code.name in ("PUT", "LONG_BINPUT") and (number or 0) > len(content):  # makes a list so long
+            raise pickle.UnpicklingError(f"object {number:,} of {len(content):,} bytes")
+    return _PlainUnpickler(io.BytesIO(content)).load()
+
+
 def read_trial_state(path: pathlib.Path) -> dict[str, int]:
     """Read Determined's state of a trial, a pickle of whole numbers.
 
@@ -84,8 +101,8 @@ def read_trial_state(path: pathlib.Path) -> dict[str, int]:
     """
     file = path / "trial_state.pkl"
     try:
-        state = dict(_PlainUnpickler(io.BytesIO(file.read_bytes())).load())
-        wrong = sorted(state.keys() ^ TRIAL_STATE) or [k for k in TRIAL_STATE if type(state[k]) is not int]
+        state = dict(_plain_values(small_file(file, MOST)))
+        wrong = sorted(state.keys() ^ TRIAL_STATE) or [k for k in TRIAL_STATE if not is_count(state[k])]
         if wrong:
             raise ValueError(f"{wrong[0]}: {state.get(wrong[0], 'is missing')!r}")
     except Exception as error:  # a damaged pickle raises nearly anything

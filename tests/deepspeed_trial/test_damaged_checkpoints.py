@@ -6,6 +6,7 @@ import operator
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 
 import pytest
 import safetensors
@@ -20,6 +21,7 @@ from support import contents as every_byte
 
 import train
 from deepspeed_trial.checkpoints import contents, files, identity, safe_load, shards
+from deepspeed_trial.errors import InvalidInput
 
 METADATA, RANK0, STATE = files.METADATA, "det_state_dict_rank0.pth", "trial_state.pkl"
 
@@ -132,6 +134,9 @@ STEPS = put("steps_completed", value=2)
 WRONG = {
     "steps in the metadata": (METADATA, STEPS, [f"{METADATA}: steps_completed: 2: but trial_state.pkl has 4"]),
     "no state": (STATE, dict.clear, [f"{STATE}: cannot be read (batches_trained"]),
+    "steps before the first": (STATE, put("batches_trained", value=-3), [f"{STATE}: cannot be read", "trained: -3)"]),
+    "steps above any count": (STATE, put("batches_trained", value=10**30), [f"{STATE}: cannot be read (batches_tr"]),
+    "a value without end": (identity.FILE, put("mode", "precision", value="x" * 9_999), ["was made with 'xxx", "xxx ..."]),
     "steps as text": (STATE, put("batches_trained", value="4"), ["(batches_trained: '4')"]),
     "processes as text": (identity.FILE, put("mode", "processes", value="1"), ["(processes: '1')"]),
     "no processes": (identity.FILE, drop("mode", "processes"), ["identity.json", "(processes: None)"]),
@@ -215,6 +220,24 @@ def test_only_members_of_enumerations_load_by_their_names(tmp_path):
         assert torch.load(tmp_path / "good.pt", weights_only=True) == {"zero_stage": ZeroStageEnum.gradients}
         with pytest.raises(pickle.UnpicklingError, match=r"getattr of .*LossScaler"):
             torch.load(tmp_path / "bad.pt", weights_only=True)
+
+
+def test_pipes_and_devices_are_not_read(tmp_path):
+    """A pipe would be waited for, for ever."""
+    reads: dict[str, Callable] = {METADATA: files.read_metadata, STATE: safe_load.read_trial_state}
+    reads[identity.FILE] = functools.partial(identity.read, name="uuid")
+    reads[RANK0] = lambda folder: safe_load.read(folder / RANK0)
+    for name, read in reads.items():
+        (tmp_path / name).symlink_to("/dev/null")
+        with pytest.raises((InvalidInput, OSError), match="is a pipe or a device"):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("place", [b"r" + (2**26).to_bytes(4, "little"), b"p67108864\n"])
+def test_a_small_pickle_takes_no_gigabyte(tmp_path, place):
+    """The unpickler would make a list of so many places."""
+    (tmp_path / STATE).write_bytes(b"\x80\x02}" + place + b".")
+    assert "object 67,108,864 of" in error_line(safe_load.read_trial_state, tmp_path)
 
 
 def copy(source, target):
