@@ -15,7 +15,7 @@ import time
 import traceback
 import uuid
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_type_hints
 
 import psutil
 import torch
@@ -59,6 +59,30 @@ class Beat:
 
 def _beat(place: dict[str, Any], **fields: Any) -> Beat:
     return Beat(place=Place(**place), **fields)
+
+
+def parsed(content: bytes, rank: int) -> Beat:
+    """Return a rank's heartbeat.
+
+    Raises:
+        ValueError: if the content is none of that rank; any program that reaches the store can write there.
+        TypeError: also if it is none.
+        RecursionError: if it is nested too deeply.
+    """
+    beat = _beat(**json.loads(content))
+    for each, kinds in (beat, _kinds(Beat)), (beat.place, _kinds(Place)):
+        for name, kind in kinds.items():
+            value = getattr(each, name)
+            is_kind = type(value) in ((int, float) if kind is float else (kind,))
+            if not is_kind or (kind is not str and not abs(value) <= sys.maxsize):  # NaN is not, either
+                raise ValueError(f"{name}: {value!r}: must be a {kind.__name__}")
+    if beat.rank != rank or beat.ended not in ("", FAILED, DONE):
+        raise ValueError(f"no heartbeat of rank {rank}")
+    return beat
+
+
+def _kinds(form: type) -> dict[str, type]:
+    return {name: kind for name, kind in get_type_hints(form).items() if kind is not Place}
 
 
 class Heartbeats:
@@ -108,8 +132,8 @@ class Heartbeats:
 
     def _run(self) -> None:
         while not self._done.is_set():
-            # The store does not answer, its connection broke, or another program has written there
-            with contextlib.suppress(RuntimeError, ValueError, TypeError, KeyError):
+            # The store does not answer, or its connection broke
+            with contextlib.suppress(RuntimeError, ValueError, KeyError):
                 self._talk()
             self._done.wait(TICK)
 
@@ -125,9 +149,10 @@ class Heartbeats:
             present |= {rank for rank, key in enumerate(self._keys) if rank in present or store.check([key])}
             contents = store.multi_get([self._keys[rank] for rank in present])
             for rank, content in zip(present, contents, strict=True):
-                beat = _beat(**json.loads(content))
-                if rank != self._mine.rank and beat.count != self.ranks[rank].count:
-                    self.ranks[rank] = beat
+                with contextlib.suppress(ValueError, TypeError, RecursionError):
+                    beat = parsed(content, rank)
+                    if rank != self._mine.rank and beat.count != self.ranks[rank].count:
+                        self.ranks[rank] = beat
             self._unanswered = 0.0
         self._send(store)
 

@@ -1,6 +1,8 @@
 """Ranks that hang, end or are only slow: the rank and the phase that a run names, and how the run ends."""
 
 import contextlib
+import dataclasses
+import json
 import re
 import socket
 import subprocess
@@ -24,7 +26,7 @@ from support import (
     warm,
 )
 
-from deepspeed_trial.heartbeat import Activity, Beat
+from deepspeed_trial.heartbeat import Activity, Beat, parsed
 from deepspeed_trial.place import BACKWARD, DATA, FORWARD, REPORT, TRAINING, VALIDATION, Place
 from deepspeed_trial.watch import find_behind, reported_after
 
@@ -191,6 +193,20 @@ def test_a_place_is_compared_by_what_all_ranks_do():
     other.begin(TRAINING, 51)
     ranks = [Beat(number, place) for number, place in enumerate((chief, other))]
     assert [beat.rank for beat in find_behind(ranks)] == [0]
+
+
+def test_a_heartbeat_of_another_program_is_no_heartbeat():
+    """Of a dead rank, one with text for numbers would end every look at the ranks."""
+    good = dataclasses.asdict(Beat(1, Place(step=3)))
+    assert dataclasses.asdict(parsed(json.dumps(good).encode(), 1)) == good
+    odd: tuple[Any, ...] = ([], None, float("nan"), 10**400, True)
+    bad: list[Any] = [{**good, key: value} for key in good for value in odd]
+    bad += [{**good, "place": {**good["place"], key: []}} for key in good["place"]]
+    bad += [{**good, "rank": 0}, {**good, "ended": "is gone"}, {**good, "idle": "x"}, {}, [], 1, None, "x"]
+    contents = [json.dumps(each).encode() for each in bad]
+    for content in (*contents, b"", b"\xff", b"[" * 100_000):
+        with pytest.raises((ValueError, TypeError, RecursionError)):
+            parsed(content, 1)
 
 
 def test_a_process_whose_children_work_is_at_work():
