@@ -43,9 +43,9 @@ FAULTS: dict[str, tuple] = {
     "a process that is stopped": ("SIGSTOP", 1, "torchrun", [], "step ", "all_reduce"),
     "a barrier of one rank": ("barrier", 0, "", [], "step 6 (data)", "in barrier"),
     "a save that is stuck": ("save", 0, "", [], "checkpoint after step 12", "in store_path"),
-    "fewer batches": ("unequal", 1, "", overrides(scheduling_unit=99), "after step 5", "gather"),
+    "fewer batches": ("unequal", 1, "", overrides(scheduling_unit=99), "step 5", "gather"),
     "the chief with the store is stopped": ("SIGSTOP", 0, "deepspeed", [], "step ", IN_CHIEF),
-    "a chief that never tells anything": ("unheard", 0, "deepspeed", [], "setup", "new_group"),
+    "a chief that never tells anything": ("unheard", 0, "deepspeed", [], "", f"{IN_CHIEF}|new_group"),
     "another branch under ZeRO 3": ("branch", 1, "", BRANCH, "step", "wait"),
 }
 CHEAP = ["data that do not come", "the chief is stopped"]

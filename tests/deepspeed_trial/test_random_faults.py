@@ -22,7 +22,7 @@ HOSTS, SEED = [CHIEF, OTHER, THIRD], os.environ.get("SEED") or str(random.System
 SILENT = r"rank {} \(host host-{}, process \d+\) does not answer, in "
 KINDS = {  # the message about a rank and its host; none if the run needs no resume
     "kill a rank": r"rank {0} \(host host-{1}, process \d+\) is gone, in ",
-    "kill a host": r"rank \d \(host host-{1}, process \d+\).* is gone, in ",
+    "kill a host": r"rank \d \(host host-{1}, process \d+\) (is gone|does not answer), in ",
     "stop a rank": SILENT,
     "stop a rank for 15 s": "",
     "cut the link": SILENT,
