@@ -7,13 +7,11 @@ import json
 import logging
 import pathlib
 import pickle
-import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import determined as det
-import numpy as np
 import torch
 from determined import pytorch
 from determined.pytorch.deepspeed import DeepSpeedTrial
@@ -24,6 +22,7 @@ from deepspeed_trial.checkpoints.identity import Identity
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.events import Callback, Code, TrialHooks
 from deepspeed_trial.place import GATHER
+from deepspeed_trial.random_state import random_state, set_random_state
 from deepspeed_trial.services import Services
 from deepspeed_trial.time_budget import TimeBudget
 
@@ -209,25 +208,19 @@ class Saving:
 
 
 def _random_numbers(context: Any) -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and torch's generators, under Determined's names."""
-    states = {
-        "cpu_rng_state": torch.random.get_rng_state(),
-        "np_rng_state": np.random.get_state(),
-        "random_rng_state": random.getstate(),
-    }
-    if torch.cuda.device_count():
-        states["gpu_rng_state"] = torch.cuda.get_rng_state(context.distributed.local_rank)
-    return states
+    """Return the states of the generators under Determined's names."""
+    python, numpy, cpu, gpu = random_state(context.device)
+    states = {"cpu_rng_state": cpu, "np_rng_state": numpy, "random_rng_state": python}
+    return states if gpu is None else {**states, "gpu_rng_state": gpu}
 
 
 def _set_random_numbers(states: Mapping[str, Any], context: Any) -> None:
-    np.random.set_state(states["np_rng_state"])
-    random.setstate(states["random_rng_state"])
-    torch.random.set_rng_state(states["cpu_rng_state"])
-    if torch.cuda.device_count() and "gpu_rng_state" in states:
-        torch.cuda.set_rng_state(states["gpu_rng_state"], context.distributed.local_rank)
-    elif torch.cuda.device_count() or "gpu_rng_state" in states:
-        there, here = ("a GPU", "a CPU") if "gpu_rng_state" in states else ("a CPU", "a GPU")
+    is_here, was_there = context.device.type == "cuda", "gpu_rng_state" in states
+    gpu = states.get("gpu_rng_state") if is_here else None
+    python, numpy, cpu = (states[f"{name}_rng_state"] for name in ("random", "np", "cpu"))
+    set_random_state((python, numpy, cpu, gpu), context.device)
+    if is_here != was_there:
+        there, here = ("a GPU" if where else "a CPU" for where in (was_there, is_here))
         logger.warning(
             f"the checkpoint was made on {there}, this run is on {here}: random numbers will differ"
         )

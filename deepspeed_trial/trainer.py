@@ -20,6 +20,8 @@ from deepspeed_trial.settings import Outcome, Settings
 
 __all__ = ["FitResult", "Minutes", "Trainer", "find_checkpoint", "init"]
 
+NEVER = pytorch.Batch(sys.maxsize)  # a period
+
 logger = logging.getLogger("deepspeed_trial")
 
 
@@ -78,8 +80,7 @@ class Trainer:
             validation_period: steps or epochs between validations; None validates only at the end.
             checkpoint_period: steps or epochs between checkpoints, besides ``checkpoint_policy``.
             reporting_period: steps or epochs between reports of training metrics; None means 100 steps.
-            checkpoint_policy: saves after a validation: ``best`` (by ``searcher.metric``), ``all`` or
-                ``none``. Without that metric ``best`` means ``all``.
+            checkpoint_policy: ``best`` (by ``searcher.metric``; without it ``all``), ``all`` or ``none``.
             latest_checkpoint: UUID of the checkpoint to resume from.
             step_zero_validation: whether to validate before the first step.
             test_mode: whether to stop after one batch of everything.
@@ -90,7 +91,7 @@ class Trainer:
             InvalidInput: if the checkpoint cannot be used.
             TrainingStopped: if the training cannot continue.
         """
-        context, never = self.context, pytorch.Batch(sys.maxsize)
+        context = self.context
         if not isinstance(max_length, pytorch.Batch | pytorch.Epoch) or not isinstance(max_length.value, int):
             raise TypeError(f"max_length: {max_length}: must be a pytorch.Batch(int) or pytorch.Epoch(int)")
         context.resumed_from = self._steps_of(latest_checkpoint)
@@ -99,8 +100,8 @@ class Trainer:
             logger.warning("best_weights: on a cluster the last weights are tested")
         settings = Settings(
             length=max_length,
-            validation_period=validation_period or never,
-            checkpoint_period=checkpoint_period or never,
+            validation_period=validation_period or NEVER,
+            checkpoint_period=checkpoint_period or NEVER,
             reporting_period=reporting_period or pytorch.Batch(100),
             checkpoint_policy=policy,
             checkpoint=latest_checkpoint,
