@@ -101,7 +101,8 @@ class Saving:
         torch.save(of_rank, path / f"det_state_dict_rank{rank}.pth")
         trial = type(self.trial)
         is_default = trial.save is DeepSpeedTrial.save and trial.load is DeepSpeedTrial.load
-        if is_default and all(pieces.are_known(engine) for engine in self.engines):
+        are_known = all(pieces.are_known(engine) for engine in self.engines)
+        if is_default and all(self.context.distributed.allgather(are_known)):
             self.context.place.enter(GATHER)
             for index, engine in enumerate(self.engines):
                 folder = shards.folder_of(path, index)

@@ -71,8 +71,11 @@ def named(engine: DeepSpeedEngine, layers: LayerNames) -> Iterator[tuple[str, tu
     of_trained = trained(engine)
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        is_empty = not math.prod(shape)
         piece = of_trained.get(parameter) or _of_frozen(parameter)
-        if piece.numel:
+        if is_empty:
+            piece = Piece(parameter, 0, 0, is_shared=True)
+        if piece.numel or is_empty:
             is_tied = getattr(parameter, "ds_pipe_replicated", False)  # to a layer of another stage
             is_first = not piece.is_shared or is_first_replica(engine, name)
             yield plain_name(engine, name, layers), shape, piece, is_first and not is_tied
@@ -204,8 +207,8 @@ def plain_name(engine: DeepSpeedEngine, name: str, layers: LayerNames) -> str:
 def are_known(engine: DeepSpeedEngine) -> bool:
     """Return whether this module knows where an engine keeps its whole state.
 
-    It does not with NVMe, tensor parallelism, data efficiency, an optimizer of ``UNKNOWN``, and layers that
-    override ``get_extra_state``.
+    It does not with NVMe, tensor parallelism, data efficiency, an optimizer of ``UNKNOWN`` or with other
+    states than numbers and tensors of its weights' shapes, and layers that override ``get_extra_state``.
     """
     zero, optimizer, grid = engine.optimizer, engine.basic_optimizer, getattr(engine, "grid", None)
     away = ("swap_optimizer", "params_in_nvme_and_cpu", "save_muon_momentum_buffer_in_memory")
@@ -218,4 +221,19 @@ def are_known(engine: DeepSpeedEngine) -> bool:
         and not (engine.random_ltd_enabled() or engine.curriculum_learning_enabled())
         and all(type(each).get_extra_state is nn.Module.get_extra_state for each in modules)
         and all(getattr(each, "allreduce", True) or _EXPERT.match(name) for name, each in parameters)
+        and _has_known_states(engine)
+    )
+
+
+def _has_known_states(engine: DeepSpeedEngine) -> bool:
+    """Return whether each state of the optimizer is a number, or lies as its weights do."""
+    if not engine.basic_optimizer or not engine.basic_optimizer.state:
+        return True
+    return all(
+        value is None
+        or isinstance(value, bool | int | float)
+        or (isinstance(value, Tensor) and (value.numel() == 1 or value.shape == piece.owner.shape))
+        or (kind == MOMENTUM and piece.matrix is not None)
+        for piece in trained(engine).values()
+        for kind, value in engine.basic_optimizer.state.get(piece.owner, {}).items()
     )

@@ -148,6 +148,8 @@ class Shards:
                 return f"elements {min(first, end):,} to {max(first, end):,} {there}"
             end = last
             dtypes.add(file.get_slice(key).get_dtype())
+        if not dtypes and not numel:
+            return "is in no file"
         if end != numel:
             return f"has {end:,} elements of {numel:,}"
         return "its parts differ in type" if len(dtypes) > 1 else None
@@ -160,6 +162,8 @@ class Shards:
             for first, last, file in sorted(self._parts[key], key=lambda part: part[:2])
             if first < end and start < last
         ]
+        if not ranges:
+            return self._parts[key][0][2].get_slice(key)[0:0]
         return ranges[0] if len(ranges) == 1 else torch.cat(ranges)
 
     def dtype(self, key: str) -> torch.dtype:

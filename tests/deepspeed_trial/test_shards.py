@@ -1,10 +1,12 @@
 """The state of an engine in shards: the same bits in every mode, readable by torch, and stored once."""
 
+import deepspeed
 import pytest
 import torch
-from line_trial import KEEP, fit, saving_fast
+from determined import pytorch
+from line_trial import CONFIG, KEEP, LineTrial, fit, saving_fast
 from matrix import ROWS
-from support import checkpoints, error_line
+from support import Run, checkpoints, error_line
 from test_any_trial import Linear
 from test_matrix import each
 from torch import nn
@@ -105,3 +107,59 @@ def test_missing_and_doubled_elements_are_named(tmp_path):
         assert words in error_line(Shards, tmp_path)
     (tmp_path / shards.NAME.format(2)).unlink()
     assert "shard-00002" in error_line(Shards, tmp_path)
+
+
+def resumed(output, trial_class, **arguments):
+    """Train 6 steps, and 2 more from the checkpoint; return both trials."""
+    before, _ = fit(output, trial_class, max_length=pytorch.Batch(6), **arguments)
+    (checkpoint,) = checkpoints(Run(0, "", "", output)).values()
+    more = {"resumes": True, "latest_checkpoint": checkpoint.name, "max_length": pytorch.Batch(8)}
+    return before, fit(output, trial_class, **more, **arguments)[0]
+
+
+class Notes(torch.optim.SGD):
+    """Keeps a row and a text of each weight."""
+
+    def step(self, closure=None):
+        for weight in self.param_groups[0]["params"]:
+            state = self.state[weight]
+            state["row"] = state.get("row", torch.zeros(3)) + 1
+            state["note"] = "of a weight"
+        return super().step(closure)
+
+
+class NotesTrial(LineTrial):
+    def _engine(self, config):
+        net = nn.Linear(1, 1)
+        config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+        optimizer = Notes(net.parameters(), lr=0.01)
+        engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+        return self.context.wrap_model_engine(engine)
+
+
+def test_an_optimizer_with_states_of_other_shapes_resumes(tmp_path):
+    """Shards have no place for these states, so DeepSpeed saves them."""
+    _, again = resumed(tmp_path, NotesTrial)
+    (optimizer,) = (engine.basic_optimizer for engine in again.engines)
+    assert all(state["row"].tolist() == [8, 8, 8] for state in optimizer.state.values())
+
+
+class EmptyTrial(LineTrial):
+    def _engine(self, config):
+        net = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.1), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        net[0].register_buffer("no_values", torch.empty(0, 3))
+        net[0].no_weights = nn.Parameter(torch.empty(2, 0))
+        engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+        return self.context.wrap_model_engine(engine)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_network_with_empty_tensors_resumes(tmp_path, stage):
+    config = {"gradient_accumulation_steps": CONFIG["gradient_accumulation_steps"]}
+    _, again = resumed(
+        tmp_path, EmptyTrial, deepspeed_config={**config, "zero_optimization": {"stage": stage}}
+    )
+    assert again.engines[0].global_steps == 8
+    (*_, checkpoint) = checkpoints(Run(0, "", "", tmp_path)).values()
+    weights = Shards(shards.folder_of(checkpoint)).weights()
+    assert (weights["0.no_values"].shape, weights["0.no_weights"].shape) == ((0, 3), (2, 0))
