@@ -208,7 +208,7 @@ def are_known(engine: DeepSpeedEngine) -> bool:
     """Return whether this module knows where an engine keeps its whole state.
 
     It does not with NVMe, tensor parallelism, data efficiency, an optimizer of ``UNKNOWN`` or with other
-    states than numbers and tensors of its weights' shapes, and layers that override ``get_extra_state``.
+    states than numbers and fractions in its weights' shapes, and layers that override ``get_extra_state``.
     """
     zero, optimizer, grid = engine.optimizer, engine.basic_optimizer, getattr(engine, "grid", None)
     away = ("swap_optimizer", "params_in_nvme_and_cpu", "save_muon_momentum_buffer_in_memory")
@@ -225,6 +225,10 @@ def are_known(engine: DeepSpeedEngine) -> bool:
     )
 
 
+def _is_alike(state: Tensor, owner: Tensor) -> bool:
+    return state.shape == owner.shape and (state.is_floating_point() or state.is_complex())
+
+
 def _has_known_states(engine: DeepSpeedEngine) -> bool:
     """Return whether each state of the optimizer is a number, or lies as its weights do."""
     if not engine.basic_optimizer or not engine.basic_optimizer.state:
@@ -232,7 +236,7 @@ def _has_known_states(engine: DeepSpeedEngine) -> bool:
     return all(
         value is None
         or isinstance(value, bool | int | float)
-        or (isinstance(value, Tensor) and (value.numel() == 1 or value.shape == piece.owner.shape))
+        or (isinstance(value, Tensor) and (value.numel() == 1 or _is_alike(value, piece.owner)))
         or (kind == MOMENTUM and piece.matrix is not None)
         for piece in trained(engine).values()
         for kind, value in engine.basic_optimizer.state.get(piece.owner, {}).items()

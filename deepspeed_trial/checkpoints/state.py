@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from deepspeed_trial.checkpoints import pieces, shards
 from deepspeed_trial.checkpoints.pieces import MOMENTUM, LayerNames, Piece, plain_name
+from deepspeed_trial.checkpoints.safe_load import is_count
 from deepspeed_trial.checkpoints.shards import AVERAGE, BUFFERS, REMEDY, WEIGHTS, Part, Shards
 from deepspeed_trial.checkpoints.weights import mismatch
 from deepspeed_trial.errors import InvalidInput
@@ -93,6 +95,14 @@ def check(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames) -> 
         if saved.shapes[key] not in (shape, ()):
             what = f"{key} is {saved.shapes[key]}, but {shape} in this network"
             raise InvalidInput(f"{folder}: {what}; {REMEDY}")
+        dtype, is_number = saved.dtype(key), math.prod(saved.shapes[key]) == 1
+        if not (dtype.is_floating_point or dtype.is_complex or is_number):
+            raise InvalidInput(f"{folder}: {key}: is of {dtype}, and no moment of an optimizer; {REMEDY}")
+    for name, average in saved.network.items():  # of the weight or buffer, if no average was saved
+        for key in (f"{WEIGHTS}/{name}", f"{BUFFERS}/{name}"):
+            if saved.shapes.get(key, saved.shapes[average]) != saved.shapes[average]:
+                what = f"{key} is {saved.shapes[key]}, but {average} is {saved.shapes[average]}"
+                raise InvalidInput(f"{folder}: {what}; {REMEDY}")
     for name, buffer in pieces.buffers(engine.module):
         wanted[plain_name(engine, name, layers)] = torch.empty_like(buffer, device="meta")
     found = saved.outlines()
@@ -176,7 +186,9 @@ def numbers(engine: DeepSpeedEngine) -> dict[str, Any]:
 def load_numbers(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
     """Load what ``numbers`` returned, also for an engine in another mode."""
     for key in COUNTS:
-        setattr(engine, key, saved["counts"][key])
+        if not is_count(count := saved["counts"][key]):
+            raise ValueError(f"{key}: {count!r}: must be a whole number")
+        setattr(engine, key, count)
     groups = engine.basic_optimizer.param_groups if engine.basic_optimizer else []
     if len(groups) == len(saved["groups"]):  # else in another mode
         for group, values in zip(groups, saved["groups"], strict=True):

@@ -148,6 +148,8 @@ WRONG = {
     "no callbacks": (RANK0, drop("callbacks"), [RANK0, "callbacks is missing"]),
     "no numbers of the engine": (RANK0, drop("engines"), ["cannot be loaded (KeyError 'engines')"]),
     "no steps of the engine": (RANK0, drop("engines", 0, "counts", "global_steps"), ["KeyError 'global_steps'"]),
+    "steps of the engine as text": (RANK0, put("engines", 0, "counts", "global_steps", value="4"),
+                                    ["cannot be loaded (global_steps: '4': must be a whole number)"]),
     "an odd schedule": (RANK0, put("engines", 0, "schedule", value="x"), ["cannot be loaded"]),
     "no tensors": (RECORD, drop("tensors"), [f"{RECORD}: cannot be read (KeyError 'tensors')"]),
     "an odd shape": (RECORD, put("tensors", BIAS, value=[-1]), [f"{RECORD}: cannot be read ([-1]: must be"]),
@@ -164,6 +166,8 @@ WRONG = {
                       ["fc3.bias is (10,) of int32, but (10,) of float32"]),
     "a moment's shape": (RECORD, put("tensors", "exp_avg/fc3.bias", value=[5, 2]),
                          ["exp_avg/fc3.bias is (5, 2), but (10,) in this network"]),
+    "a moment of whole numbers": (MODEL, put("exp_avg/fc3.bias", value=torch.zeros(10, dtype=torch.int32)),
+                                  ["exp_avg/fc3.bias: is of torch.int32, and no moment"]),
     "a moment less": (MODEL, drop("exp_avg/fc3.bias"), ["exp_avg/fc3.bias: has 0 elements of 10"]),
 }  # fmt: skip
 # Settings of another run

@@ -1,5 +1,7 @@
 """The state of an engine in shards: the same bits in every mode, readable by torch, and stored once."""
 
+from typing import Any
+
 import deepspeed
 import pytest
 import torch
@@ -117,31 +119,50 @@ def resumed(output, trial_class, **arguments):
     return before, fit(output, trial_class, **more, **arguments)[0]
 
 
+KEPT = {"row": torch.zeros(3), "counts": torch.zeros(1, 2, dtype=torch.int32)}
+
+
 class Notes(torch.optim.SGD):
-    """Keeps a row and a text of each weight."""
+    """Keeps more of each weight."""
+
+    kept: dict[str, Any]
 
     def step(self, closure=None):
         for weight in self.param_groups[0]["params"]:
             state = self.state[weight]
-            state["row"] = state.get("row", torch.zeros(3)) + 1
-            state["note"] = "of a weight"
+            for key, start in self.kept.items():
+                state[key] = state.get(key, start) + 1
         return super().step(closure)
 
 
 class NotesTrial(LineTrial):
+    def train_batch(self, dataloader_iter, epoch_idx, batch_idx):
+        (engine,) = self.engines
+        loss = engine(next(dataloader_iter)[0].expand(-1, 2)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        return {"loss": loss}
+
+    def evaluate_batch(self, dataloader_iter, batch_idx):
+        return {"error": self.engines[0](next(dataloader_iter)[0].expand(-1, 2)).square().mean()}
+
     def _engine(self, config):
-        net = nn.Linear(1, 1)
+        net = nn.Linear(2, 1, bias=False)
         config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
         optimizer = Notes(net.parameters(), lr=0.01)
         engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
         return self.context.wrap_model_engine(engine)
 
 
-def test_an_optimizer_with_states_of_other_shapes_resumes(tmp_path):
+@pytest.mark.parametrize("kind", KEPT)
+def test_an_optimizer_with_states_of_other_shapes_resumes(tmp_path, monkeypatch, kind):
     """Shards have no place for these states, so DeepSpeed saves them."""
+    monkeypatch.setattr(Notes, "kept", {kind: KEPT[kind]}, raising=False)
     _, again = resumed(tmp_path, NotesTrial)
     (optimizer,) = (engine.basic_optimizer for engine in again.engines)
-    assert all(state["row"].tolist() == [8, 8, 8] for state in optimizer.state.values())
+    steps = {"row": [8, 8, 8], "counts": [[8, 8]]}[kind]
+    for state_of_weight in optimizer.state.values():
+        assert state_of_weight[kind].tolist() == steps
 
 
 class EmptyTrial(LineTrial):
@@ -163,3 +184,16 @@ def test_a_network_with_empty_tensors_resumes(tmp_path, stage):
     (*_, checkpoint) = checkpoints(Run(0, "", "", tmp_path)).values()
     weights = Shards(shards.folder_of(checkpoint)).weights()
     assert (weights["0.no_values"].shape, weights["0.no_weights"].shape) == ((0, 3), (2, 0))
+
+
+def test_weights_of_another_shape_than_their_average_are_refused(tmp_path):
+    trial, _ = fit(tmp_path / "run", LineTrial, deepspeed_config={"gradient_accumulation_steps": 2})
+    (engine,) = trial.engines
+    state.save(engine, tmp_path / "saved", None, {})
+    saved = values(tmp_path / "saved")
+    saved["average/0.bias"] = saved.pop("weights/0.bias")
+    saved["weights/0.bias"] = torch.zeros(9)
+    parts = {key: shards.Part(value, 0, tuple(value.shape)) for key, value in saved.items()}
+    shards.write(tmp_path / "saved", 0, parts)
+    line = "weights/0.bias is (9,), but average/0.bias is (8,)"
+    assert line in error_line(state.check, engine, tmp_path / "saved", None)
