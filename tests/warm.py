@@ -117,7 +117,9 @@ class Warm:
     def __init__(self) -> None:
         mine, theirs = socket.socketpair()
         command = [sys.executable, str(TESTS / "warm.py"), str(theirs.fileno())]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # pyarrow, which scikit-learn imports through pandas, starts a thread of its allocator at its import
+        one_thread = {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
+        environment = {**os.environ, **one_thread}
         # Its imports take about 6 seconds on an idle machine
         self._server = subprocess.Popen(
             command, pass_fds=[theirs.fileno()], env=environment, cwd=TESTS.parent
