@@ -225,19 +225,20 @@ def are_known(engine: DeepSpeedEngine) -> bool:
     )
 
 
-def _is_alike(state: Tensor, owner: Tensor) -> bool:
-    return state.shape == owner.shape and (state.is_floating_point() or state.is_complex())
-
-
 def _has_known_states(engine: DeepSpeedEngine) -> bool:
-    """Return whether each state of the optimizer is a number, or lies as its weights do."""
-    if not engine.basic_optimizer or not engine.basic_optimizer.state:
-        return True
+    """Return whether each state of the optimizer is a number, or fractions that lie as its weights do."""
+    states = engine.basic_optimizer.state if engine.basic_optimizer else {}
     return all(
-        value is None
-        or isinstance(value, bool | int | float)
-        or (isinstance(value, Tensor) and (value.numel() == 1 or _is_alike(value, piece.owner)))
-        or (kind == MOMENTUM and piece.matrix is not None)
-        for piece in trained(engine).values()
-        for kind, value in engine.basic_optimizer.state.get(piece.owner, {}).items()
+        _is_known(piece, kind, value)
+        for piece in (trained(engine).values() if states else ())
+        if piece.numel
+        for kind, value in states.get(piece.owner, {}).items()
     )
+
+
+def _is_known(piece: Piece, kind: str, value: Any) -> bool:
+    if not isinstance(value, Tensor):
+        return value is None or isinstance(value, bool | int | float)
+    is_fractions = value.is_floating_point() or value.is_complex()
+    is_matrices = kind == MOMENTUM and piece.matrix is not None
+    return value.numel() == 1 or (is_fractions and (value.shape == piece.owner.shape or is_matrices))
