@@ -189,7 +189,9 @@ class EarlyStopping(pytorch.PyTorchCallback):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.patience.best, self.patience.waited = state_dict["best"], state_dict["waited"]
+        best = state_dict["best"]
+        self.patience.best = None if best is None else float(best)
+        self.patience.waited = int(state_dict["waited"])
         self.context.set_stop_requested(self.patience.is_over)  # the checkpoint's run had stopped
 
 

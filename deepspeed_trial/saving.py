@@ -21,6 +21,7 @@ from deepspeed_trial.checkpoints import contents, identity, pieces, safe_load, s
 from deepspeed_trial.checkpoints.identity import Identity
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.events import Callback, Code, TrialHooks
+from deepspeed_trial.full_weights import update_network
 from deepspeed_trial.place import GATHER
 from deepspeed_trial.random_state import random_state, set_random_state
 from deepspeed_trial.services import Services
@@ -182,7 +183,7 @@ class Saving:
             of_rank = torch.load(file, map_location="cpu", weights_only=True)
             for callback in self.callbacks.values():
                 callback.on_checkpoint_load_start(of_rank)
-            self._load_engines(path, of_rank)
+            self._load_engines(path, name, of_rank)
             _set_random_numbers(of_rank["rng_state"], self.context)
             self._load_callbacks(of_rank["callbacks"])
             for callback in self.callbacks.values():
@@ -191,14 +192,19 @@ class Saving:
         progress = State(**safe_load.read_trial_state(path))
         return progress if progress.trial_id == self.services.trial_id else State(self.services.trial_id)
 
-    def _load_engines(self, path: pathlib.Path, of_rank: Mapping[str, Any]) -> None:
+    def _load_engines(self, path: pathlib.Path, name: str, of_rank: Mapping[str, Any]) -> None:
         if not shards.are_in(path):
             self.trial.load(self.context, path)
             return
-        for index, engine in enumerate(self.engines):
-            folder = shards.folder_of(path, index)
-            state.load(engine, folder, self.hooks.layer_names(), self.hooks.averages())
-            state.load_numbers(engine, of_rank[ENGINES][index])
+        with contents.loading(
+            name, self.context.distributed
+        ):  # before the ranks update each other's networks
+            for index, engine in enumerate(self.engines):
+                folder = shards.folder_of(path, index)
+                state.read(engine, folder, self.hooks.layer_names(), self.hooks.averages())
+                state.load_numbers(engine, of_rank[ENGINES][index])
+        for engine in self.engines:
+            update_network(engine)
 
     def _load_callbacks(self, states: Mapping[str, Any]) -> None:
         for name, callback in self.callbacks.items():

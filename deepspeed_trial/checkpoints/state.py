@@ -17,7 +17,6 @@ from deepspeed_trial.checkpoints.safe_load import is_count
 from deepspeed_trial.checkpoints.shards import AVERAGE, BUFFERS, REMEDY, WEIGHTS, Part, Shards
 from deepspeed_trial.checkpoints.weights import mismatch
 from deepspeed_trial.errors import InvalidInput
-from deepspeed_trial.full_weights import update_network
 
 COUNTS = ("global_steps", "global_samples", "skipped_steps")  # of an engine
 SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of a changing loss scale
@@ -105,6 +104,7 @@ def check(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames) -> 
                 raise InvalidInput(f"{folder}: {what}; {REMEDY}")
     for name, buffer in pieces.buffers(engine.module):
         wanted[plain_name(engine, name, layers)] = torch.empty_like(buffer, device="meta")
+    _check_moments(engine, saved, folder, layers)
     found = saved.outlines()
     if layers or engine.has_moe_layers:  # other ranks have other weights
         found = {name: outline for name, outline in found.items() if name in wanted}
@@ -112,15 +112,33 @@ def check(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames) -> 
         raise InvalidInput(f"{folder}: {wrong}; {REMEDY}, or with the network that saved it")
 
 
+def _check_moments(engine: DeepSpeedEngine, saved: Shards, folder: pathlib.Path, layers: LayerNames) -> None:
+    """Check that all weights of a parameter group have the same moments and counts, or none."""
+    of_groups: dict[int, tuple[str, list[str]]] = {}
+    for name, _, piece, _ in pieces.named(engine, layers):
+        kinds = saved.kinds.get(name, [])
+        if piece.group is None or not kinds:
+            continue
+        other, expected = of_groups.setdefault(piece.group, (name, kinds))
+        if missing := sorted({*expected} ^ {*kinds}):
+            lacks, has = (name, other) if missing[0] in expected else (other, name)
+            raise InvalidInput(
+                f"{folder}: {missing[0]}/{lacks} is missing, but {missing[0]}/{has} is there; {REMEDY}"
+            )
+
+
 @torch.no_grad()
-def load(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames, averages: Averages) -> None:
-    """Load tensors that ``check`` has passed. Every rank calls it.
+def read(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames, averages: Averages) -> None:
+    """Read tensors that ``check`` has passed into this rank's parts; ``update_network`` has to follow.
 
     Args:
         engine: any, with the optimizer that the tensors are of.
         folder: the tensors'.
         layers: the names of a pipeline's layers.
         averages: to read into; from the weights if no averages were saved.
+
+    Raises:
+        ValueError: if a count is negative or not finite.
     """
     saved = Shards(folder)
     counts: dict[tuple[Tensor, str], Tensor] = {}
@@ -137,6 +155,8 @@ def load(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames, aver
                 saved.copy(key, *piece.of_moment(kind, moment, shape))
             else:  # a count: of the parameters in one owner, the greatest
                 count, before = saved.read(key), counts.get((piece.owner, kind))
+                if not 0 <= count.item() < math.inf:
+                    raise ValueError(f"{key}: {count.item()}: must be at least 0 and finite")
                 counts[piece.owner, kind] = count if before is None else torch.maximum(count, before)
                 state[kind] = _number(engine.basic_optimizer, piece, counts[piece.owner, kind])
     for name, buffer in pieces.buffers(engine.module):
@@ -144,7 +164,6 @@ def load(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames, aver
         saved.copy(f"{BUFFERS}/{plain}", buffer)
         if buffer in averages:
             saved.copy(saved.network[plain], averages[buffer])
-    update_network(engine)
 
 
 def _moment(piece: Piece, kind: str, value: Any, dtype: torch.dtype) -> Tensor:
@@ -184,20 +203,40 @@ def numbers(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def load_numbers(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
-    """Load what ``numbers`` returned, also for an engine in another mode."""
+    """Load what ``numbers`` returned, also for an engine in another mode.
+
+    Raises:
+        ValueError: naming a value that is not of the type of the engine's.
+    """
+    here = numbers(engine)
     for key in COUNTS:
         if not is_count(count := saved["counts"][key]):
             raise ValueError(f"{key}: {count!r}: must be a whole number")
         setattr(engine, key, count)
-    groups = engine.basic_optimizer.param_groups if engine.basic_optimizer else []
-    if len(groups) == len(saved["groups"]):  # else in another mode
-        for group, values in zip(groups, saved["groups"], strict=True):
-            group.update({key: value for key, value in values.items() if key in group})
+    if len(here["groups"]) == len(saved["groups"]):  # else in another mode
+        for index, values in enumerate(saved["groups"]):
+            _check_types(f"groups.{index}", values, here["groups"][index])
+            known = {key: value for key, value in values.items() if key in here["groups"][index]}
+            engine.basic_optimizer.param_groups[index].update(known)
     if engine.lr_scheduler and saved["schedule"]:
+        _check_types("schedule", saved["schedule"], here["schedule"])
         engine.lr_scheduler.load_state_dict(saved["schedule"])
-    if scaler := _changing_scale(engine):
-        for key in saved["scale"].keys() & vars(scaler).keys():
-            setattr(scaler, key, saved["scale"][key])
+    _check_types("scale", saved["scale"], here["scale"])
+    for key in saved["scale"].keys() & here["scale"].keys():
+        setattr(_changing_scale(engine), key, saved["scale"][key])
+
+
+def _check_types(name: str, saved: Any, here: Any) -> None:
+    """Raise ``ValueError`` if a saved value is no mapping, list or number where the engine has one."""
+    for kinds in (dict, (list, tuple), (int, float)):
+        if isinstance(here, kinds) and not isinstance(saved, kinds):
+            raise ValueError(f"{name}: {saved!r}: must be like {here!r}")
+    if isinstance(here, dict):
+        for key in here.keys() & saved.keys():
+            _check_types(f"{name}.{key}", saved[key], here[key])
+    elif isinstance(here, list | tuple):
+        for index, (value, like) in enumerate(zip(saved, here, strict=False)):
+            _check_types(f"{name}.{index}", value, like)
 
 
 def _changing_scale(engine: DeepSpeedEngine) -> Any:

@@ -17,6 +17,7 @@ from torch.distributed import checkpoint as dcp
 from deepspeed_trial.checkpoints import shards, state
 from deepspeed_trial.checkpoints.shards import Shards
 from deepspeed_trial.engines import engine_dtype
+from deepspeed_trial.full_weights import update_network
 from deepspeed_trial.trainer import init
 
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
@@ -58,7 +59,8 @@ def test_every_stage_reads_and_writes_the_same_bits(tmp_path, precision):
         with saving_fast(), init(hparams, KEEP, output=tmp_path / f"run {stage}") as context:
             (engine,) = Linear(context).engines
             state.check(engine, before, None)
-            state.load(engine, before, None, {})
+            state.read(engine, before, None, {})
+            update_network(engine)
             state.load_numbers(engine, numbers)
             state.save(engine, folder, None, {})
             assert state.numbers(engine)["counts"] == numbers["counts"]
@@ -186,14 +188,25 @@ def test_a_network_with_empty_tensors_resumes(tmp_path, stage):
     assert (weights["0.no_values"].shape, weights["0.no_weights"].shape) == ((0, 3), (2, 0))
 
 
-def test_weights_of_another_shape_than_their_average_are_refused(tmp_path):
+def without_a_moment(saved):
+    del saved["exp_avg/0.bias"]
+
+
+def with_another_shape(saved):
+    saved["average/0.bias"] = saved.pop("weights/0.bias")
+    saved["weights/0.bias"] = torch.zeros(9)
+
+
+@pytest.mark.parametrize("change, line", [
+    (without_a_moment, "exp_avg/0.bias is missing, but exp_avg/0.weight is there"),
+    (with_another_shape, "weights/0.bias is (9,), but average/0.bias is (8,)"),
+])  # fmt: skip
+def test_tensors_that_do_not_fit_each_other_are_refused(tmp_path, change, line):
     trial, _ = fit(tmp_path / "run", LineTrial, deepspeed_config={"gradient_accumulation_steps": 2})
     (engine,) = trial.engines
     state.save(engine, tmp_path / "saved", None, {})
     saved = values(tmp_path / "saved")
-    saved["average/0.bias"] = saved.pop("weights/0.bias")
-    saved["weights/0.bias"] = torch.zeros(9)
+    change(saved)
     parts = {key: shards.Part(value, 0, tuple(value.shape)) for key, value in saved.items()}
     shards.write(tmp_path / "saved", 0, parts)
-    line = "weights/0.bias is (9,), but average/0.bias is (8,)"
     assert line in error_line(state.check, engine, tmp_path / "saved", None)
