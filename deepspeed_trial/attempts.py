@@ -12,7 +12,6 @@ import multiprocessing
 import os
 import pathlib
 import signal
-import socket
 import statistics
 import sys
 import tempfile
@@ -26,11 +25,13 @@ import determined as det
 import torch
 from deepspeed.accelerator import get_accelerator
 from determined import pytorch
+from torch.distributed import TCPStore
 
 from deepspeed_trial import machine, processes
 from deepspeed_trial.context import locally
 from deepspeed_trial.errors import InvalidInput, TrainingStopped, one_line
 from deepspeed_trial.experiment import Experiment
+from deepspeed_trial.meeting import meet, meet_in_chief, serve
 from deepspeed_trial.out_of_memory import is_out_of_memory
 from deepspeed_trial.stops import STOP_WITH_PID
 from deepspeed_trial.trainer import Trainer
@@ -38,8 +39,6 @@ from deepspeed_trial.watch import watching
 
 SECONDS, MOST_STEPS = 1.0, 50  # of measured steps, after a first one without measurement
 LONG = 5.0  # seconds of a first step that is measured itself, because a second one takes too long
-AWAY = 10_000  # distance from the launcher's port to the port of an attempt
-MOST_PORT = 2**16
 HANG = 120.0  # seconds without a move of any rank after which an attempt ends, at the latest
 LIMIT = 0.97  # of the free memory; other programs may need the rest
 NO_MEMORY = "no memory left"
@@ -68,27 +67,49 @@ class Attempt:
         return (micro_batches - 1) * self.micro_batch_seconds + self.last_seconds
 
 
-def env_on_other_port(number: int) -> list[dict[str, str]]:
-    """Return the environment of this process's rank in an attempt of all ranks, which has another port.
+@dataclass(frozen=True)
+class Group:
+    """The ranks of an attempt that this process starts.
+
+    Attributes:
+        environments: variables of each rank, in addition to this process's.
+        store: where the ranks meet; its server runs in this process or in rank 0's.
+    """
+
+    environments: Sequence[Mapping[str, str]]
+    store: TCPStore | None = None
+
+
+def rank_of_all(number: int) -> Group:
+    """Return this process's rank of an attempt of all ranks, each of which calls it.
 
     Args:
         number: number of the attempt, equal on all ranks.
     """
-    port = int(os.environ.get("MASTER_PORT") or 0)
-    away = port + AWAY + number
-    moved = {"MASTER_PORT": str(away if away < MOST_PORT else away - 2 * AWAY)} if port else {}
-    return [{**moved, "TORCHELASTIC_USE_AGENT_STORE": "False"}]
+    if int(os.environ.get("WORLD_SIZE") or 1) == 1:
+        return Group([{}])
+    meet()
+    store = meet_in_chief(f"attempt/{number}", os.environ["RANK"] == "0")
+    return Group([_meeting_in(store)], store)
 
 
-def local_ranks(count: int) -> list[dict[str, str]]:
-    """Return the environments of the ranks of an attempt on this host, without a launcher."""
+def local_ranks(count: int) -> Group:
+    """Return the ranks of an attempt on this host, without a launcher."""
     if count == 1:
-        return [{}]
+        return Group([{}])
+    store = serve(0)
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), str(count))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    return [{**sizes, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+    where = {**sizes, **_meeting_in(store)}
+    return Group([{**where, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)], store)
+
+
+def _meeting_in(store: TCPStore) -> dict[str, str]:
+    """Return the variables by which ranks meet in an open store, as in the one of torchrun."""
+    return {
+        "MASTER_ADDR": store.host,
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 @contextlib.contextmanager
@@ -105,7 +126,7 @@ def forking() -> Iterator[None]:
 def attempt(
     trial_class: Callable[..., Any],
     experiment: Experiment,
-    ranks: Sequence[Mapping[str, str]],
+    group: Group,
     threads: int,
     needs: int = 0,
 ) -> Attempt:
@@ -114,7 +135,7 @@ def attempt(
     Args:
         trial_class: the ``DeepSpeedTrial``.
         experiment: configuration of the trial.
-        ranks: environment variables of each rank, in addition to this process's.
+        group: the ranks to start.
         threads: threads of each rank.
         needs: bytes that each rank will need; without enough free memory no step is tried.
     """
@@ -124,7 +145,7 @@ def attempt(
     with tempfile.TemporaryDirectory() as folder:
         started = []
         try:
-            for rank, more in enumerate(ranks):
+            for rank, more in enumerate(group.environments):
                 mine, theirs = start.Pipe(duplex=False)
                 environment = {**os.environ, **more, STOP_WITH_PID: str(os.getpid())}
                 scratch = pathlib.Path(folder, str(rank))

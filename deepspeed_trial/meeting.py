@@ -79,7 +79,7 @@ def meet(mine: str = "") -> None:
 @functools.cache  # it stays open as long as the process
 def _serve_at(port: int, process: int) -> TCPStore:
     try:
-        return _serve(port)
+        return serve(port)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
@@ -87,7 +87,7 @@ def _serve_at(port: int, process: int) -> TCPStore:
         raise InvalidInput(f"--master_port: {port}: {what}") from error
 
 
-def _serve(port: int) -> TCPStore:
+def serve(port: int) -> TCPStore:
     """Open a store at a port, or at any port that is free if it is 0."""
     if _is_one_host():
         listener = socket.create_server((LOOPBACK, port))
@@ -116,7 +116,7 @@ def meet_in_chief(name: str, is_chief: bool) -> TCPStore:
     """
     meeting = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     if is_chief:
-        store = _serve(0)
+        store = serve(0)
         meeting.set(name, f"{_own_address() or os.environ['MASTER_ADDR']} {store.port}")
         return store
     address, port = meeting.get(name).decode().split()

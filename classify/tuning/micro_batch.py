@@ -92,7 +92,7 @@ def _choose(
         return Choice(config, kept)
 
     def attempt(changed: Experiment, number: int, needs: int) -> attempts.Attempt:
-        return attempts.attempt(trial_class, changed, attempts.env_on_other_port(number), threads, needs)
+        return attempts.attempt(trial_class, changed, attempts.rank_of_all(number), threads, needs)
 
     tries = Tries(config, experiment, attempt, _tell if not int(os.environ.get("RANK") or 0) else _be_quiet)
     best = tries.best_micro_batch({})

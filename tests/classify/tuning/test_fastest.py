@@ -118,8 +118,8 @@ def test_tuning_writes_its_tries_and_the_fastest_file(tmp_path, monkeypatch, cap
     ranks = []
 
     def attempt(trial_class, experiment, given, threads, needs):
-        ranks.append([each["RANK"] for each in given])
-        return result_of(RATES, experiment, len(given))[1]
+        ranks.append([each["RANK"] for each in given.environments])
+        return result_of(RATES, experiment, len(given.environments))[1]
 
     monkeypatch.setattr(attempts, "attempt", attempt)
     arguments = [*DIGITS, "--tune", "--slots", "2", "--output", str(tmp_path / "t")]
