@@ -8,7 +8,7 @@ import logging
 import pathlib
 import pickle
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import determined as det
@@ -19,6 +19,7 @@ from determined.pytorch.deepspeed import DeepSpeedTrial
 from deepspeed_trial import engines, redaction
 from deepspeed_trial.checkpoints import contents, identity, pieces, safe_load, shards, state
 from deepspeed_trial.checkpoints.identity import Identity
+from deepspeed_trial.checkpoints.safe_load import State
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.events import Callback, Code, TrialHooks
 from deepspeed_trial.full_weights import update_network
@@ -31,27 +32,6 @@ ENGINES = "engines"  # key of a rank's file
 BUDGET = "budget"  # key of a checkpoint's progress: the plan, and the time used
 
 logger = logging.getLogger("deepspeed_trial")
-
-
-@dataclass
-class State:
-    """Progress of a trial, under the names of Determined's ``trial_state.pkl``.
-
-    Attributes:
-        trial_id: of the trial that made this progress.
-        last_ckpt: step of the last checkpoint.
-        last_val: step of the last validation.
-        step_id: unused; Determined's own trainer expects it.
-        batches_trained: optimizer steps done.
-        epochs_trained: whole epochs done.
-    """
-
-    trial_id: int = 0
-    last_ckpt: int = 0
-    last_val: int = 0
-    step_id: int = 0
-    batches_trained: int = 0
-    epochs_trained: int = 0
 
 
 class Saving:
@@ -189,7 +169,7 @@ class Saving:
             for callback in self.callbacks.values():
                 if isinstance(callback, Callback):
                     callback.on_checkpoint_load_end(path)
-        progress = State(**safe_load.read_trial_state(path))
+        progress = safe_load.read_trial_state(path)
         return progress if progress.trial_id == self.services.trial_id else State(self.services.trial_id)
 
     def _load_engines(self, path: pathlib.Path, name: str, of_rank: Mapping[str, Any]) -> None:

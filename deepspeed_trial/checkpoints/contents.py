@@ -76,7 +76,7 @@ def loading(name: str, distributed: core.DistributedContext) -> Iterator[None]:
 def _check_steps(path: pathlib.Path, steps: int, trial_id: int) -> None:
     """Compare the steps in Determined's state with the other records of the steps."""
     state = safe_load.read_trial_state(path)
-    file, done = path / "trial_state.pkl", state["batches_trained"]
+    file, done = path / "trial_state.pkl", state.batches_trained
     if (path / files.METADATA).exists():
         try:
             said = files.read_metadata(path)["steps_completed"]
@@ -85,10 +85,10 @@ def _check_steps(path: pathlib.Path, steps: int, trial_id: int) -> None:
             raise InvalidInput(f"{path / files.METADATA}: {reason}; {REMEDY}") from error
         if said != done:
             raise InvalidInput(_differ(path / files.METADATA, "steps_completed", said, file.name, done))
-    if state["trial_id"] == trial_id and done != steps:
+    if state.trial_id == trial_id and done != steps:
         raise InvalidInput(_differ(file, "batches_trained", done, "the run", steps))
-    if state["trial_id"] != trial_id and steps:  # a cluster starts another trial's weights at step 0
-        what = f"{file}: trial_id: {state['trial_id']}: is of a trial of a cluster"
+    if state.trial_id != trial_id and steps:  # a cluster starts another trial's weights at step 0
+        what = f"{file}: trial_id: {state.trial_id}: is of a trial of a cluster"
         raise InvalidInput(
             f"{what}, whose place in the data this run cannot take; start a run with its weights"
         )

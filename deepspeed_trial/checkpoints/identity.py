@@ -128,7 +128,7 @@ def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
         InvalidInput: with a line for each key that differs.
     """
     saved = read(path, name)
-    same_trial = read_trial_state(path).get("trial_id") == trial_id
+    same_trial = read_trial_state(path).trial_id == trial_id
     known = {**saved["net"], **saved["mode"], **saved["position"]}
     is_other_mode = any(known.get(key) != value for key, value in mine["mode"].items())
     converts = shards.are_in(path)

@@ -8,6 +8,7 @@ import pathlib
 import pickle
 import pickletools
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,9 +20,28 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from deepspeed_trial.errors import InvalidInput, one_line, why_unloadable
 from deepspeed_trial.input_files import regular_file, small_file
 
-# The names in Determined's trial_state.pkl
-TRIAL_STATE = ("trial_id", "last_ckpt", "last_val", "step_id", "batches_trained", "epochs_trained")
-MOST = 10_000  # bytes of it
+MOST = 10_000  # bytes of Determined's trial_state.pkl
+
+
+@dataclass
+class State:
+    """Progress of a trial, under the names of Determined's ``trial_state.pkl``.
+
+    Attributes:
+        trial_id: of the trial that made this progress.
+        last_ckpt: step of the last checkpoint.
+        last_val: step of the last validation.
+        step_id: unused; Determined's own trainer expects it.
+        batches_trained: optimizer steps done.
+        epochs_trained: whole epochs done.
+    """
+
+    trial_id: int = 0
+    last_ckpt: int = 0
+    last_val: int = 0
+    step_id: int = 0
+    batches_trained: int = 0
+    epochs_trained: int = 0
 
 
 def _member_of_zero_stage(enum: Any, name: str) -> ZeroStageEnum:
@@ -90,7 +110,7 @@ def _plain_values(content: bytes) -> Any:
     return _PlainUnpickler(io.BytesIO(content)).load()
 
 
-def read_trial_state(path: pathlib.Path) -> dict[str, int]:
+def read_trial_state(path: pathlib.Path) -> State:
     """Read Determined's state of a trial, a pickle of whole numbers.
 
     Args:
@@ -102,11 +122,12 @@ def read_trial_state(path: pathlib.Path) -> dict[str, int]:
     file = path / "trial_state.pkl"
     try:
         state = dict(_plain_values(small_file(file, MOST)))
-        wrong = sorted(state.keys() ^ TRIAL_STATE) or [k for k in TRIAL_STATE if not is_count(state[k])]
+        names = vars(State()).keys()
+        wrong = sorted(state.keys() ^ names) or [name for name in names if not is_count(state[name])]
         if wrong:
             raise ValueError(f"{wrong[0]}: {state.get(wrong[0], 'is missing')!r}")
+        return State(**state)
     except Exception as error:  # a damaged pickle raises nearly anything
         raise InvalidInput(
             f"{file}: cannot be read ({one_line(error)}); resume from another checkpoint"
         ) from error
-    return state
