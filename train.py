@@ -140,7 +140,7 @@ def check(args: argparse.Namespace) -> int:
         from classify.engine import memory
         from classify.engine.deepspeed_keys import MICRO_BATCH
         from classify.engine.trial_config import TrialConfig
-        from classify.reports.overview import describe_images, describe_length
+        from classify.reports.overview import describe_images, describe_length, describe_passed_over
         from deepspeed_trial.machine import memory_limit
         from deepspeed_trial.processes import device_type
 
@@ -152,6 +152,8 @@ def check(args: argparse.Namespace) -> int:
     if config.tries:
         print_notes([f"{MICRO_BATCH}: 'auto': found by trying before the first step; the largest is shown"])
     print(f"train.py: images {printable(describe_images(config))}", file=sys.stderr)
+    if passed_over := describe_passed_over(config.source):
+        print(f"train.py: files {passed_over}", file=sys.stderr)
     if config.hyper.minutes:
         print(f"train.py: length {describe_length(config)}", file=sys.stderr)
     for line in config.described_groups:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import math
 import os
@@ -22,6 +23,7 @@ from deepspeed_trial.out_of_memory import is_out_of_memory
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "JPEG2000", "AVIF")
 MOST_BYTES = 2**28  # of an image file
 _JPEG, _EXIF = b"\xff\xd8\xff", b"Exif\0\0"
+_HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1")  # brands, ISO/IEC 23008-12
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for width and height swapped
 
 
@@ -29,9 +31,37 @@ class UnreadableImage(InvalidInput):
     """An image whose bytes cannot be decoded, on whichever machine and at whichever time."""
 
 
-def open_image(file: str | os.PathLike[str] | io.BytesIO) -> Image.Image:
-    """Open an image file if it is in one of ``FORMATS``, and decode no pixel yet; raises as Pillow does."""
-    return Image.open(file, formats=FORMATS)
+class MissingPackage(InvalidInput):
+    """A format whose package is not installed; no fault of an image."""
+
+
+def open_image(file: io.BytesIO) -> Image.Image:
+    """Open an image if it is in one of ``FORMATS``, and decode no pixel yet.
+
+    Raises:
+        MissingPackage: for HEIC without pillow-heif.
+        Exception: as Pillow does.
+    """
+    if not _is_heic(file.getvalue()[:64]):
+        return Image.open(file, formats=FORMATS)
+    _register_heic()
+    return Image.open(file, formats=["HEIF"])
+
+
+def _is_heic(start: bytes) -> bool:
+    """Return whether a file starts as HEIC; AVIF has the same container."""
+    brands = start[8 : int.from_bytes(start[:4], "big")]
+    return start[4:8] == b"ftyp" and b"avi" not in brands and any(brand in brands for brand in _HEIC)
+
+
+@functools.cache
+def _register_heic() -> None:
+    """Let Pillow open HEIC by pillow-heif, which turns an image upright."""
+    try:
+        import pillow_heif
+    except ImportError as error:
+        raise MissingPackage("image: is HEIC, which needs pillow-heif; pip install pillow-heif") from error
+    pillow_heif.register_heif_opener()
 
 
 def content_of(path: str | os.PathLike[str]) -> bytes:
@@ -68,6 +98,7 @@ def decode(content: bytes, size: tuple[int, int], name: str | Callable[[], str])
 
     Raises:
         UnreadableImage: if the bytes are no image.
+        MissingPackage: for HEIC without pillow-heif.
         InvalidInput: if the image does not fit in memory.
     """
     try:
@@ -76,6 +107,9 @@ def decode(content: bytes, size: tuple[int, int], name: str | Callable[[], str])
             with open_image(io.BytesIO(content)) as image:
                 pixels = _decode_any(image)
         return _fit(pixels, size)
+    except MissingPackage as error:
+        shown = name if isinstance(name, str) else name()
+        raise MissingPackage(f"{shown}: {error.errors[0].removeprefix('image: ')}") from error
     except UnidentifiedImageError as error:  # its text would name a buffer
         raise UnreadableImage(_not_readable(name, "cannot identify image file")) from error
     except Exception as error:  # Pillow's formats raise different classes

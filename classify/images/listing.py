@@ -24,7 +24,9 @@ PARTS = ("train", "val", "test")
 WHOLE = "all"  # the part of a dataset without parts
 NOT_READABLE = "replace or remove these first, or set data.unreadable to skip"  # the remedy
 SHOWN = 20  # error lines for unreadable files; a count follows
-EXTENSIONS = ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .tga .jp2 .avif".split()
+EXTENSIONS = (
+    ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .tga .jp2 .avif .heic .heif .hif"
+).split()
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,12 @@ class ListedSource(abc.ABC):
 
     Args:
         location: of the dataset.
+
+    Attributes:
+        passed_over: the number of other files in the dataset's folder, by their extensions.
     """
+
+    passed_over: Mapping[str, int] = {}
 
     def __init__(self, location: Location) -> None:
         self.location = location

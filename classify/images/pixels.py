@@ -26,7 +26,7 @@ from torch.utils.data import default_collate
 from torchvision.transforms.v2 import functional
 from tqdm import tqdm
 
-from classify.images.decode import decode
+from classify.images.decode import MissingPackage, decode
 from classify.images.listing import NOT_READABLE, ListedSource, Listing, raise_some
 from classify.images.pixel_files import GrowingFile, PixelFile
 from deepspeed_trial.errors import InvalidInput, TrainingStopped, UnreadableData
@@ -322,6 +322,8 @@ def _decode_chunk(indices: np.ndarray) -> _Errors:
             try:
                 (content,) = listing.read([index])
                 image = decode(content, size, functools.partial(listing.name, index))
+            except MissingPackage:
+                raise  # of all such images at once
             except InvalidInput as error:
                 errors.append((index, error))
             written.seek(index * image.nbytes)

@@ -127,6 +127,12 @@ class DataPlan:
         return self.state in (State.GROWING, State.NONE)
 
     @property
+    def passed_over(self) -> Mapping[str, int]:
+        """The number of files in the folder that are no images of a class, by their extensions."""
+        source = self.source.source if isinstance(self.source, Readable) else self.source
+        return source.passed_over if isinstance(source, ListedSource) else {}
+
+    @property
     def left_out(self) -> list[str]:
         """An error line for each unreadable image that ``data.unreadable: skip`` leaves out."""
         parts = self.source.left_out if isinstance(self.source, Readable) else {}

@@ -18,6 +18,8 @@ from deepspeed_trial.context import TrialContext
 from deepspeed_trial.errors import printable
 from deepspeed_trial.local.folder import shown
 
+KINDS = 8  # of files that are no images, in a line
+
 
 def describe_images(config: TrialConfig) -> str:
     """Describe the images: their numbers by purpose, classes, size, shards and streaming."""
@@ -31,6 +33,15 @@ def describe_images(config: TrialConfig) -> str:
         f" {_count(len(source.classes), 'class')}, {height}x{width} pixels"
         f"{_shards(source)}{_streaming(source)}"
     )
+
+
+def describe_passed_over(source: DataPlan) -> str:
+    """Return the files that are no images, the most frequent extensions first; empty if there are none."""
+    counts = sorted(source.passed_over.items(), key=lambda each: (-each[1], each[0]))
+    rest = sum(count for _, count in counts[KINDS:])
+    kinds = [f"{count:,} {extension or 'without an extension'}" for extension, count in counts[:KINDS]]
+    shown = ", ".join([*kinds, *([f"{rest:,} others"] if rest else [])])
+    return printable(f"passed over: {shown}") if shown else ""
 
 
 def _streaming(source: DataPlan) -> str:
@@ -77,6 +88,8 @@ def describe(
         f" x accumulation {engine[ACCUMULATION]:,} x {replicas}",
         "length": "1 step: a test" if is_test else describe_length(config),
     }
+    if passed_over := describe_passed_over(config.source):
+        lines["files"] = passed_over
     if how := config.hyper.weight_average:
         kind = "lookahead, " if how.lookahead else ""
         period = "every step" if how.every == 1 else f"every {how.every:,} steps"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from classify.images.decode import decode, open_image
+from classify.images.decode import MissingPackage, decode, open_image
 from deepspeed_trial.errors import InvalidInput, one_line, printable
 from workbench.publish import scoring
 from workbench.publish.network import Classifier
@@ -70,6 +70,8 @@ def probabilities(classifier: Classifier, content: bytes) -> dict[str, float]:
     try:
         with open_image(io.BytesIO(content)) as image:  # no pixel is decoded yet
             pixels = image.width * image.height
+    except MissingPackage:
+        raise
     except Exception as error:  # which differ between Pillow's formats
         raise InvalidInput("image: not a readable image; give another") from error
     if pixels > MOST_MEGAPIXELS * 1e6:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import errno
 import functools
 import os
@@ -29,6 +30,7 @@ class ImageFolder(ListedSource):
         super().__init__(location)
         self.root = pathlib.Path(location.root)
         self._parts: dict[str, FileListing] = {}
+        self._passed_over: dict[str, collections.Counter[str]] = {}
 
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
@@ -51,10 +53,19 @@ class ImageFolder(ListedSource):
         if part not in self._parts:
             folder = self.folder_of(part)
             with refused(f"data.root: {self.root}"):
-                files = _find_files(folder, self.classes)
+                files, self._passed_over[part] = _find_files(folder, self.classes)
             paths, labels = [path for path, _ in files], [label for _, label in files]
             self._parts[part] = FileListing(paths, labels, self.classes, str(folder))
         return self._parts[part]
+
+    @property
+    def passed_over(self) -> dict[str, int]:
+        """The number of files in the folder that are no images of a class, by their extensions."""
+        for part in self.parts:
+            self.listing(part)
+        with refused(f"data.root: {self.root}"):
+            beside = _others_in(self.root) if WHOLE not in self.parts else collections.Counter()
+        return dict(sum(self._passed_over.values(), beside))
 
     def folder_of(self, part: str) -> pathlib.Path:
         """Return the folder of a part's classes."""
@@ -76,7 +87,8 @@ def find_images(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
                 is_folder = stat.S_ISDIR(path.stat().st_mode)
             except FileNotFoundError:
                 raise InvalidInput(f"{path}: no such file or folder; {remedy}") from None
-            images = sorted(map(pathlib.Path, _images_in(path))) if is_folder else [path]
+            others = collections.Counter[str]()
+            images = sorted(map(pathlib.Path, _images_in(path, others))) if is_folder else [path]
             if not images:
                 raise InvalidInput(f"{path}: holds no image ({' '.join(EXTENSIONS)}); give another folder")
             files += images
@@ -84,8 +96,12 @@ def find_images(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
     return files
 
 
-def _images_in(folder: str | os.PathLike[str]) -> Iterator[str]:
+def _images_in(folder: str | os.PathLike[str], others: collections.Counter[str]) -> Iterator[str]:
     """Yield the images in a folder, at any depth, without hidden ones.
+
+    Args:
+        folder: the folder.
+        others: counts the other files by their extensions.
 
     Raises:
         OSError: if it cannot be read, or contains a link to one of its parents.
@@ -100,8 +116,23 @@ def _images_in(folder: str | os.PathLike[str]) -> Iterator[str]:
             if os.path.islink(link := os.path.join(place, name)) and _lies_in(link, place, folder):
                 raise OSError(errno.ELOOP, "a link to a folder that it lies in", link)
         for name in names:
-            if name.lower().endswith(tuple(EXTENSIONS)) and not name.startswith("."):
+            if name.startswith("."):
+                continue
+            if name.lower().endswith(tuple(EXTENSIONS)):
                 yield os.path.join(place, name)
+            else:
+                others[extension_of(name)] += 1
+
+
+def _others_in(folder: pathlib.Path) -> collections.Counter[str]:
+    """Count the files in a folder, without hidden ones, by their extensions; images there have no class."""
+    names = [entry.name for entry in os.scandir(folder) if not entry.is_dir()]
+    return collections.Counter(extension_of(name) for name in names if not name.startswith("."))
+
+
+def extension_of(name: str) -> str:
+    """Return the extension of a file's name in lower case, with the dot; empty if it has none."""
+    return os.path.splitext(name)[1].lower()
 
 
 def _lies_in(link: str, place: str, folder: str | os.PathLike[str]) -> bool:
@@ -153,12 +184,16 @@ def _subfolders(folder: pathlib.Path) -> list[str]:
     return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
 
 
-def _find_files(folder: pathlib.Path, classes: Iterable[str]) -> Files:
+def _find_files(folder: pathlib.Path, classes: Iterable[str]) -> tuple[Files, collections.Counter[str]]:
+    """Return the images of each class, sorted, and the number of other files by their extensions."""
+    others = _others_in(folder)
     index = {name: label for label, name in enumerate(classes)}
-    files = sorted((path, label) for name, label in index.items() for path in _images_in(folder / name))
+    files = sorted(
+        (path, label) for name, label in index.items() for path in _images_in(folder / name, others)
+    )
     used = {label for _, label in files}
     empty = [name for name, label in index.items() if label not in used]
     if empty:
         reason = f"holds no image ({' '.join(EXTENSIONS)}); add some or remove the folder"
         raise InvalidInput(f"data.root: {folder / empty[0]}: {reason}")
-    return files
+    return files, others

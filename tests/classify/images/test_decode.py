@@ -154,8 +154,9 @@ def test_no_format_that_runs_a_program_is_opened(monkeypatch):
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *arguments, **_: started.append(arguments))
     line = error_line(decode, EPS, (32, 32), "evil.jpg")
     assert line.startswith("evil.jpg: not a readable image (cannot identify image file)") and not started
+    decoder._register_heic()
     known = Image.registered_extensions()
-    assert {known[extension] for extension in EXTENSIONS} == set(FORMATS)
+    assert {known[extension] for extension in EXTENSIONS} == {*FORMATS, "HEIF"}
 
 
 def test_a_lack_of_memory_is_no_fault_of_the_image(monkeypatch):
