@@ -3,7 +3,7 @@
     a file for plain PyTorch:  python3 checkpoint.py export RUN_OR_CHECKPOINT net.pt [--format FORMAT]
     of integers of 8 bits:     python3 checkpoint.py export RUN net-int8.onnx --int8 --config FILE
     for the Hugging Face Hub:  python3 checkpoint.py export RUN FOLDER --format hf
-    classify images:           python3 checkpoint.py predict net.pt IMAGE_OR_FOLDER... [--json]
+    classify images:           python3 checkpoint.py predict net.pt IMAGE_OR_FOLDER... [--json] [--unknown]
     on a page of this machine: python3 checkpoint.py serve net.pt [--port N]
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
     by several views:          predict and evaluate with --tta mirror,shift=1 (test-time augmentation)
@@ -30,7 +30,7 @@ from deepspeed_trial.errors import DISK_FULL, InvalidInput, TrainingStopped, one
 from deepspeed_trial.out_of_memory import explain_out_of_memory
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from workbench.publish.scoring import Answers
 
 FORMATS = ("pt", "safetensors", "onnx", "hf")  # of workbench/publish/forms.py
 CONFIG = "const.yaml"
@@ -62,6 +62,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("net", metavar="NET", **path)
     add("images", metavar="IMAGE_OR_FOLDER", nargs="+", **path)
     add("--json", action="store_true", help="print a JSON list with the probability of every class")
+    meaning = "name images of no known class: less probable than THRESHOLD (99 %% of the validation images)"
+    add("--unknown", nargs="?", const="", metavar="THRESHOLD", help=meaning)
     _add_tta(command)
 
     command = commands.add_parser("serve", help="serve a page of this machine to drop images on")
@@ -171,7 +173,9 @@ def predict(args: argparse.Namespace) -> None:
 
     classifier = forms.read(args.net)
     how = scoring.views_of(args.tta, classifier.description)
-    files, probabilities, errors = scoring.probabilities(classifier, find_images(args.images), how)
+    asks = args.unknown is not None
+    threshold = scoring.threshold_of(classifier, args.unknown, args.net) if asks else 0.0
+    files, found, errors = scoring.answers(classifier, find_images(args.images), how, threshold)
     classes = classifier.description["classes"]
     if args.json:
         rows = [
@@ -180,13 +184,16 @@ def predict(args: argparse.Namespace) -> None:
                 "class": classes[int(row.argmax())],
                 "probability": float(row.max()),
                 "probabilities": dict(zip(classes, row.tolist(), strict=True)),
+                **({"unknown": is_unknown} if asks else {}),
                 **({"test_time_augmentation": vars(how)} if how else {}),
             }
-            for file, row in zip(files, probabilities, strict=True)
+            for file, row, is_unknown in zip(files, found.probabilities, found.unknown.tolist(), strict=True)
         ]
         print(json.dumps(rows, indent=2))
     elif files:
-        _print_predictions(files, probabilities, classes)
+        _print_predictions(files, found, classes)
+        if asks:
+            print(f"unknown: {int(found.unknown.sum()):,} of {len(files):,} images, below {threshold:.3f}")
         if how:
             print(f"by the mean scores of several views of each image (test-time augmentation: {how})")
     errors.raise_any()
@@ -200,15 +207,17 @@ def serve(args: argparse.Namespace) -> None:
     page.run(forms.read(args.net), args.net.resolve().name, args.port)
 
 
-def _print_predictions(files: Sequence[pathlib.Path], probabilities: Tensor, classes: Sequence[str]) -> None:
+def _print_predictions(files: Sequence[pathlib.Path], found: Answers, classes: Sequence[str]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table("image", "class", "probability", "next", box=box.SIMPLE_HEAD)
-    for file, row in zip(files, probabilities, strict=True):
+    for file, row, is_unknown in zip(files, *found, strict=True):
         (first, second), (best, next_best) = row.topk(2)
-        cells = file, classes[int(best)], f"{first:.1%}", f"{classes[int(next_best)]} {second:.1%}"
+        named, following = (f"{classes[int(each)]}" for each in (best, next_best))
+        nearest = f"{named} {first:.1%}, " if is_unknown else ""
+        cells = file, "unknown" if is_unknown else named, f"{first:.1%}", f"{nearest}{following} {second:.1%}"
         table.add_row(*map(printable, cells))
     # Names are text: [b] in one is no markup, :x: no emoji
     Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False).print(table)
@@ -228,6 +237,8 @@ def evaluate(args: argparse.Namespace) -> None:
         return
     for name, accuracy in validation["per_class_accuracy"].items():
         print(f"{printable(name):>20}  {accuracy:.4f}")
+    before, after = validation["calibration_error"], validation["calibration_error_scaled"]
+    print(f"calibration error {before:.4f}, at temperature {classifier.temperature:.3f} {after:.4f}")
     print(f"loss {validation['loss']:.4f}  images {validation['images']:,}")
     print(*scores(validation), sep="\n")
 

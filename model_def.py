@@ -84,7 +84,8 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         # Metrics, reduced over all ranks; the network in checkpoints
         self.throughput = context.wrap_reducer(Throughput(), for_validation=False)
         self.rate = context.wrap_reducer(LearningRate(), for_validation=False)
-        metrics = ClassificationMetrics(config.source.classes, self.throughput, config.views)
+        fitted = config.source.count(config.source.validation)
+        metrics = ClassificationMetrics(config.source.classes, self.throughput, config.views, fitted=fitted)
         self.metrics = context.wrap_reducer(metrics, for_training=False)
         self.hooks = ClassifierHooks(context, config, engine, images.normalization, images.gpu_bytes)
 

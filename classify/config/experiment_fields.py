@@ -9,7 +9,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from classify.config.metric_table import METRICS, SPEED_METRIC, is_metric
+from classify.config.metric_table import COMPARED, SPEED_METRIC, is_metric
 from classify.config.rules import (
     ANY,
     BOOL,
@@ -62,7 +62,7 @@ MODES = ("aggressive", "standard", "conservative")  # of adaptive_asha
 _PERIOD = elsewhere(" or ".join(f"{{{unit}: N}}" for unit in PERIOD_UNITS))
 _METRIC = Rule(
     lambda value: is_metric(value) or value == SPEED_METRIC,
-    f"must be a metric that validations report: {', '.join((*METRICS, SPEED_METRIC))}, accuracy/CLASS or"
+    f"must be a metric that validations report: {', '.join((*COMPARED, SPEED_METRIC))}, accuracy/CLASS or"
     " precision/CLASS",
 )
 FIELDS = _keys(

@@ -14,6 +14,8 @@ import numpy as np
 
 TTA_METRIC = "accuracy_tta"
 TOP5_METRIC = "top5_accuracy"
+SCALED_ERROR = "calibration_error_scaled"
+TEMPERATURE, THRESHOLD = "temperature", "confidence_threshold"  # of validation images alone
 SPEED_METRIC = "images_per_second"  # of the training since the last validation
 
 
@@ -27,6 +29,9 @@ class Counts:
         right_by_views: images that the mean scores of their views classify right; None without views.
         in_top5: images whose class has one of the five highest scores; None with five classes or fewer.
         bins: float64 (3, B): by bin of confidence, the images, their summed confidence, the right ones.
+        scaled_bins: the same at a temperature; None without a temperature.
+        temperature: of temperature scaling, fitted on these images; None if it was not fitted.
+        threshold: the least confidence of an answer; None without a temperature.
     """
 
     confusion: np.ndarray
@@ -34,6 +39,9 @@ class Counts:
     right_by_views: int | None
     in_top5: int | None
     bins: np.ndarray
+    scaled_bins: np.ndarray | None = None
+    temperature: float | None = None
+    threshold: float | None = None
 
     @property
     def images(self) -> int:
@@ -59,8 +67,16 @@ class Counts:
 
     def calibration_error(self) -> float:
         """Return the mean distance between confidence and accuracy: https://arxiv.org/abs/1706.04599."""
-        images, confidence, right = self.bins
-        return float(np.abs(confidence - right).sum() / max(images.sum(), 1))
+        return _calibration_error(self.bins)
+
+    def scaled_calibration_error(self) -> float | None:
+        """Return the calibration error at the temperature; None without a temperature."""
+        return None if self.scaled_bins is None else _calibration_error(self.scaled_bins)
+
+
+def _calibration_error(bins: np.ndarray) -> float:
+    images, confidence, right = bins
+    return float(np.abs(confidence - right).sum() / max(images.sum(), 1))
 
 
 @dataclass(frozen=True)
@@ -99,9 +115,21 @@ _TABLE = (
         False,
         True,
     ),
+    Metric(
+        SCALED_ERROR,
+        "calibration error at the temperature",
+        "calibration_error/{}_scaled",
+        Counts.scaled_calibration_error,
+        False,
+        True,
+    ),
+    Metric(TEMPERATURE, "temperature", "temperature/{}", lambda c: c.temperature),
+    Metric(THRESHOLD, "least confidence of an answer", "confidence_threshold/{}", lambda c: c.threshold),
     Metric("loss", "loss", "loss/{}", lambda c: c.mean(c.loss), False, True),
 )
 METRICS = {metric.name: metric for metric in _TABLE}
+# The metrics that compare checkpoints and trials; the others describe the fit of the temperature
+COMPARED = [name for name in METRICS if name not in (SCALED_ERROR, TEMPERATURE, THRESHOLD)]
 # Metrics of single classes, as PREFIX + CLASS, and the score that each shows
 PREFIXES = {"accuracy/": "recall", "precision/": "precision"}
 
@@ -123,7 +151,7 @@ def tagged(metrics: Mapping[str, Any], split: str) -> dict[str, Any]:
 
 def is_metric(value: object) -> bool:
     """Whether a validation of some classes may report a metric of that name."""
-    return isinstance(value, str) and (value in METRICS or value.startswith(tuple(PREFIXES)))
+    return isinstance(value, str) and (value in COMPARED or value.startswith(tuple(PREFIXES)))
 
 
 def metrics_for(classes: Sequence[str], has_views: bool) -> list[str]:

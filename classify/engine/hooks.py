@@ -15,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from classify.config.experiment_fields import experiment_of
+from classify.config.metric_table import TEMPERATURE, THRESHOLD
 from classify.config.project import PROJECT
 from classify.engine import memory
 from classify.engine.parameter_groups import summarise
@@ -46,6 +47,7 @@ class ClassifierHooks(TrialHooks):
     Attributes:
         started: start of the training, by ``time.perf_counter``.
         average: the average of the weights; None without ``weight_average``.
+        confidence: the temperature and the threshold of the present weights; empty before their validation.
     """
 
     started = 0.0
@@ -67,6 +69,7 @@ class ClassifierHooks(TrialHooks):
             reason = "deepspeed_trial.trainer alone ends a training by time; use {epochs: N} or {batches: N}"
             raise InvalidInput(f"hyperparameters.max_length: {config.hyper.max_length}: {reason}")
         self._validation = contextlib.ExitStack()
+        self.confidence: Mapping[str, float] = {}
         if options := config.hyper.weight_average:
             self.average = WeightAverage(engine, options, config.plan, config.stage_layers)
 
@@ -76,6 +79,7 @@ class ClassifierHooks(TrialHooks):
 
     @override
     def on_optimizer_step(self) -> None:
+        self.confidence = {}
         if self.average:
             self.average.update()
 
@@ -87,6 +91,7 @@ class ClassifierHooks(TrialHooks):
     @override
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
         self._validation.close()
+        self.confidence = {name: metrics[name] for name in (TEMPERATURE, THRESHOLD) if name in metrics}
 
     @override
     def on_test_start(self) -> None:
@@ -94,11 +99,13 @@ class ClassifierHooks(TrialHooks):
 
     @override
     def on_test_end(self, metrics: dict[str, Any]) -> None:
-        self.on_validation_end(metrics)
+        self._validation.close()
 
     @override
     def on_checkpoint_load_end(self, checkpoint_dir: pathlib.Path) -> None:
-        """Load the average of a checkpoint without shards; the loader of shards has loaded it already."""
+        """Load the temperature, and the average of a checkpoint without shards; shards hold the average."""
+        if net_file.beside(path := checkpoint_dir / net_file.NAMES[0]).exists():
+            self.confidence = net_file.read_description(path).get("confidence") or {}
         if not self.average:
             return
         if not shards.are_in(checkpoint_dir):
@@ -152,6 +159,7 @@ class ClassifierHooks(TrialHooks):
                 "std": self.std,
             },
             "dtype": str(config.dtype).removeprefix("torch."),
+            **({"confidence": self.confidence} if self.confidence else {}),
             "provenance": {
                 "experiment": experiment.get("name"),
                 "data": experiment.get("data"),

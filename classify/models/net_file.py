@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from classify.config.metric_table import TEMPERATURE, THRESHOLD
 from classify.config.rules import (
     MOST_PIXELS,
     TEXT,
@@ -27,6 +28,7 @@ from classify.config.rules import (
     errors_in,
     is_count,
     is_finite,
+    is_number,
     list_of,
     one_of,
     optional,
@@ -58,6 +60,13 @@ def _is_of_a_network(value: Any, depth: int = 0) -> bool:
     return depth > 0 and (not isinstance(value, (int, float)) or abs(value) <= WIDEST)
 
 
+def _is_confidence(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    temperature, threshold = value.get(TEMPERATURE), value.get(THRESHOLD)
+    return is_number(temperature, 1e-6, 1e6) and is_number(threshold, 0, 1.000001)
+
+
 SIDE = Rule(
     lambda value: is_count(value, 1) and value <= MOST_PIXELS,
     f"must be a whole number of pixels of at most {MOST_PIXELS:,}",
@@ -76,6 +85,9 @@ DESCRIPTION = {
     "input.mean": list_of(Rule(is_finite, "must be a number"), 3),
     "input.std": list_of(Rule(lambda value: is_finite(value) and value > 0, "must be a number above 0"), 3),
     "dtype": one_of("float32", "bfloat16", "float16"),
+    "confidence": optional(
+        Rule(_is_confidence, "must be a mapping with a temperature above 0 and a confidence_threshold")
+    ),
     "provenance.steps": whole(0),
 }
 

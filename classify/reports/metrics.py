@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from typing_extensions import override
 from classify.config.metric_table import SPEED_METRIC, Counts, computed
 from classify.config.options import TestTimeAugmentation
 from classify.images.views import view_scores
+from classify.reports import confidence
 
 BINS = 15  # of confidence, as in https://arxiv.org/abs/1706.04599
 MISTAKES = 16  # in the report
@@ -98,9 +100,12 @@ class ClassificationMetrics(pytorch.MetricReducer):
         classes: the class names.
         throughput: of the training; every validation reports it, so that a search can compare it.
         how: views; ``classify`` counts every image a second time by their mean scores.
+        temperature: of a second calibration error; None for the fitted one.
+        fitted: images of a validation that fits the temperature; 0 fits none.
 
     Attributes:
-        order: int64 (N,), the images in this rank's order; it gives the mistakes their image.
+        order: int64 (N,), the images in this rank's order; it gives the mistakes their image. Without an
+            order no temperature is fitted.
         confusion: of the last validation, on the chief: int64 (C, C), rows are true classes.
         mistakes: of the last validation, on the chief: the wrongly classified images of the largest loss,
             the hardest first, with ``loss``, ``image`` (its index), ``predicted`` and ``label``.
@@ -111,9 +116,12 @@ class ClassificationMetrics(pytorch.MetricReducer):
         classes: Sequence[str],
         throughput: Throughput | None = None,
         how: TestTimeAugmentation | None = None,
+        temperature: float | None = None,
+        fitted: int = 0,
     ) -> None:
         self.classes = tuple(classes)
-        self.throughput, self.how = throughput, how
+        self.throughput, self.how, self.temperature = throughput, how, temperature
+        self.spacing = math.ceil(fitted * len(self.classes) / confidence.MOST)  # of the images of the fit
         self.order: Tensor | None = None
         self.confusion = np.zeros((len(self.classes),) * 2, dtype=np.int64)
         self.mistakes: list[dict[str, Any]] = []
@@ -124,6 +132,7 @@ class ClassificationMetrics(pytorch.MetricReducer):
         self._counts: Tensor | None = None
         self._seen = 0
         self._right_by_views: Tensor | int = 0
+        self._fitted: list[tuple[Tensor, Tensor, Tensor]] = []  # places, logits, labels
 
     def classify(self, net: Callable[[Tensor], Tensor], inputs: Tensor, labels: Tensor) -> None:
         """Classify a batch and count it.
@@ -143,6 +152,7 @@ class ClassificationMetrics(pytorch.MetricReducer):
         self._loss = torch.zeros((), dtype=torch.float64, device=device)
         self._in_top5 = torch.zeros((), dtype=torch.int64, device=device)
         self._bins = torch.zeros((3, BINS), dtype=torch.float64, device=device)
+        self._scaled_bins = torch.zeros_like(self._bins)
         self._hardest: Tensor = torch.full((MISTAKES,), -1.0, device=device)  # losses; -1: no mistake
         self._which: Tensor = torch.zeros((3, MISTAKES), dtype=torch.int64, device=device)
 
@@ -163,6 +173,13 @@ class ClassificationMetrics(pytorch.MetricReducer):
         losses = F.cross_entropy(logits, labels, reduction="none")
         self._loss += losses.sum()
         self._bins += _bins(logits, labels)
+        if self.temperature:
+            self._scaled_bins += _bins(logits / self.temperature, labels)
+        if self.order is not None and self.spacing:
+            images = self.order[self._seen : self._seen + len(labels)]
+            chosen = (images % self.spacing == 0).nonzero().squeeze(1)
+            there = chosen.to(logits.device)
+            self._fitted.append((images[chosen], logits[there], labels[there]))
         if len(self.classes) > 5:
             self._in_top5 += (logits.topk(5).indices == labels.unsqueeze(1)).sum()
         places = torch.arange(self._seen, self._seen + len(labels), device=logits.device)
@@ -174,23 +191,25 @@ class ClassificationMetrics(pytorch.MetricReducer):
 
     @override
     def per_slot_reduce(self) -> tuple[Any, ...]:
-        """Return confusion, loss, mistakes, right ones by views, right ones of the top five, and bins."""
+        """Return this rank's counts: numbers, lists and arrays."""
         if self._counts is None:
             nothing = np.zeros((len(self.classes),) * 2, dtype=np.int64)
-            return nothing, 0.0, [], 0, 0, np.zeros((3, BINS))
+            return nothing, 0.0, [], 0, 0, np.zeros((3, BINS)), np.zeros((3, BINS)), []
         counts = self._counts.view(len(self.classes), -1).cpu().numpy()
         mistakes = []
         for loss, place, *names in zip(self._hardest.tolist(), *self._which.tolist(), strict=True):
             if loss >= 0:
                 image = place if self.order is None else int(self.order[place])
                 mistakes.append({"loss": loss, "image": image, "predicted": names[0], "label": names[1]})
-        bins, views, top5 = self._bins.cpu().numpy(), int(self._right_by_views), int(self._in_top5)
-        return counts, self._loss.item(), mistakes, views, top5, bins
+        views, top5 = int(self._right_by_views), int(self._in_top5)
+        bins, scaled = self._bins.cpu().numpy(), self._scaled_bins.cpu().numpy()
+        fitted = [torch.cat(parts).cpu().numpy() for parts in zip(*self._fitted, strict=True)]
+        return counts, self._loss.item(), mistakes, views, top5, bins, scaled, fitted
 
     @override
     def cross_slot_reduce(self, per_slot_metrics: list[tuple[Any, ...]]) -> dict[str, Any]:
         """Return the metrics of ``classify/config/metric_table.py`` and ``images``, as numbers."""
-        confusions, losses, of_ranks, views, top5, bins = zip(*per_slot_metrics, strict=True)
+        confusions, losses, of_ranks, views, top5, bins, scaled, fitted = zip(*per_slot_metrics, strict=True)
         self.confusion = np.sum(confusions, axis=0)
         mistakes = [mistake for of_rank in of_ranks for mistake in of_rank]
         self.mistakes = sorted(mistakes, key=lambda mistake: (-mistake["loss"], mistake["image"]))[:MISTAKES]
@@ -200,6 +219,7 @@ class ClassificationMetrics(pytorch.MetricReducer):
             right_by_views=sum(views) if self.how else None,
             in_top5=sum(top5) if len(self.classes) > 5 else None,
             bins=np.sum(bins, axis=0),
+            **({"scaled_bins": np.sum(scaled, axis=0)} if self.temperature else _fit(fitted)),
         )
         values = computed(counts, self.classes)
         first = {name: values[name] for name in ("accuracy", "loss")}  # a terminal's line has the first few
@@ -207,6 +227,24 @@ class ClassificationMetrics(pytorch.MetricReducer):
         if self.throughput:
             metrics[SPEED_METRIC] = self.throughput.since_validation()
         return metrics
+
+
+def _fit(of_ranks: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
+    """Return the fields of ``Counts`` about a temperature; empty if none can be fitted.
+
+    Args:
+        of_ranks: places, logits (N, C) and labels (N,) of each rank's images; empty for a rank without.
+    """
+    if not any(of_ranks):
+        return {}
+    places, logits, labels = map(np.concatenate, zip(*filter(None, of_ranks), strict=True))
+    order = np.argsort(places)  # the same images in the same order for any number of ranks
+    logits, labels = logits[order], labels[order]
+    if (found := confidence.fit(logits, labels)) is None:
+        return {}
+    temperature, threshold = found
+    scaled = _bins(torch.from_numpy(logits / temperature), torch.from_numpy(labels)).numpy()
+    return {"scaled_bins": scaled, "temperature": temperature, "threshold": threshold}
 
 
 def _bins(logits: Tensor, labels: Tensor) -> Tensor:

@@ -11,18 +11,23 @@ import warnings
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
+import support
 import torch
 from folders import save, table
 from huggingface_hub import ModelCard
 from PIL import Image, ImageOps
+from safetensors import safe_open
 from sklearn.datasets import load_digits
-from support import DIGITS, MODEL, PROJECT, overrides, train_many
+from support import DIGITS, LATEST, MODEL, PROJECT, overrides, train_many
 
 import checkpoint
-from classify.models import state_dicts
+from classify.images.decode import decode_image
+from classify.models import net_file, state_dicts
 from net import Net
+from workbench.publish import forms, scoring
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +98,75 @@ def test_predict_agrees_with_evaluate(root, run, main, tmp_path):
     }
     (said,) = main("predict", net, picture, "--tta", "shift=99", code=2)
     assert said.startswith("checkpoint.py: --tta.shift: 99: ")
+
+
+@table("form, read",
+    pt=("net.pt", lambda file: {}),
+    safetensors=("net.safetensors", lambda file: safe_open(file, "pt").metadata()),
+    onnx=("net.onnx", lambda file: {each.key: each.value for each in onnx.load(file).metadata_props}),
+    hf=("published", lambda file: {}),
+)  # fmt: skip
+@table("which, step", latest=("latest", 60), best=("best", 20))
+def test_every_export_has_the_temperature_of_its_weights(form, read, which, step, run, main, tmp_path):
+    (validated,) = {
+        json.dumps(each)
+        for each in run.metrics
+        if each["group"] == "validation" and each["steps_completed"] == step
+    }
+    wanted = {name: json.loads(validated)[name] for name in ("temperature", "confidence_threshold")}
+    target = tmp_path / form
+    main(
+        "export",
+        run.output,
+        target,
+        "--checkpoint",
+        which,
+        *(["--format", "hf"] if form == "published" else []),
+    )
+    assert net_file.read_description(target)["confidence"] == wanted
+    assert json.loads(read(target).get("confidence", json.dumps(wanted))) == wanted
+    assert form not in ("net.safetensors", "net.onnx") or "confidence" in read(target)
+
+
+def test_a_resumed_run_of_no_step_keeps_the_temperature(run, main, tmp_path):
+    """The weights of the best checkpoint are loaded after the last step, with their temperature."""
+    copy = shutil.copytree(run.output, tmp_path / "copy")
+    settings = json.loads((copy / "run.json").read_text())["command"]
+    arguments = [
+        *settings[settings.index("train.py") + 1 : settings.index("--output")],
+        "--output",
+        str(copy),
+        *LATEST,
+    ]
+    again = support.run(["train.py", *arguments], copy)
+    assert again.code == 0, again.stderr
+    assert net_file.read_description(copy / "net.pt") == net_file.read_description(run.output / "net.pt")
+
+
+def test_unknown_images_are_those_below_the_threshold(root, run, main, tmp_path):
+    net = run.output / "net.pt"
+    confidence = net_file.read_description(net)["confidence"]
+    assert 0.2 < confidence["confidence_threshold"] < 1 and confidence["temperature"] != 1
+    validated = main("predict", net, root / "test", "--json", "--unknown")
+    assert sum(row["unknown"] for row in validated) <= 0.01 * 80 < 80
+    assert all(
+        (row["probability"] < confidence["confidence_threshold"] - 1e-6) <= row["unknown"]
+        for row in validated
+    )
+    threshold = sorted(row["probability"] for row in validated)[40]
+    half = main("predict", net, root / "test", "--json", f"--unknown={threshold}")
+    assert sum(row["unknown"] for row in half) in (40, 41)
+    plain = main("predict", net, root / "test", "--json")
+    assert plain == [{key: row[key] for key in row if key != "unknown"} for row in validated]
+    said = main("predict", net, root / "test/digit 2/119.png", "--unknown", "1")
+    assert " unknown " in said and "unknown: 1 of 1 images, below 1.000" in said
+    logits = forms.read(net).classify
+    images = torch.stack(
+        [torch.from_numpy(decode_image(pathlib.Path(row["image"]), (32, 32))) for row in validated]
+    )
+    (inputs,) = scoring.inputs_of(net_file.read_description(net), images, 80)
+    wanted = (logits(inputs) / confidence["temperature"]).softmax(1).amax(1)
+    assert [row["probability"] for row in validated] == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
 def test_predict_classifies_the_rest_of_a_folder_and_names_what_it_cannot_read(run, root, tmp_path, capsys):
@@ -240,6 +314,14 @@ def test_a_report_shows_names_as_text(run, main, tmp_path):
     ),
     no_net=(["predict", "{tmp}/none.pt", "{tmp}"], "none.pt: not a readable state_dict"),
     no_such_image=(["predict", "{run}/net.pt", "{tmp}/none.png"], "none.png: no such file"),
+    a_threshold_of_two=(
+        ["predict", "{run}/net.pt", "{tmp}", "--unknown", "2"],
+        "--unknown: 2: must be a probability",
+    ),
+    no_threshold=(
+        ["predict", "{run}/net.pt", "{tmp}", "--unknown", "{tmp}"],
+        "must be a probability from 0 to 1; write",
+    ),
     an_empty_folder=(["predict", "{run}/net.pt", "{tmp}"], "holds no image"),
     no_image=(["predict", "{run}/net.pt", f"{PROJECT}/README.md"], "README.md: not a readable image"),
     other_classes=(
@@ -364,6 +446,9 @@ HUGE = {"hidden_dim": 60000, "num_heads": 1, "mlp_dim": 60000}  # 690 GB
     ),
     infinite=("input std", [float("inf")] * 3, "input.std: [inf, inf, inf]: must be"),
     no_number=("input mean", [float("nan")] * 3, "input.mean: [nan, nan, nan]: must be"),
+    no_temperature=("confidence temperature", 0, "must be a mapping with a temperature above 0"),
+    no_confidence=("confidence", [1], "confidence: [1]: must be a mapping with a temperature above 0"),
+    a_large_threshold=("confidence confidence_threshold", 1e9, "must be a mapping with a temperature"),
     no_origin=("provenance", None, "provenance.steps: None: must be a whole number"),
     steps_as_text=("provenance steps", "9", "provenance.steps: '9': must be a whole number"),
 )
@@ -371,6 +456,14 @@ def test_a_wrong_description_is_refused(place, value, line, root, copy, main):
     change(copy / "net.json", *place.split(), value=value)
     for said in refusals(main, copy, root):
         assert said.startswith(f"checkpoint.py: {copy}/net.") and line in said
+
+
+def test_a_network_without_a_threshold_needs_one(copy, main, tmp_path):
+    change(copy / "net.json", "confidence", value=None)
+    picture = save(tmp_path / "picture.png", 1)
+    (said,) = main("predict", copy / "net.pt", picture, "--unknown", code=2)
+    assert said.startswith(f"checkpoint.py: --unknown: {copy}/net.pt has no threshold")
+    assert main("predict", copy / "net.pt", picture, "--unknown=1", "--json")[0]["unknown"]
 
 
 def test_all_errors_of_a_description_are_printed(copy, main, tmp_path):

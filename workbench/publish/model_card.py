@@ -88,6 +88,7 @@ def write(
         classes=description["classes"],
         seen=description["input"],
         dtype=description["dtype"],
+        confidence=description.get("confidence"),
         provenance=provenance,
     )
 

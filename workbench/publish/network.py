@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from classify.config.metric_table import TEMPERATURE
 from classify.models import net_file, registry
 from deepspeed_trial.checkpoints.files import sha256
 from deepspeed_trial.errors import InvalidInput, one_line
@@ -69,6 +70,11 @@ class Classifier:
 
     description: dict[str, Any]
     classify: Callable[[Tensor], Tensor]
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the probabilities; 1 for a network without one."""
+        return float((self.description.get("confidence") or {TEMPERATURE: 1.0})[TEMPERATURE])
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +13,14 @@ from torchvision.transforms.v2 import functional
 
 import data
 from classify.config import experiment_file
+from classify.config.metric_table import THRESHOLD
 from classify.config.options import TestTimeAugmentation
 from classify.images import views
 from classify.images.decode import decode_image
 from classify.images.pixels import ImageSet
 from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
+from classify.reports import confidence
 from classify.reports.metrics import ClassificationMetrics
 from classify.reports.summary import metrics_summary
 from deepspeed_trial.errors import ErrorList, InvalidInput
@@ -28,19 +30,40 @@ BATCH, PIXELS = 500, 2**25  # the most images, and the most pixels, classified a
 FOR_INT8 = 512  # training images that scale int8
 
 
-def probabilities(
-    classifier: Classifier, files: Sequence[pathlib.Path], how: TestTimeAugmentation | None = None
-) -> tuple[list[pathlib.Path], Tensor, ErrorList]:
+class Answers(NamedTuple):
+    """The answers of a network.
+
+    Attributes:
+        probabilities: of every class, (N, C) float32, at the network's temperature.
+        unknown: whether an image is of no known class, (N,) bool.
+    """
+
+    probabilities: Tensor
+    unknown: Tensor
+
+
+def answers(
+    classifier: Classifier,
+    files: Sequence[pathlib.Path],
+    how: TestTimeAugmentation | None = None,
+    threshold: float = 0.0,
+) -> tuple[list[pathlib.Path], Answers, ErrorList]:
     """Classify image files with one batch of them in memory at a time.
 
+    Args:
+        classifier: the network.
+        files: the images.
+        how: views of each image.
+        threshold: of the answer "unknown"; see ``threshold_of``.
+
     Returns:
-        The files that could be read, the probability of every class for each of them, (N, C) float32, and the
-        errors of the other files.
+        The files that could be read, their answers, and the errors of the other files.
     """
     size = tuple(classifier.description["input"]["resize"])
     batch = _batch_of(classifier.description)
     readable: list[pathlib.Path] = []
-    found, errors = [torch.empty(0, len(classifier.description["classes"]))], ErrorList()
+    nothing = torch.empty(0, len(classifier.description["classes"])), torch.empty(0, dtype=torch.bool)
+    found, errors = [Answers(*nothing)], ErrorList()
     for first in range(0, len(files), batch):
         decoded = []
         for file in files[first : first + batch]:
@@ -48,21 +71,49 @@ def probabilities(
                 decoded.append(torch.from_numpy(decode_image(file, size)))
                 readable.append(file)
         if decoded:
-            found.append(classify(classifier, torch.stack(decoded), how))
-    return readable, torch.cat(found), errors
+            found.append(classify(classifier, torch.stack(decoded), how, threshold))
+    return readable, Answers(*map(torch.cat, zip(*found, strict=True))), errors
 
 
-def classify(classifier: Classifier, images: Tensor, how: TestTimeAugmentation | None = None) -> Tensor:
-    """Classify a batch of images (N, 3, h, w) uint8: the probability of every class, (N, C) float32."""
+def classify(
+    classifier: Classifier, images: Tensor, how: TestTimeAugmentation | None = None, threshold: float = 0.0
+) -> Answers:
+    """Classify a batch of images (N, 3, h, w) uint8."""
     (inputs,) = inputs_of(classifier.description, images, len(images))
-    return views.view_scores(classifier.classify, inputs, how)[1].softmax(1)
+    logits, temperature = views.view_scores(classifier.classify, inputs, how)[1], classifier.temperature
+    return Answers((logits / temperature).softmax(1), confidence.score(logits, temperature) < threshold)
+
+
+def threshold_of(classifier: Classifier, given: str, net: pathlib.Path) -> float:
+    """Return the threshold of ``--unknown``.
+
+    Args:
+        classifier: the network.
+        given: the option's value; empty for the network's own threshold.
+        net: the network's file.
+
+    Raises:
+        InvalidInput: if the value is no probability, or the network has no threshold.
+    """
+    stored = classifier.description.get("confidence")
+    if not given and stored is None:
+        what = f"{net} has no threshold: no validation was at its checkpoint, or an earlier version saved it"
+        raise InvalidInput(f"--unknown: {what}; give a threshold, e.g. --unknown=0.5")
+    try:
+        threshold = float(given) if given else float(stored[THRESHOLD])
+    except ValueError:
+        threshold = -1.0
+    if not 0 <= threshold <= 1:
+        remedy = "must be a probability from 0 to 1; write --unknown=0.5, or --unknown after the images"
+        raise InvalidInput(f"--unknown: {given}: {remedy}")
+    return threshold
 
 
 def validation(
     classifier: Classifier, images: ImageSet, how: TestTimeAugmentation | None = None
 ) -> dict[str, Any]:
     """Return the metrics of a split of images, in the form of ``summary.json``."""
-    metrics = ClassificationMetrics(images.classes, how=how)
+    metrics = ClassificationMetrics(images.classes, how=how, temperature=classifier.temperature)
     for chosen in torch.arange(len(images)).split(_batch_of(classifier.description)):
         (inputs,) = inputs_of(classifier.description, images.select(chosen), len(chosen))
         metrics.classify(classifier.classify, inputs, images.labels[chosen])

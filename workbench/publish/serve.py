@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from classify.config.metric_table import THRESHOLD
 from classify.images.decode import MissingPackage, decode, open_image
 from deepspeed_trial.errors import InvalidInput, one_line, printable
 from workbench.publish import scoring
@@ -61,15 +62,19 @@ def run(classifier: Classifier, title: str, port: int) -> None:
         server.serve_forever()
 
 
-def probabilities(classifier: Classifier, content: bytes) -> dict[str, float]:
-    """Return the probability of every class for the bytes of an image file, the greatest first.
+def answer(classifier: Classifier, content: bytes) -> tuple[dict[str, float], bool]:
+    """Classify the bytes of an image file.
+
+    Returns:
+        The probability of every class, the greatest first, and whether the image is of no known class: always
+        False for a network without a threshold.
 
     Raises:
         InvalidInput: if it has too many pixels, or cannot be read as an image.
     """
     try:
-        with open_image(io.BytesIO(content)) as image:  # no pixel is decoded yet
-            pixels = image.width * image.height
+        with open_image(io.BytesIO(content)) as opened:  # no pixel is decoded yet
+            pixels = opened.width * opened.height
     except MissingPackage:
         raise
     except Exception as error:  # which differ between Pillow's formats
@@ -78,9 +83,11 @@ def probabilities(classifier: Classifier, content: bytes) -> dict[str, float]:
         much = f"{pixels / 1e6:,.0f} megapixels are more than {MOST_MEGAPIXELS}"
         raise InvalidInput(f"image: {much}; give a smaller image")
     size = tuple(classifier.description["input"]["resize"])
-    (row,) = scoring.classify(classifier, torch.from_numpy(decode(content, size, "image"))[None])
+    threshold = (classifier.description.get("confidence") or {}).get(THRESHOLD, 0.0)
+    image = torch.from_numpy(decode(content, size, "image"))[None]
+    (row,), (is_unknown,) = scoring.classify(classifier, image, threshold=threshold)
     found = zip(classifier.description["classes"], row.tolist(), strict=True)
-    return dict(sorted(found, key=lambda each: -each[1]))
+    return dict(sorted(found, key=lambda each: -each[1])), bool(is_unknown)
 
 
 def is_of_this_page(host: str | None, origin: str | None) -> bool:
@@ -145,11 +152,11 @@ class Handler(BaseHTTPRequestHandler):
             return self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, much)
         with self.server.slots:
             try:
-                found = probabilities(self.server.classifier, self.rfile.read(int(length)))
+                found, is_unknown = answer(self.server.classifier, self.rfile.read(int(length)))
             except InvalidInput as error:
                 return self._refuse(HTTPStatus.UNPROCESSABLE_ENTITY, error.errors[0])
         shown = [(printable(name), probability) for name, probability in found.items()]
-        self._answer(HTTPStatus.OK, "application/json", json.dumps({"classes": shown}))
+        self._answer(HTTPStatus.OK, "application/json", json.dumps({"classes": shown, "unknown": is_unknown}))
 
     def log_message(self, *args: Any) -> None:
         """Print no line of a request."""

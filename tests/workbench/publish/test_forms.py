@@ -134,7 +134,7 @@ def test_one_batch_of_decoded_images_is_in_memory(limit, value, exported, photos
     monkeypatch.setattr(scoring, limit, value)
     monkeypatch.setattr(scoring, "decode_image", lambda *given: noted("decoded", decode(*given)))
     counted = dataclasses.replace(classifier, classify=lambda x: noted(len(x), classifier.classify(x)))
-    assert len(scoring.probabilities(counted, sorted(photos.iterdir()))[1]) == 5
+    assert len(scoring.answers(counted, sorted(photos.iterdir()))[1].unknown) == 5
     assert events == ["decoded", "decoded", 2, "decoded", "decoded", 2, "decoded", 1]
 
 

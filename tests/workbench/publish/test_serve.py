@@ -74,20 +74,29 @@ def test_a_large_image_is_refused_before_it_is_decoded(network, tmp_path, monkey
     classifier = forms.read(network)
     large = save(tmp_path / "large.png", Image.new("1", (9000, 9000)))
     monkeypatch.setattr(Image.Image, "load", None)  # it decodes
-    line = error_line(serve.probabilities, classifier, large.read_bytes())
+    line = error_line(serve.answer, classifier, large.read_bytes())
     assert line == "image: 81 megapixels are more than 50; give a smaller image"
 
 
 def test_the_page_classifies_as_predict_does(network, port, tmp_path, capsys):
     pixels = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)
     photo = save(tmp_path / "photo.png", Image.fromarray(pixels))
-    assert checkpoint.main(["predict", str(network), str(photo), "--json"]) == 0
+    assert checkpoint.main(["predict", str(network), str(photo), "--json", "--unknown"]) == 0
     (wanted,) = json.loads(capsys.readouterr().out)
     status, _, said = ask(port, "POST", photo.read_bytes(), Origin=f"http://127.0.0.1:{port}")
     found = json.loads(said)["classes"]
+    assert json.loads(said)["unknown"] == wanted["unknown"]
     assert status == 200 and found[0][0] == wanted["class"].replace("\x1b", "\\x1b")
     values = sorted(wanted["probabilities"].values(), reverse=True)
     assert [each[1] for each in found] == pytest.approx(values, abs=1e-6)
+
+
+@pytest.mark.parametrize("threshold", [0.0, 1.0])
+def test_the_page_says_unknown_below_the_threshold(threshold, network, tmp_path):
+    classifier = forms.read(network)
+    classifier.description["confidence"]["confidence_threshold"] = threshold
+    photo = save(tmp_path / "photo.png", Image.new("RGB", (40, 40)))
+    assert serve.answer(classifier, photo.read_bytes())[1] == bool(threshold)
 
 
 def test_the_page_loads_nothing_and_is_framed_by_none(port):
