@@ -9,6 +9,7 @@ import pathlib
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 from ruamel.yaml import YAML
 
 from deepspeed_trial.errors import InvalidInput, printable
@@ -17,13 +18,19 @@ BASE = pathlib.Path(__file__).with_name("page.html.jinja")
 
 
 def render(template: pathlib.Path, values: dict[str, Any]) -> str:
-    """Render a template that extends ``page.html.jinja``; values are escaped."""
+    """Render a template that extends ``page.html.jinja``; values are escaped.
+
+    Args:
+        template: may import the macros of ``parts.html.jinja``; its filter ``data_uri`` shows a picture.
+        values: ``title`` and the template's own; ``refresh``: seconds until it loads again.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([template.parent, BASE.parent]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         finalize=_without_control_characters,
     )
+    environment.filters["data_uri"] = data_uri
     return environment.get_template(template.name).render(values)
 
 
@@ -49,6 +56,12 @@ def inline(png: bytes) -> str:
     return base64.b64encode(png).decode()
 
 
+def data_uri(content: str) -> str:
+    """Return the address of a picture, a PNG, JPEG or WebP file in base64, that a page holds itself."""
+    kind = {"iV": "png", "/9": "jpeg"}.get(content[:2], "webp")
+    return f"data:image/{kind};base64,{content}"
+
+
 def as_yaml(value: Any) -> str:
     """Format a configuration for a page."""
     out = io.StringIO()
@@ -61,4 +74,6 @@ def as_yaml(value: Any) -> str:
 
 def _without_control_characters(value: Any) -> Any:
     """Escape control characters of a value: a browser may act on those in names of files and classes."""
-    return "\n".join(map(printable, value.split("\n"))) if isinstance(value, str) else value
+    if isinstance(value, Markup) or not isinstance(value, str):  # a macro has escaped its values
+        return value
+    return "\n".join(map(printable, value.split("\n")))
