@@ -18,8 +18,10 @@ from typing_extensions import override
 
 from deepspeed_trial import cluster, place, processes
 from deepspeed_trial.checkpoints.store import LocalCheckpoints
+from deepspeed_trial.checkpoints.stored_run import stored_run
+from deepspeed_trial.checkpoints.uploads import Uploads
 from deepspeed_trial.experiment import Experiment
-from deepspeed_trial.local.folder import default_output, own_folder
+from deepspeed_trial.local.folder import FILES, default_output, own_folder
 from deepspeed_trial.local.lost_disk import explain_lost_disk
 from deepspeed_trial.local.progress import LocalMetrics
 from deepspeed_trial.patches.engine import patch_engine
@@ -233,9 +235,13 @@ def init(
     experiment = Experiment(exp_conf or {}, hparams or {})
     ranks = distributed or processes.join_local_processes(experiment.hang_after)
     output = ranks.broadcast(pathlib.Path(os.path.realpath(output or default_output("trial"))))
+    stored = stored_run(experiment.storage, output)
     with (
-        own_folder(output, ranks, resumes, writes) as goes_on,
-        locally(experiment, ranks, output, goes_on, enable_tensorboard_logging) as context,
+        own_folder(output, ranks, resumes, writes, stored) as goes_on,
+        Uploads(stored, output, (*FILES, *writes))
+        if stored and ranks.rank == 0
+        else contextlib.nullcontext() as uploads,
+        locally(experiment, ranks, output, goes_on, enable_tensorboard_logging, uploads) as context,
     ):
         keeps_record = goes_on or resumes is None
         tracking = tracking_here(experiment, ranks.rank == 0, output, keeps_record)
@@ -292,6 +298,7 @@ def locally(
     output: pathlib.Path,
     resumes: bool,
     logs_tensorboard: bool,
+    uploads: Uploads | None = None,
 ) -> Iterator[TrialContext]:
     """The context of a run whose checkpoints, metrics and progress go into a folder."""
     seed_everything(experiment.seed)
@@ -309,6 +316,7 @@ def locally(
             experiment.checkpoints_to_keep("save_trial_best"),
             experiment.checkpoints_to_keep("save_trial_latest"),
             train.score,
+            uploads,
         )
         services = LocalServices(core_context, experiment, output)
         context = make_context(

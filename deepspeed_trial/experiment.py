@@ -108,8 +108,13 @@ class Experiment:
 
     def checkpoints_to_keep(self, field: str) -> int:
         """Return the number of checkpoints to keep by ``save_trial_best`` or ``save_trial_latest``."""
-        value = self._section("checkpoint_storage").get(field)
+        value = self.storage.get(field)
         return 1 if value is None else int(value)  # Determined's defaults
+
+    @property
+    def storage(self) -> Mapping[str, Any]:
+        """The section ``checkpoint_storage``."""
+        return self._section("checkpoint_storage")
 
     @property
     def profiling(self) -> bool:

@@ -22,7 +22,7 @@ _FIELDS = frozenset(
     records_per_epoch reproducibility scheduling_unit searcher workspace""".split()
 )
 _SECTIONS = {
-    "checkpoint_storage": frozenset("save_experiment_best save_trial_best save_trial_latest".split()),
+    "checkpoint_storage": frozenset("save_experiment_best save_trial_best save_trial_latest type".split()),
     "data": frozenset(
         """augment cache dataset decode device download image_size normalize resize root sampling split_seed
         test unreadable validation window workers""".split()

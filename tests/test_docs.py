@@ -23,7 +23,7 @@ SHORT = [
     PROJECT / f"{name}.md"
     for name in """README CHANGELOG CONTRIBUTING SECURITY docs/baseline docs/cluster docs/configure docs/data-and-nets
     docs/evaluation docs/from-pytorch docs/hangs docs/hosts docs/large-data docs/look-and-use docs/memory docs/modes
-    docs/networks docs/optimizers docs/photos docs/recipes docs/resume docs/search docs/sources docs/speed docs/studies
+    docs/networks docs/optimizers docs/photos docs/recipes docs/resume docs/search docs/sources docs/speed docs/storage docs/studies
     docs/time-budget docs/trackers""".split()
 ]
 # A file of DeepSpeed's examples, and two that a reader writes

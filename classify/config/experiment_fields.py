@@ -24,6 +24,7 @@ from classify.config.rules import (
 )
 from classify.config.sections import Key, key_errors
 from deepspeed_trial import redaction
+from deepspeed_trial.checkpoints import storage
 from deepspeed_trial.errors import InvalidInput, nearest
 from deepspeed_trial.experiment import (
     LENGTH,
@@ -89,9 +90,17 @@ SECTIONS = {
         slots_per_trial=_key(whole(1), "The processes of a trial on a cluster, one a slot.", 1),
     ),
     "checkpoint_storage": _keys(
-        """access_key account_url bucket checkpoint_path connection_string container container_path credential
-        endpoint_url host_path prefix propagation save_experiment_best secret_key storage_path
-        tensorboard_path type user""",
+        """account_url checkpoint_path connection_string container credential propagation save_experiment_best
+        tensorboard_path user""",
+        type=_key(elsewhere(f"one of {', '.join(storage.TYPES)}"), "The storage besides the run's folder."),
+        bucket=_key(elsewhere("text"), "The bucket of `s3` or `gcs`."),
+        prefix=_key(elsewhere("text"), "The folder in the bucket."),
+        endpoint_url=_key(elsewhere("a URL"), "The server of `s3`, if it is not Amazon's."),
+        access_key=_key(elsewhere("text"), "The key of `s3`; better in the environment."),
+        secret_key=_key(elsewhere("text"), "The secret of `s3`; better in the environment."),
+        host_path=_key(elsewhere("a folder's path"), "The folder of `shared_fs`."),
+        storage_path=_key(elsewhere("a folder's path"), "The folder in `host_path`."),
+        container_path=_key(elsewhere("a folder's path"), "The folder of `directory`."),
         save_trial_best=_key(whole(0), "The best checkpoints to keep.", 1),
         save_trial_latest=_key(whole(0), "The latest checkpoints to keep.", 1),
     ),
@@ -147,6 +156,7 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
     errors += _searcher_errors(searcher, search)
     for section in [name for name in SECTIONS if name in read]:
         errors += key_errors(f"{section}.", read[section], SECTIONS[section], redaction.shown)
+    errors += storage.errors(read.get(storage.SECTION, {}))
     for field in ("min_validation_period", "min_checkpoint_period"):
         if config.get(field) is not None:
             errors += unit_errors(field, config[field], PERIOD_UNITS, least=0)

@@ -14,6 +14,7 @@ from typing import Any
 from determined import core
 
 from deepspeed_trial.checkpoints import files
+from deepspeed_trial.checkpoints.uploads import Uploads
 from deepspeed_trial.errors import InvalidInput, TrainingStopped, one_line
 from deepspeed_trial.local.lost_disk import how_to_go_on, is_full_disk, is_gone
 
@@ -36,6 +37,7 @@ class LocalCheckpoints:
         keep_best: how many of the best to keep (``checkpoint_storage.save_trial_best``).
         keep_latest: how many of the latest to keep, at least one (``checkpoint_storage.save_trial_latest``).
         score: gives a validation's score by its step, the higher the better; None where there was none.
+        uploads: of complete checkpoints to ``checkpoint_storage``, on rank 0; None without any.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class LocalCheckpoints:
         keep_best: int,
         keep_latest: int,
         score: Callable[[int], float | None],
+        uploads: Uploads | None = None,
     ) -> None:
-        self.folder = folder
+        self.folder, self._uploads = folder, uploads
         self.keep_best, self.keep_latest = keep_best, max(1, keep_latest)
         self._dist, self._score = distributed, score
         if self._dist.rank == 0:
@@ -72,6 +75,8 @@ class LocalCheckpoints:
                 files.write_metadata(partial, metadata)
                 os.rename(partial, self.folder / name)
                 files.sync(self.folder)  # before an older checkpoint goes
+                if self._uploads:
+                    self._uploads.add(name)
                 self._prune()
         except Exception as error:
             is_full = is_full_disk(error)  # torch's own error for it is a RuntimeError

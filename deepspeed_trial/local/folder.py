@@ -13,6 +13,7 @@ from typing import TypeVar
 import filelock
 from determined import core
 
+from deepspeed_trial.checkpoints.stored_run import StoredRun
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.input_files import refused
 from deepspeed_trial.local import metrics_log
@@ -98,6 +99,7 @@ def own_folder(
     distributed: core.DistributedContext,
     resumes: bool | None,
     writes: Sequence[str] = (),
+    stored: StoredRun | None = None,
 ) -> Iterator[bool]:
     """Make and lock a run's folder on the chief; the block gets whether the run continues the folder's run.
 
@@ -106,6 +108,7 @@ def own_folder(
         distributed: the ranks.
         resumes: as in ``why_unusable``; None to continue if the folder has a checkpoint.
         writes: as in ``why_unusable``.
+        stored: the run's folder in ``checkpoint_storage``, whose checkpoints come into this one.
 
     Raises:
         InvalidInput: on every rank, if the folder cannot be used.
@@ -119,6 +122,8 @@ def own_folder(
                 reason = why_unusable(output, continues, writes)
             if reason:
                 raise InvalidInput(reason)
+            if stored:
+                continues = stored.prepare(output, resumes) or continues
             return continues
 
         yield on_chief(take, distributed)

@@ -27,7 +27,7 @@ entrypoint: env KEY=planted_entrypoint python3 train.py
 environment:
   environment_variables: [PASSWORD=planted_variable]
   registry_auth: {{username: planted_user, password: planted_registry}}
-checkpoint_storage: {{type: s3, bucket: mine, access_key: planted_access, secret_key: planted_secret, save_trial_best: 0}}
+checkpoint_storage: {{type: shared_fs, host_path: {store}, access_key: planted_access, secret_key: planted_secret, save_trial_best: 0}}
 bind_mounts: [{{host_path: /planted_mount, container_path: /cache}}]
 integrations: {{pachyderm: {{pachd: {{token: planted_pachyderm}}}}}}
 tensorboard_storage: {{type: s3, secret_key: planted_tensorboard}}
@@ -69,13 +69,14 @@ def experiment_file_with_credentials(folder: pathlib.Path, shards: pathlib.Path,
     query = "sig=planted_signature&X-Amz-Signature=planted_amazon"
     root = f"{url.replace('://', '://planted_token@')}/{{{names}}}.tar?{query}"
     file = folder / "planted.yaml"
-    file.write_text(FILE.format(root=root, cache=folder / "out" / "cache"))
+    store = folder / "out" / "store"
+    store.mkdir(parents=True)
+    file.write_text(FILE.format(root=root, cache=folder / "out" / "cache", store=store))
     return str(file)
 
 
 def test_no_file_of_a_run_and_no_line_of_it_holds_a_credential(written, tmp_path, capfd):
     output, out = tmp_path / "out" / "run", tmp_path / "out"
-    out.mkdir()
     with served(written) as (_, url):
         config = ["--config", experiment_file_with_credentials(tmp_path, written, url), *SETS]
         row = ["train.py", *config, "--output", str(output)]
@@ -217,7 +218,7 @@ def test_hyperparameters_and_known_fields_pass_and_all_others_are_names(tmp_path
     fields = {field.name for field in dataclasses.fields(DataSettings)} - {"storage"}
     storage = {"type": "s3", "secret_key": "planted_", "save_trial_best": 2}
     assert redaction.field("checkpoint_storage", storage) == {
-        "type": "***",
+        "type": "s3",
         "secret_key": "***",
         "save_trial_best": 2,
     }

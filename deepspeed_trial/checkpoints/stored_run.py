@@ -1,0 +1,259 @@
+"""A run's folder in ``checkpoint_storage``, laid out as the local one; nothing read from it is trusted."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from deepspeed_trial import redaction
+from deepspeed_trial.checkpoints import files
+from deepspeed_trial.checkpoints.storage import OFF, SECTION, Storage, storage_of
+from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line
+from deepspeed_trial.local import metrics_log
+
+MOST_METADATA = 2**26  # bytes of a checkpoint's metadata.json
+MOST_METRICS = 2**30  # bytes of metrics.jsonl
+MOST_CHECKPOINTS = 1000
+_BLOCK = 2**22  # bytes
+
+
+class StoredRun:
+    """A run's complete checkpoints, metrics and results.
+
+    A checkpoint is complete once its ``metadata.json`` is there, which comes last and goes first.
+
+    Args:
+        storage: the place.
+        name: the run's folder in it.
+
+    Attributes:
+        url: the folder in words of a line.
+        complete: names of the complete checkpoints that ``prepare`` has found.
+    """
+
+    def __init__(self, storage: Storage, name: str) -> None:
+        self._storage, self.complete = storage, set[str]()
+        self._is_disk = storage.kind in ("shared_fs", "directory")
+        self._base, self._root = storage.base, f"{storage.root}/{name}"
+        self.url = f"{storage.url}/{name}"
+
+    @functools.cached_property
+    def _files(self) -> Any:
+        return self._storage.open()
+
+    def at(self, *parts: str) -> str:
+        """Return the path of a file in the run's folder."""
+        return "/".join([self._root, *parts])
+
+    def names(self) -> list[str]:
+        """Return the names of the checkpoints' folders, complete or not."""
+        try:
+            found = self._files.ls(self.at("checkpoints"), detail=False)
+        except FileNotFoundError:
+            return []
+        names = [path.rstrip("/").rpartition("/")[2] for path in found]
+        return [name for name in names if is_uuid(name)][:MOST_CHECKPOINTS]
+
+    # --------------------------------------------------------------------------------------------- write
+
+    def upload(self, checkpoint: pathlib.Path, name: str) -> None:
+        """Upload a complete checkpoint; its sizes in the store are checked before it becomes complete there.
+
+        Raises:
+            OSError: if a file arrived with another size.
+        """
+        described = files.read_metadata(checkpoint)["files"]
+        folder = self.at("checkpoints", name)
+        for file in described:
+            self.put(checkpoint / file, f"checkpoints/{name}/{file}")
+        held = self._files.find(folder, detail=True)
+        for file, (size, _) in described.items():
+            there = held.get(f"{folder}/{file}", {}).get("size")
+            if there != size:
+                raise OSError(f"{file}: {there} bytes arrived of {size}")
+        self.put(checkpoint / files.METADATA, f"checkpoints/{name}/{files.METADATA}")
+
+    def put(self, file: pathlib.Path, name: str) -> None:
+        """Upload a file; on a disk it gets its name when it is whole, as in an object store."""
+        target = self.at(name)
+        if not self._is_disk:
+            self._files.put_file(str(file), target)
+            return
+        pathlib.Path(target).parent.mkdir(parents=True, exist_ok=True)
+        partial = f"{target}.partial"
+        shutil.copyfile(file, partial)
+        with open(partial, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(partial, target)
+
+    def remove(self, name: str) -> None:
+        """Remove a checkpoint."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(self.at("checkpoints", name, files.METADATA))
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm(self.at("checkpoints", name), recursive=True)
+
+    # ---------------------------------------------------------------------------------------------- read
+
+    def prepare(self, output: pathlib.Path, resumes: bool | None) -> bool:
+        """Download a run's checkpoints and metrics into its folder, and remove incomplete checkpoints.
+
+        Args:
+            output: the run's folder.
+            resumes: whether the run continues another; None if it continues one that has a checkpoint.
+
+        Returns:
+            Whether the store has a run to continue.
+
+        Raises:
+            InvalidInput: if the store cannot be read, or has a run that a new one would replace.
+        """
+        with _refused(self.url), tempfile.TemporaryDirectory() as folder:
+            if not self._files.exists(self._base):
+                raise FileNotFoundError(f"{self._base} does not exist")
+            complete = self._complete(pathlib.Path(folder))
+            if complete and resumes is False:
+                remedy = "give another folder, or continue it: train.py --resume latest"
+                raise InvalidInput(f"--output: {output}: {self.url} holds a run of this name; {remedy}")
+            self.complete = set(complete)
+            self._bring(complete, pathlib.Path(folder), output)
+        return bool(complete)
+
+    def _complete(self, folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+        """Return the metadata of complete checkpoints, the latest first, and keep their files in a folder."""
+        for name in self.names():
+            (folder / name).mkdir()
+            try:
+                self._get(self.at("checkpoints", name, files.METADATA), folder / name, MOST_METADATA)
+            except FileNotFoundError:  # of a run that was killed
+                self.remove(name)
+                continue
+            try:
+                described = files.read_metadata(folder / name).get("files")
+                _check_names(described, folder / name)
+            except (OSError, ValueError, RecursionError) as error:
+                file = f"{self.url}/checkpoints/{name}/{files.METADATA}"
+                _tell(f"{file}: cannot be read ({one_line(error)}); the run does without this checkpoint")
+                shutil.rmtree(folder / name)
+        return files.known(folder)
+
+    def _bring(self, complete: dict[str, dict[str, Any]], folder: pathlib.Path, output: pathlib.Path) -> None:
+        """Download the checkpoints that the run's folder lacks, and the metrics with a newer one."""
+        checkpoints = output / "checkpoints"
+        here = files.known(checkpoints)
+        for number, (name, metadata) in enumerate(complete.items()):
+            if name in here:
+                continue
+            partial = checkpoints / f".partial-{name}"
+            self._download(name, metadata["files"], folder / name / files.METADATA, partial)
+            damage = files.damage(partial)
+            if damage and number:  # of the latest, --resume says it
+                _tell(f"{self.url}/checkpoints/{name}/{damage}; the run does without this checkpoint")
+                shutil.rmtree(partial)
+                continue
+            os.rename(partial, checkpoints / name)
+            files.sync(checkpoints)
+            print(f"storage  {self.url}: step {metadata['steps_completed']:,} downloaded", flush=True)
+        latest = next(iter(files.known(checkpoints)), None)
+        if latest and latest not in here:
+            with contextlib.suppress(FileNotFoundError):
+                self._get(self.at(metrics_log.FILE), output, MOST_METRICS)
+
+    def _download(
+        self, name: str, described: dict[str, Any], metadata: pathlib.Path, partial: pathlib.Path
+    ) -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        needed = sum(size for size, _ in described.values())
+        free = shutil.disk_usage(partial).free
+        if needed > free:
+            what = f"the checkpoint has {needed / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free"
+            raise InvalidInput(f"--output: {partial.parent.parent}: {what}; free some disk space")
+        for file, (size, _) in described.items():
+            (partial / file).parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # `files.damage` names it
+                self._get(self.at("checkpoints", name, file), (partial / file).parent, size)
+        shutil.copyfile(metadata, partial / files.METADATA)
+
+    def _get(self, path: str, folder: pathlib.Path, most: int) -> None:
+        """Download a file of at most ``most`` bytes into a folder."""
+        target = folder / path.rpartition("/")[2]
+        with self._files.open(path, "rb", block_size=_BLOCK) as there, open(target, "wb") as here:
+            for block in _blocks(there, most):
+                here.write(block)
+
+
+def stored_run(section: Mapping[str, Any], output: pathlib.Path) -> StoredRun | None:
+    """Return the folder of a run in ``checkpoint_storage``; None if the section names no storage.
+
+    Args:
+        section: ``checkpoint_storage`` of the experiment.
+        output: the run's folder here; its path from the working directory names the one there.
+
+    Raises:
+        InvalidInput: with a line for each wrong field.
+    """
+    storage, here = storage_of(section), pathlib.Path.cwd()
+    if storage is None:
+        return None
+    is_below = output != here and output.is_relative_to(here)
+    return StoredRun(
+        storage, (output.relative_to(here) if is_below else pathlib.Path(output.name)).as_posix()
+    )
+
+
+def _blocks(file: Any, most: int) -> Iterator[bytes]:
+    while most >= 0 and (block := file.read(min(_BLOCK, most + 1))):
+        most -= len(block)
+        if most < 0:
+            raise OSError("has more bytes than its checkpoint describes")
+        yield block
+
+
+def _check_names(described: Any, folder: pathlib.Path) -> None:
+    """Raise ``ValueError`` unless every file of a checkpoint has a size, and a name inside its folder."""
+    names: Iterable[str] = described or ()
+    for name in names:
+        inside = (folder / name).resolve().is_relative_to(folder.resolve())
+        parts = name.split("/")
+        if not inside or name == files.METADATA or {"", ".", ".."} & {*parts} or "\0" in name:
+            raise ValueError(f"{name!r} is no name of a file in its folder")
+        if not 0 <= described[name][0] < 2**50:
+            raise ValueError(f"{name!r} has {described[name][0]} bytes")
+    if not described:
+        raise ValueError("it describes no files")
+
+
+def is_uuid(name: str) -> bool:
+    """Return whether a text is a UUID in its usual form, as the name of a checkpoint is."""
+    try:
+        return str(uuid.UUID(name)) == name
+    except ValueError:
+        return False
+
+
+def _tell(line: str) -> None:
+    print(f"{SECTION}: {line}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _refused(url: str) -> Iterator[None]:
+    """Raise ``InvalidInput`` for any error of the store in the block; each library raises its own."""
+    try:
+        yield
+    except InvalidInput:
+        raise
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            raise
+        reason = redaction.text(one_line(error))
+        remedy = f"correct the fields or the credentials, see whether it answers, or {OFF}"
+        raise InvalidInput(f"{SECTION}: {url}: cannot be read ({reason}); {remedy}") from error
