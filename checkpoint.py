@@ -38,6 +38,11 @@ CONFIG = "const.yaml"
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
+    return parser().parse_args(argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all subcommands."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -89,7 +94,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     folders = "data.root or data.cache.folder of a run (data, and the user's cache)"
     add("folders", metavar="FOLDER", nargs="*", help=folders, **path)
     add("--clear", action="store_true", help="remove them")
-    return parser.parse_args(argv)
+    return parser
 
 
 def _add_tta(parser: argparse.ArgumentParser) -> None:

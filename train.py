@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -299,7 +298,7 @@ def summarise(trial: CIFARTrial, fit: FitResult, metric: str, peaks: list[float]
     if context.distributed.rank != 0:
         return
     folder = printable(shown(output))
-    print(f"done: {folder}; report: python3 checkpoint.py report {shlex.quote(folder)}")
+    print(f"done: {folder}; report: {command_line.typed('checkpoint', 'report', folder)}")
     values = {
         "steps": fit.steps,
         "epochs": fit.epochs,

@@ -7,11 +7,14 @@ import contextlib
 import gc
 import pathlib
 import re
+import shlex
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from classify.config.schedules import PEAK_KEYS
 
+COMMAND = "classify"  # runs the programs from any folder; see classify/__main__.py
 # The path and the form of each short option's value. The program replaces "deepspeed" at the start of a path
 # by the place of DeepSpeed's keys in the experiment file.
 SHORT_FORMS = {
@@ -43,6 +46,19 @@ def folder(text: str) -> pathlib.Path:
     return pathlib.Path(text)
 
 
+def typed(program: str, *words: object) -> str:
+    """Return a command line as a person types it: by ``classify`` if that runs this process, or by a program.
+
+    Args:
+        program: ``train`` or ``checkpoint``.
+        words: its arguments; a shell's characters are quoted.
+    """
+    start = [COMMAND, *["train"] * (program == "train")]
+    if pathlib.Path(sys.argv[0]).name.split(" ")[0] != COMMAND:
+        start = ["python3", f"{program}.py"]
+    return shlex.join([*start, *map(str, words)])
+
+
 def parser(description: str | None, config: str, what: str = "experiment file") -> argparse.ArgumentParser:
     """Return a parser with ``--config FILE`` and ``--set PATH=VALUE``.
 
@@ -59,10 +75,12 @@ def parser(description: str | None, config: str, what: str = "experiment file") 
 
 
 def add_experiment_options(
-    parser: argparse.ArgumentParser, config: str, what: str = "experiment file"
+    parser: argparse.ArgumentParser, config: str | None, what: str = "experiment file"
 ) -> None:
     """Add ``--config FILE`` and ``--set PATH=VALUE``, whose values are ``overrides``."""
-    parser.add_argument("--config", default=config, metavar="FILE", help=f"{what} (%(default)s)")
+    parser.add_argument(
+        "--config", default=config, metavar="FILE", help=what + " (%(default)s)" * bool(config)
+    )
     parser.add_argument(
         "--set",
         action="append",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +13,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
 from classify.config.experiment_fields import check
+from classify.config.project import PROJECT
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import ErrorList, InvalidInput, one_line
 from deepspeed_trial.experiment import Experiment
@@ -26,7 +28,7 @@ def load(path: str, overrides: Iterable[str] = (), search: bool = False) -> Expe
     """Read an experiment file for training on this machine, and check its fields.
 
     Args:
-        path: the file.
+        path: the file, in the working directory or else in the project's folder.
         overrides: texts ``PATH=VALUE``; VALUE, read as YAML, replaces the value at the dotted PATH.
         search: accept ranges among the hyperparameters; ``workbench/search/space.py`` checks them.
 
@@ -50,7 +52,8 @@ def read(
         InvalidInput: if the file or an override cannot be read.
     """
     try:
-        config = _yaml(regular_file(path).read_text())
+        file = path if os.path.exists(path) else PROJECT / path
+        config = _yaml(regular_file(file).read_text())
     except FileNotFoundError:
         raise InvalidInput(f"--config: {path}: no such file; give a file, e.g. const.yaml") from None
     except (OSError, *YAML_ERRORS) as error:

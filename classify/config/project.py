@@ -1,7 +1,10 @@
-"""The project's folder."""
+"""The project's folder: networks, experiment files and programs."""
 
 from __future__ import annotations
 
 import pathlib
 
-PROJECT = pathlib.Path(__file__).resolve().parents[2]
+_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
+_INSTALLED = _PACKAGE / "project"  # the wheel has a copy there
+
+PROJECT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.parent

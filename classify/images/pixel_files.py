@@ -18,7 +18,6 @@ import math
 import os
 import pathlib
 import re
-import shlex
 import shutil
 import sys
 import warnings
@@ -31,6 +30,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional
 
+from classify.config.command_line import typed
 from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line, printable
 from deepspeed_trial.host_lock import host_lock, lock_of, stand_in
 from deepspeed_trial.input_files import refused, regular_file
@@ -99,7 +99,7 @@ class PixelFile:
             shape = (len(labels), 3, *self.size)
             whole = _write(folder / f".{self.name}.pt", fingerprint, shape, labels, fill)
         where = f"{folder / f'.{self.name}.raw'} ({in_bytes(math.prod(shape))})"
-        remove = f"python3 checkpoint.py caches {shlex.quote(str(self.root))} --clear removes it"
+        remove = f"{typed('checkpoint', 'caches', self.root, '--clear')} removes it"
         print(printable(f"{_in_words(shape)} are kept decoded in {where}; {remove}"), file=sys.stderr)
         return whole
 

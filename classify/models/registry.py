@@ -16,10 +16,13 @@ import net as registered
 from classify.config.sections import nearest_or
 from classify.models import (
     net_airbench,  # noqa: F401 - it registers its network
+    own_net,
     timm_nets,
 )
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.out_of_memory import is_out_of_memory
+
+own_net.load()
 
 MOE = "net-moe"  # Net with experts; classify/models/net_moe.py makes it
 # The sizes of vision transformers, which torchvision's functions do not take as arguments

@@ -52,9 +52,11 @@ def by_ending(path: pathlib.Path) -> str:
 
 
 def read(path: pathlib.Path) -> Classifier:
-    """Read a network of any form.
+    """Read a network of any form; the folder of a run stands for its ``net.pt``.
 
     Raises:
         InvalidInput: if the file or its description is missing, damaged or of another network.
     """
+    if os.path.isfile(path / net_file.NAMES[0]):
+        path = path / net_file.NAMES[0]
     return FORMS["hf" if os.path.isdir(path) else by_ending(path)].read(path)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from classify.config import command_line
 from deepspeed_trial.errors import printable
 from deepspeed_trial.local.folder import shown
 from workbench.search import results
@@ -126,7 +127,7 @@ class SearchDisplay:
         print(printable(f"best: trial {best.number}, {score}: {self.results.values(best)}"))
         hint = "; data.validation: 0.1 holds out others" if self.chosen_on == "test images" else ""
         print(f"chosen on {self.chosen_on}{hint}")
-        page = f"python3 checkpoint.py report {shlex.quote(shown(self.output))}"
+        page = command_line.typed("checkpoint", "report", shown(self.output))
         print(f"report: {printable(page)}")
         storage = f"sqlite:///{shown(self.output / 'search.db')}"
         print(f"plots:  optuna-dashboard {printable(shlex.quote(storage))}")

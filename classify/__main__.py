@@ -1,0 +1,150 @@
+"""Train an image classifier on a folder of images, and use it.
+
+    classify FOLDER [--minutes N] [OPTION...]         train, test, and write a report
+    classify COMMAND ...                              use the network: the commands are below
+
+FOLDER has a folder of images for each class: photos/cat/1.jpg, photos/dog/1.jpg. It may hold train/ with
+val/, test/ or both instead, each with the classes. The images may have any common format and size.
+
+    classify photos                                   at most 15 minutes
+    classify photos --minutes 60                      larger images, for a better network
+    classify photos --check                           print the settings, train nothing
+    classify photos --net resnet18                    another network of torchvision, timm or your net.py
+    classify photos --config experiments/photos.yaml  pretrained weights, downloaded once
+    classify photos --resume latest --output RUN      continue a stopped run
+
+    classify predict RUN new.jpg more-images          the class of each image
+    classify report RUN                               a page: curves, mistakes, confusion matrix
+    classify serve RUN                                a web page of this machine: drop an image on it
+    classify evaluate RUN                             accuracy on the test images
+
+RUN is the folder of a run, runs/FOLDER-<time> by default. It gets net.pt (the network), report.html,
+summary.json, the checkpoints, and experiment.yaml with the settings. The first lines of a run say how the
+images are split and which settings it has chosen by their number, the minutes and the machine. The best
+weights on the validation images are kept and tested. Ctrl-C saves a checkpoint.
+
+--config FILE, or else experiment.yaml in the working directory, replaces the chosen settings. FILE may also
+be one of experiments/ in this package. A net.py in the working directory may add networks, by
+@classify.register("NAME"). Exit codes: 0 done, 2 bad input, 130 interrupted, 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import pathlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+
+from classify import add_project
+from classify.config.command_line import COMMAND
+
+# Programs of the project, and their descriptions; every other command is a subcommand of checkpoint.py
+PROGRAMS = {
+    "train": "train by an experiment file alone, with every option",
+    "search": "search for hyperparameters by an experiment file",
+    "shards": "write a folder of images as tar shards",
+}
+EXPERIMENT = "experiment.yaml"  # of a run that `classify FOLDER` made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command, or train on a folder; return the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    add_project()
+    commands = {**PROGRAMS, **subcommands()}
+    first = argv[0] if argv else "--help"
+    if first in ("-h", "--help"):
+        print(__doc__, "commands, each with --help:", sep="\n")
+        print(*(f"  {name:<10} {about}" for name, about in commands.items()), sep="\n")
+        return 0
+    from deepspeed_trial.errors import InvalidInput, print_errors
+
+    try:
+        take_net()
+        if first in PROGRAMS:
+            return run(first, argv[1:])
+        if first in commands:
+            return run("checkpoint", [*argv, *experiment_of(first, argv[1:])])
+        return train(first, argv[1:], commands)
+    except InvalidInput as error:
+        return print_errors(COMMAND, error)
+    except KeyboardInterrupt:
+        print(f"{COMMAND}: interrupted", file=sys.stderr)
+        return 130
+
+
+def subcommands() -> dict[str, str]:
+    """Return the subcommands of checkpoint.py and their descriptions."""
+    parser = importlib.import_module("checkpoint").parser()
+    (added,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    about = {action.dest: action.help or "" for action in added._choices_actions}
+    return {name: about.get(name, "") for name in added.choices}
+
+
+def run(program: str, argv: Sequence[str]) -> int:
+    """Run a program of the project; return its exit code."""
+    with named(COMMAND if program == "checkpoint" else f"{COMMAND} {program}"):
+        code: int = importlib.import_module(program).main(argv)
+    return code
+
+
+@contextlib.contextmanager
+def named(name: str) -> Iterator[None]:
+    """Give this process a name for usage lines and hints."""
+    before, sys.argv[0] = sys.argv[0], name
+    try:
+        yield
+    finally:
+        sys.argv[0] = before
+
+
+def take_net() -> None:
+    """Let the networks of a ``net.py`` in the working directory be known."""
+    from classify.models import own_net
+
+    file = pathlib.Path("net.py")
+    if own_net.choose(file):
+        print(f"net.py   {file.resolve()}: its networks and losses are known", flush=True)
+
+
+def experiment_of(command: str, argv: Sequence[str]) -> list[str]:
+    """Return ``--config FILE`` for the evaluation of a run's network by the run's experiment file."""
+    if command != "evaluate" or any(word.startswith("--config") for word in argv):
+        return []
+    nets = [pathlib.Path(word) for word in argv if not word.startswith("-") and os.path.exists(word)]
+    files = [(net if net.is_dir() else net.parent) / EXPERIMENT for net in nets[:1]]
+    return [part for file in files if file.is_file() for part in ("--config", str(file))]
+
+
+def train(folder: str, argv: Sequence[str], commands: Mapping[str, str]) -> int:
+    """Train on a folder of images, and write the report; return the exit code."""
+    from deepspeed_trial.errors import InvalidInput, nearest
+
+    if not os.path.isdir(folder):
+        hint = nearest(folder, commands)
+        raise InvalidInput(
+            f"{folder}: no such folder or command; give a folder of images, or a command: {hint}"
+        )
+    from classify.config.command_line import typed
+    from deepspeed_trial.errors import printable
+    from deepspeed_trial.local.folder import shown
+    from workbench import photos
+
+    training = photos.prepare(pathlib.Path(folder), argv)
+    code = run("train", training.arguments)
+    if training.only_checks or code == 2:
+        training.undo()
+    if training.only_checks or code or os.environ.get("RANK", "0") != "0":
+        return code
+    output = printable(shown(training.output))
+    run("checkpoint", ["report", str(training.output)])
+    with named(COMMAND):
+        print(f"use it: {typed('checkpoint', 'predict', output)} IMAGES")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

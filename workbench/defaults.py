@@ -1,0 +1,185 @@
+"""Settings of a training by the images of a folder, the minutes and the machine: ``classify FOLDER``.
+
+They are changes of ``experiments/photos-scratch.yaml``, whose recipe is airbench94_muon's
+(https://github.com/KellerJordan/cifar10-airbench). The rule:
+
+| setting | value |
+|---|---|
+| side of the images | the largest of ``SIDES`` up to the photos' own that leaves time for enough passes |
+| enough passes | 10 over the training images, and 60,000 images in all |
+| minutes | the given ones, but at most those of 200 passes |
+| batch | a twelfth of the training images, from 32 to 2,000 |
+| smaller images at first | 0.75 of the side; with fewer than 8 passes 0.625 |
+| validations | 20, at least 3 passes apart |
+| metric | ``accuracy_tta``; ``macro_recall`` if the largest class has 4 times the images of the smallest |
+| bfloat16 | on processors with instructions for it, and on GPUs |
+"""
+
+from __future__ import annotations
+
+import math
+import pathlib
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import joblib
+import torch
+
+from classify.images.decode import open_image
+from classify.images.listing import FileListing
+from classify.images.plan import DataPlan
+from classify.images.settings import AUTO, DataSettings
+from deepspeed_trial.machine import has_bf16_instructions
+
+FILE = "experiments/photos-scratch.yaml"
+FILE_OF_OTHER_NETS = "experiments/photos.yaml"
+NET = "airbench"
+MINUTES = 15.0
+SIDES = (32, 48, 64, 96, 128, 160, 224)  # pixels
+ENOUGH_PASSES, ENOUGH_IMAGES, MOST_PASSES = 10, 60_000, 200
+BATCHES = (32, 2_000)
+SKEWED = 4
+# Images of 32x32 pixels a second that airbench of width 64 trains on: a core of an AMD EPYC with bf16
+# instructions; a GPU, by a cautious estimate
+SPEED_OF_A_CORE, SPEED_OF_A_GPU = 210, 8_000
+LOOKED_AT = 50  # images whose size is read
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a folder.
+
+    Attributes:
+        counts: all images of each class.
+        splits: the number of images in ``train``, ``val`` and ``test``.
+        size: the median width and height, in pixels.
+    """
+
+    counts: Mapping[str, int]
+    splits: Mapping[str, int]
+    size: tuple[int, int]
+
+    @classmethod
+    def of(cls, folder: pathlib.Path) -> Images:
+        """Look at a folder, as ``data.dataset: imagefolder``.
+
+        Raises:
+            InvalidInput: if it has no classes, or too few images.
+        """
+        plan = DataPlan.resolve(DataSettings(dataset="imagefolder", root=str(folder), validation=AUTO))
+        counts = [
+            sum(of_parts) for of_parts in zip(*map(plan.source.class_counts, plan.source.parts), strict=True)
+        ]
+        splits = {name: plan.count(name) for name in plan.names}
+        return cls(dict(zip(plan.classes, counts, strict=True)), splits, _median_size(plan))
+
+    @property
+    def is_skewed(self) -> bool:
+        """Whether the largest class has far more images than the smallest."""
+        return max(self.counts.values()) >= SKEWED * min(self.counts.values())
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Chosen settings.
+
+    Attributes:
+        side: height and width of the network's images, in pixels.
+        batch: images of an optimizer step.
+        minutes: the length of the training.
+        passes: over the training images, by an estimate of the machine's speed.
+        metric: chooses the best weights.
+        net: the network; None for ``NET``.
+        bf16: whether convolutions compute in bfloat16.
+    """
+
+    side: int
+    batch: int
+    minutes: float
+    passes: float
+    metric: str
+    net: str | None
+    bf16: bool
+
+    @property
+    def file(self) -> str:
+        """The experiment file that the settings change."""
+        return FILE if self.net is None else FILE_OF_OTHER_NETS
+
+    @property
+    def overrides(self) -> list[str]:
+        """The changes, as ``PATH=VALUE``."""
+        deepspeed = "hyperparameters.overwrite_deepspeed_args"
+        period = min(max(3, round(self.passes / 20)), max(1, round(self.passes)))
+        changes = {
+            "data.image_size": self.side,
+            f"{deepspeed}.train_batch_size": self.batch,
+            "hyperparameters.max_length": f"{{minutes: {self.minutes:g}}}",
+            "min_validation_period": f"{{epochs: {period}}}",
+            "searcher.metric": self.metric,
+        }
+        if self.net is None:
+            scale = 0.625 if self.passes < 8 else 0.75
+            changes["hyperparameters.progressive_resizing"] = f"{{scale: {scale}, until: 0.7}}"
+            changes["data.augment.crop"] = max(2, self.side // 16)
+            if not self.bf16:
+                changes[f"{deepspeed}.torch_autocast"] = "null"
+        else:
+            changes |= {"hyperparameters.net": self.net, "hyperparameters.weights": "null"}
+            changes |= {"data.resize": "null", "data.normalize": "dataset"}
+        return [f"{path}={value}" for path, value in changes.items()]
+
+
+def choose(images: Images, minutes: float = MINUTES, net: str | None = None) -> Settings:
+    """Choose the settings by the rule.
+
+    Args:
+        images: of the folder.
+        minutes: the most that the training may take.
+        net: another network than ``NET``; its speed is not known, so the passes are those of ``NET``.
+    """
+    train, speed = images.splits["train"], images_a_second()
+    enough = max(ENOUGH_PASSES * train, ENOUGH_IMAGES)
+    fitting = [
+        side for side in SIDES if side <= min(images.size) and 60 * minutes * speed / _cost(side) >= enough
+    ]
+    side = max(fitting, default=SIDES[0])
+    a_pass = train * _cost(side) / speed / 60
+    minutes = min(minutes, MOST_PASSES * a_pass)
+    is_other = net not in (None, NET)
+    plain = "accuracy" if is_other else "accuracy_tta"
+    return Settings(
+        side=side,
+        batch=min(max(train // 12, BATCHES[0]), BATCHES[1], train),
+        minutes=float(f"{minutes:.3g}"),
+        passes=minutes / a_pass,
+        metric="macro_recall" if images.is_skewed else plain,
+        net=net if is_other else None,
+        bf16=torch.cuda.is_available() or has_bf16_instructions(),
+    )
+
+
+def images_a_second() -> float:
+    """Estimate the images of 32x32 pixels that ``NET`` trains on in a second, on this machine."""
+    return SPEED_OF_A_GPU if torch.cuda.is_available() else SPEED_OF_A_CORE * joblib.cpu_count()
+
+
+def _cost(side: int) -> float:
+    """Return the operations for an image, over those for one of 32x32 pixels."""
+    return (side / 32) ** 2
+
+
+def _median_size(plan: DataPlan) -> tuple[int, int]:
+    """Return the median width and height of some evenly spaced images that can be read."""
+    listings = [plan.listing(split) for split in plan.names]
+    paths = [path for each in listings if isinstance(each, FileListing) for path in each.paths]
+    sizes = []
+    for path in paths[:: math.ceil(len(paths) / LOOKED_AT)]:
+        try:
+            with open_image(path) as image:
+                sizes.append(image.size)
+        except Exception:  # unreadable: the training names it
+            continue
+    widths, heights = zip(*sizes, strict=True) if sizes else ((SIDES[0],), (SIDES[0],))
+    return round(statistics.median(widths)), round(statistics.median(heights))

@@ -1,0 +1,198 @@
+"""A training of ``classify FOLDER``: its settings, its first lines, and the arguments of ``train.py``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import joblib
+import torch
+from ruamel.yaml import YAML
+
+from classify.config import command_line, experiment_file
+from deepspeed_trial import redaction
+from deepspeed_trial.errors import InvalidInput, printable
+from deepspeed_trial.input_files import refused
+from deepspeed_trial.local.folder import default_output, shown
+from workbench import defaults
+from workbench.defaults import Images, Settings
+
+EXPERIMENT = "experiment.yaml"  # in the working directory, and in a run's folder
+MOST_CLASSES = 6  # that the first lines name
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training that is ready to start.
+
+    Attributes:
+        output: the folder of the run.
+        arguments: of ``train.py``.
+        written: the experiment file that was made for the run; None if the run takes another one.
+        only_checks: whether ``train.py`` trains nothing.
+    """
+
+    output: pathlib.Path
+    arguments: list[str]
+    written: pathlib.Path | None
+    only_checks: bool
+
+    def undo(self) -> None:
+        """Remove the written file and a folder that holds nothing else."""
+        if self.written is None:
+            return
+        self.written.unlink(missing_ok=True)
+        if self.output.is_dir() and {*os.listdir(self.output)} <= {".lock"}:
+            shutil.rmtree(self.output)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options that settings depend on; the others are of ``train.py``."""
+    parser = argparse.ArgumentParser(
+        prog=f"{command_line.COMMAND} FOLDER",
+        description="Train on a folder of images; every option of `classify train` is valid, too.",
+        allow_abbrev=False,
+    )
+    command_line.add_experiment_options(parser, None, "experiment file, in place of the chosen settings")
+    command_line.add_short_forms(parser)
+    parser.add_argument(
+        "--minutes", metavar="N", help=f"the length of the training ({defaults.MINUTES:g} at most)"
+    )
+    parser.add_argument(
+        "--output", type=command_line.folder, metavar="RUN", help="its folder (runs/FOLDER-<time>)"
+    )
+    parser.add_argument("--resume", metavar="latest|auto|UUID", help="continue the run in --output")
+    parser.add_argument("--check", nargs="?", const="settings", metavar="images", help="train nothing")
+    return parser
+
+
+def prepare(folder: pathlib.Path, argv: Sequence[str]) -> Training:
+    """Choose the settings of a training, print the first lines, and write the experiment file.
+
+    Args:
+        folder: the images.
+        argv: the options after the folder.
+
+    Raises:
+        InvalidInput: if an option, the folder or the place of the run is not usable.
+    """
+    args, others = parser().parse_known_args(argv)
+    minutes = _minutes(args)
+    output = args.output or default_output(folder.resolve().name or "images")
+    arguments = ["--output", str(output), *others]
+    arguments += ["--resume", args.resume] if args.resume else []
+    arguments += ["--check", args.check] if args.check else []
+    given = _given(args, output)
+    if given:
+        length = f"hyperparameters.max_length={{minutes: {minutes:g}}}"
+        sets = [*_place(folder), *args.overrides, *([length] if minutes else [])]
+        return Training(output, [*_options(given, sets, args), *arguments], None, bool(args.check))
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise InvalidInput(f"{folder}: several processes need --config, e.g. {EXPERIMENT} of an earlier run")
+    images = Images.of(folder)
+    settings = defaults.choose(images, minutes or defaults.MINUTES, args.net)
+    config = _experiment(folder, settings, args)
+    print(*_first_lines(folder, images, settings, output), sep="\n", flush=True)
+    written = _write(output, config)
+    return Training(output, [*_options(str(written), [], None), *arguments], written, bool(args.check))
+
+
+def _minutes(args: argparse.Namespace) -> float | None:
+    """Return the value of ``--minutes``."""
+    if args.minutes is None:
+        return None
+    try:
+        minutes = float(args.minutes)
+    except ValueError:
+        minutes = math.nan
+    if not 0 < minutes < math.inf:
+        raise InvalidInput(f"--minutes: {args.minutes!r}: must be a number above 0, e.g. 15")
+    if args.epochs is not None:
+        raise InvalidInput(f"--minutes: {args.minutes}: --epochs sets the length, too; give one of the two")
+    return minutes
+
+
+def _given(args: argparse.Namespace, output: pathlib.Path) -> str | None:
+    """Return the experiment file that replaces chosen settings: the run's, the option's, or this folder's."""
+    if args.resume and (output / EXPERIMENT).is_file():
+        return str(output / EXPERIMENT)
+    if args.config:
+        return str(args.config)
+    return EXPERIMENT if os.path.isfile(EXPERIMENT) else None
+
+
+def _place(folder: pathlib.Path) -> list[str]:
+    """Return the overrides that name a folder of images."""
+    return ["data.dataset=imagefolder", f"data.root={json.dumps(str(folder), ensure_ascii=False)}"]
+
+
+def _options(config: str, overrides: Sequence[str], args: argparse.Namespace | None) -> list[str]:
+    """Return the arguments of ``train.py`` for an experiment file, overrides and short forms."""
+    options = ["--config", config]
+    for override in overrides:
+        options += ["--set", override]
+    for name in command_line.SHORT_FORMS if args else ():
+        if (value := getattr(args, name)) is not None:
+            options += [f"--{name.replace('_', '-')}", value]
+    return options
+
+
+def _experiment(folder: pathlib.Path, settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the experiment of chosen settings and the given overrides."""
+    args.net = None  # the settings have it
+    config = experiment_file.read(
+        settings.file,
+        [*settings.overrides, *_place(folder), *args.overrides],
+        lambda hyperparameters: command_line.short_overrides(args, hyperparameters),
+    )
+    if redaction.experiment(config) != config:
+        raise InvalidInput(
+            f"--set: {EXPERIMENT} of the run would hold a credential; write a file, and give --config"
+        )
+    return config
+
+
+def _write(output: pathlib.Path, config: dict[str, Any]) -> pathlib.Path:
+    """Write the experiment file into the folder of a new run."""
+    path = output / EXPERIMENT
+    with refused(f"--output: {output}"):
+        output.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(path, "x") as file:
+                yaml = YAML()
+                yaml.default_flow_style = None
+                yaml.dump(config, file)
+        except FileExistsError:
+            remedy = "give another folder, or continue its run: --resume latest"
+            raise InvalidInput(f"--output: {path}: exists; {remedy}") from None
+    return path
+
+
+def _first_lines(folder: pathlib.Path, images: Images, settings: Settings, output: pathlib.Path) -> list[str]:
+    """Describe the images, their split, the network, the length and the files of a run."""
+    counts, splits = images.counts, images.splits
+    ranked = sorted(counts, key=lambda name: -counts[name])
+    named = [f"{name} {counts[name]:,}" for name in ranked[:MOST_CLASSES]]
+    more = f" ... {ranked[-1]} {counts[ranked[-1]]:,}" if len(ranked) > MOST_CLASSES else ""
+    chooser = "val" if "val" in splits else "test"
+    tested = f", {splits['test']:,} test it at the end" if chooser == "val" and "test" in splits else ""
+    machine = "the GPU" if torch.cuda.is_available() else f"{joblib.cpu_count()} cores"
+    net, pixels = settings.net or defaults.NET, f"{settings.side}x{settings.side} pixels"
+    lines = {
+        "images": f"{folder}: {sum(counts.values()):,} in {len(counts)} classes ({', '.join(named)}{more}),"
+        f" most about {images.size[0]}x{images.size[1]} pixels",
+        "split": f"{splits['train']:,} train the network, {splits[chooser]:,} choose its best weights by"
+        f" {settings.metric}{tested}",
+        "network": f"{net} from random weights, on {pixels}, {settings.batch:,} images a step",
+        "length": f"at most {settings.minutes:g} minutes: on {machine} about {settings.passes:,.3g} passes"
+        " over the training images",
+        "folder": f"{shown(output)}; its {EXPERIMENT} has the settings",
+    }
+    return [printable(f"{name:<8} {text}") for name, text in lines.items()]
