@@ -17,6 +17,7 @@ They are changes of ``experiments/photos-scratch.yaml``, whose recipe is airbenc
 
 from __future__ import annotations
 
+import io
 import math
 import pathlib
 import statistics
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 import joblib
 import torch
 
-from classify.images.decode import open_image
+from classify.images.decode import content_of, open_image
 from classify.images.listing import FileListing
 from classify.images.plan import DataPlan
 from classify.images.settings import AUTO, DataSettings
@@ -177,7 +178,7 @@ def _median_size(plan: DataPlan) -> tuple[int, int]:
     sizes = []
     for path in paths[:: math.ceil(len(paths) / LOOKED_AT)]:
         try:
-            with open_image(path) as image:
+            with open_image(io.BytesIO(content_of(path))) as image:
                 sizes.append(image.size)
         except Exception:  # unreadable: the training names it
             continue

@@ -183,15 +183,15 @@ class ListedSource(abc.ABC):
 
     Args:
         location: of the dataset.
-
-    Attributes:
-        passed_over: the number of other files in the dataset's folder, by their extensions.
     """
-
-    passed_over: Mapping[str, int] = {}
 
     def __init__(self, location: Location) -> None:
         self.location = location
+
+    @property
+    def passed_over(self) -> Mapping[str, int]:
+        """The number of other files in the dataset's folder, by their extensions."""
+        return {}
 
     @property
     @abc.abstractmethod

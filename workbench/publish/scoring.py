@@ -95,8 +95,8 @@ def threshold_of(classifier: Classifier, given: str, net: pathlib.Path) -> float
     Raises:
         InvalidInput: if the value is no probability, or the network has no threshold.
     """
-    stored = classifier.description.get("confidence")
-    if not given and stored is None:
+    stored = classifier.description.get("confidence") or {}
+    if not given and not stored:
         what = f"{net} has no threshold: no validation was at its checkpoint, or an earlier version saved it"
         raise InvalidInput(f"--unknown: {what}; give a threshold, e.g. --unknown=0.5")
     try:

@@ -8,7 +8,7 @@ import functools
 import os
 import pathlib
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from classify.images.listing import EXTENSIONS, PARTS, WHOLE, FileListing, ListedSource, Location
 from deepspeed_trial.errors import ErrorList, InvalidInput
@@ -59,7 +59,7 @@ class ImageFolder(ListedSource):
         return self._parts[part]
 
     @property
-    def passed_over(self) -> dict[str, int]:
+    def passed_over(self) -> Mapping[str, int]:
         """The number of files in the folder that are no images of a class, by their extensions."""
         for part in self.parts:
             self.listing(part)

@@ -63,7 +63,9 @@ def test_a_folder_of_photos_is_read_and_the_other_files_are_counted(photos, caps
     assert describe_passed_over(opened) == "passed over: 2 .txt, 1 without an extension, 1 .jpg, 1 .mov"
     images = opened.load("train").pixels.images
     assert images is not None and images.shape == (19, 3, 32, 32)
-    (first,) = (index for index in range(19) if opened.listing("train").name(index).endswith("HEIC"))
+    listing = opened.listing("train")
+    assert listing is not None
+    (first,) = (index for index in range(19) if listing.name(index).endswith("HEIC"))
     for colour, column in ((LEFT, 4), (RIGHT, 28)):
         assert np.abs(images[first, :, 16, column].numpy().astype(int) - colour).max() < 12
     assert describe_passed_over(plan(photos, unreadable="skip")).startswith("passed over: 2 .txt")
@@ -109,4 +111,4 @@ def test_heic_without_its_package_is_one_line_that_names_the_package(photos, mon
             plan(photos, **section).load("train")
         (error,) = caught.value.errors
         assert error.startswith(f"{photos}/") and error.endswith(f": {line}")
-    assert error_line(serve.probabilities, None, heic(halves())) == f"image: {line}"
+    assert error_line(serve.answer, None, heic(halves())) == f"image: {line}"

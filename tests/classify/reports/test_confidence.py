@@ -25,7 +25,9 @@ def counted(ranks: int, micro_batch: int) -> dict:
 
 
 def test_the_temperature_is_that_of_the_least_cross_entropy():
-    temperature, threshold = confidence.fit(LOGITS.numpy(), LABELS.numpy())
+    found = confidence.fit(LOGITS.numpy(), LABELS.numpy())
+    assert found is not None
+    temperature, threshold = found
     assert temperature == pytest.approx(2.5, rel=0.05)
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
     search = torch.optim.LBFGS(
@@ -77,5 +79,7 @@ def test_nothing_is_fitted_to_no_images_or_to_infinite_logits():
 
 
 def test_a_network_without_mistakes_gets_a_bounded_temperature():
-    temperature, threshold = confidence.fit(100 * np.eye(3, dtype=np.float32), np.arange(3))
+    found = confidence.fit(100 * np.eye(3, dtype=np.float32), np.arange(3))
+    assert found is not None
+    temperature, threshold = found
     assert confidence.COLDEST <= temperature <= confidence.HOTTEST and 0 <= threshold <= 1
