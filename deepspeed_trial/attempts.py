@@ -40,7 +40,7 @@ from deepspeed_trial.watch import watching
 SECONDS, MOST_STEPS = 1.0, 50  # of measured steps, after a first one without measurement
 LONG = 5.0  # seconds of a first step that is measured itself, because a second one takes too long
 HANG = 120.0  # seconds without a move of any rank after which an attempt ends, at the latest
-LIMIT = 0.97  # of the free memory; other programs may need the rest
+LIMIT = 0.9  # of the free memory; other programs, the validation and the report need the rest
 NO_MEMORY = "no memory left"
 
 
