@@ -11,6 +11,8 @@ from deepspeed_trial.errors import InvalidInput
 
 MOST = 2**53  # floats represent every whole number below it
 MOST_PIXELS = 8192  # of an image's side
+CROP, PAD, STRETCH = "crop", "pad", "stretch"
+FITS = (CROP, PAD, STRETCH)  # of an image to another shape
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 

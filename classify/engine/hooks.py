@@ -17,6 +17,7 @@ from typing_extensions import override
 from classify.config.experiment_fields import experiment_of
 from classify.config.metric_table import TEMPERATURE, THRESHOLD
 from classify.config.project import PROJECT
+from classify.config.rules import CROP
 from classify.engine import memory
 from classify.engine.parameter_groups import summarise
 from classify.engine.trial_config import TrialConfig
@@ -155,6 +156,7 @@ class ClassifierHooks(TrialHooks):
                 "height": height,
                 "width": width,
                 "resize": list(config.data.stored_size),
+                "fit": config.data.fit,
                 "mean": self.mean,
                 "std": self.std,
             },
@@ -206,6 +208,7 @@ class ClassifierHooks(TrialHooks):
             "data.unreadable": self.config.source.left_out_identity,
             "data.augment": augment,
             "data.resize": list(data.stored_size),
+            "data.fit": None if data.fit == CROP else data.fit,
             "data.normalize": [self.mean, self.std],
             "hyperparameters.label_smoothing": hyper.label_smoothing,
             "hyperparameters.mixup": hyper.mixup,

@@ -15,6 +15,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch.nn import functional as F
 
+from classify.config.rules import CROP, PAD
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.input_files import regular_file
 from deepspeed_trial.out_of_memory import is_out_of_memory
@@ -22,6 +23,7 @@ from deepspeed_trial.out_of_memory import is_out_of_memory
 # Pillow can open 33 more, and starts Ghostscript to open EPS; a folder's ``EXTENSIONS`` are of these alone
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "JPEG2000", "AVIF")
 MOST_BYTES = 2**28  # of an image file
+_GREY = 128  # of the border that ``PAD`` adds
 _JPEG, _EXIF = b"\xff\xd8\xff", b"Exif\0\0"
 _HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1")  # brands, ISO/IEC 23008-12
 _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for width and height swapped
@@ -79,13 +81,15 @@ def content_of(path: str | os.PathLike[str]) -> bytes:
     raise UnreadableImage(_not_readable(os.fspath(path), f"has {size:,} bytes, more than {MOST_BYTES:,}"))
 
 
-def decode_image(path: str | os.PathLike[str], size: tuple[int, int]) -> np.ndarray:
+def decode_image(path: str | os.PathLike[str], size: tuple[int, int], fit: str = CROP) -> np.ndarray:
     """Decode an image file as ``decode``."""
-    return decode(content_of(path), size, os.fspath(path))
+    return decode(content_of(path), size, os.fspath(path), fit)
 
 
-def decode(content: bytes, size: tuple[int, int], name: str | Callable[[], str]) -> np.ndarray:
-    """Return the image in a file, upright, in RGB, scaled and cropped in the middle: uint8 (3, H, W).
+def decode(
+    content: bytes, size: tuple[int, int], name: str | Callable[[], str], fit: str = CROP
+) -> np.ndarray:
+    """Return the image in a file, upright, in RGB, fitted to a size: uint8 (3, H, W).
 
     Scaling is bilinear, with antialiasing, and gives the same bits on any x86 CPU. A JPEG at least twice as
     large as ``size`` is first reduced by its decoder, to a half, a quarter or an eighth, then turned by its
@@ -95,6 +99,8 @@ def decode(content: bytes, size: tuple[int, int], name: str | Callable[[], str])
         content: the file's bytes.
         size: height and width, in pixels.
         name: of the image in error lines, or a function that returns it.
+        fit: of an image of another shape; ``CROP`` takes the middle, ``PAD`` adds a grey border, ``STRETCH``
+            changes the shape.
 
     Raises:
         UnreadableImage: if the bytes are no image.
@@ -106,7 +112,7 @@ def decode(content: bytes, size: tuple[int, int], name: str | Callable[[], str])
         if pixels is None:
             with open_image(io.BytesIO(content)) as image:
                 pixels = _decode_any(image)
-        return _fit(pixels, size)
+        return _fit(pixels, size, fit)
     except MissingPackage as error:
         shown = name if isinstance(name, str) else name()
         raise MissingPackage(f"{shown}: {error.errors[0].removeprefix('image: ')}") from error
@@ -168,17 +174,28 @@ def _decode_any(image: Image.Image) -> np.ndarray:
     return np.array(upright.convert("RGB"))
 
 
-def _fit(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """Crop the middle of an image (h, w, 3) to the ratio of ``size``, and scale it to ``size``: (3, H, W)."""
+def _fit(pixels: np.ndarray, size: tuple[int, int], fit: str) -> np.ndarray:
+    """Scale an image (h, w, 3) to ``size``, (3, H, W); crop or pad an image of another shape."""
     height, width = pixels.shape[:2]
-    if (height, width) != size:
+    if (height, width) == size:
+        return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+    if fit == CROP:
         scale = max(size[0] / height, size[1] / width)
         tall, wide = (max(1, round(side / scale)) for side in size)
         top, left = round((height - tall) / 2), round((width - wide) / 2)  # as torchvision's center_crop
-        cropped = torch.from_numpy(pixels[top : top + tall, left : left + wide]).permute(2, 0, 1)
-        scaled = F.interpolate(cropped[None], size, mode="bilinear", align_corners=False, antialias=True)
-        return scaled[0].contiguous().numpy()
-    return np.ascontiguousarray(pixels.transpose(2, 0, 1))
+        pixels = pixels[top : top + tall, left : left + wide]
+    inner = size
+    if fit == PAD:
+        scale = min(size[0] / height, size[1] / width)
+        inner = max(1, round(height * scale)), max(1, round(width * scale))
+    image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
+    scaled = F.interpolate(image, inner, mode="bilinear", align_corners=False, antialias=True)[0]
+    if inner == size:
+        return scaled.contiguous().numpy()
+    padded = np.full((3, *size), _GREY, np.uint8)
+    top, left = (size[0] - inner[0]) // 2, (size[1] - inner[1]) // 2
+    padded[:, top : top + inner[0], left : left + inner[1]] = scaled
+    return padded
 
 
 def _not_readable(name: str | Callable[[], str], reason: str) -> str:

@@ -211,6 +211,11 @@ class ListedSource(abc.ABC):
             InvalidInput: if the part is missing, damaged or not usable.
         """
 
+    @property
+    def passed_over(self) -> Mapping[str, int]:
+        """The number of files in the folder that are no images of a class, by their extensions."""
+        return {}
+
     def count(self, part: str) -> int:
         """Return the number of images in a part."""
         return len(self.listing(part).labels)

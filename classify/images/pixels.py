@@ -26,6 +26,7 @@ from torch.utils.data import default_collate
 from torchvision.transforms.v2 import functional
 from tqdm import tqdm
 
+from classify.config.rules import CROP
 from classify.images.decode import MissingPackage, decode
 from classify.images.listing import NOT_READABLE, ListedSource, Listing, raise_some
 from classify.images.pixel_files import GrowingFile, PixelFile
@@ -54,6 +55,7 @@ class Pixels:
         listing: of the images to decode.
         size: height and width to scale to, in pixels.
         file: takes the decoded images of ``GROWING``.
+        fit: of images of another shape, as ``decode`` takes it.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class Pixels:
         listing: Listing | None = None,
         size: tuple[int, int] = (0, 0),
         file: GrowingFile | None = None,
+        fit: str = CROP,
     ) -> None:
         self.state, self.images, self._listing, self._size, self._file = state, images, listing, size, file
+        self._fit = fit
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +125,9 @@ class Pixels:
         assert self._listing is not None
         contents = self._listing.read(indices.tolist())
         return [
-            torch.from_numpy(decode(content, self._size, functools.partial(self._listing.name, index)))
+            torch.from_numpy(
+                decode(content, self._size, functools.partial(self._listing.name, index), self._fit)
+            )
             for index, content in zip(indices.tolist(), contents, strict=True)
         ]
 
@@ -193,32 +199,39 @@ class ImageSet:
         return functional.center_crop(images, list(self.crop))
 
 
-def open_pixels(source: ListedSource, part: str, size: tuple[int, int], state: State) -> Pixels:
+def open_pixels(
+    source: ListedSource, part: str, size: tuple[int, int], state: State, fit: str = CROP
+) -> Pixels:
     """Return the pixels of a part, mapped if all of them are decoded already.
 
     Args:
         source: of the images.
         part: one of the source's.
-        size: height and width to scale to, in pixels; other shapes are cropped in the middle.
+        size: height and width to scale to, in pixels.
         state: ``MAPPED``, ``GROWING`` or ``NONE``.
+        fit: of images of another shape, as ``decode`` takes it.
 
     Raises:
         InvalidInput: if something is missing, empty, damaged or not readable.
         TrainingStopped: if the system kills a process that decodes.
     """
     listing = source.listing(part)
-    file = PixelFile(source.location.folder, f"images-{part}", size)
+    name = f"images-{part}" if fit == CROP else f"images-{part}-{fit}"
+    file = PixelFile(source.location.folder, name, size)
     fingerprint = f"{_FILE_FORMAT} {size} {listing.fingerprint}"
     whole = file.read(fingerprint, listing.labels)
     if whole is None and state is State.MAPPED:
-        whole = file.write(fingerprint, listing.labels, functools.partial(decode_all, listing, size, part))
+        fill = functools.partial(decode_all, listing, size, part, fit=fit)
+        whole = file.write(fingerprint, listing.labels, fill)
     if whole is not None:
         return Pixels(State.MAPPED, whole[0])
     growing = GrowingFile(file, fingerprint, listing.labels) if state is State.GROWING else None
-    return Pixels(state, None, listing, size, growing)
+    return Pixels(state, None, listing, size, growing, fit)
 
 
-def decode_all(listing: Listing, size: tuple[int, int], name: str, target: pathlib.Path) -> None:
+def decode_all(
+    listing: Listing, size: tuple[int, int], name: str, target: pathlib.Path, fit: str = CROP
+) -> None:
     """Decode images into ``target``, on all cores, with a progress bar.
 
     Args:
@@ -226,17 +239,18 @@ def decode_all(listing: Listing, size: tuple[int, int], name: str, target: pathl
         size: height and width to scale to, in pixels.
         name: of the images in the bar and in errors.
         target: an empty file.
+        fit: of images of another shape, as ``decode`` takes it.
 
     Raises:
         InvalidInput: with a line for each unreadable file, once all have been tried.
         TrainingStopped: if the system kills a process that decodes.
     """
-    errors = try_all(listing, size, name, target)
+    errors = try_all(listing, size, name, target, fit)
     raise_some([line for error in errors.values() for line in error.errors], NOT_READABLE)
 
 
 def try_all(
-    listing: Listing, size: tuple[int, int], name: str, target: pathlib.Path | None = None
+    listing: Listing, size: tuple[int, int], name: str, target: pathlib.Path | None = None, fit: str = CROP
 ) -> dict[int, InvalidInput]:
     """Decode images as ``decode_all``, or into no file; return the errors by index."""
     count = len(listing.labels)
@@ -245,7 +259,7 @@ def try_all(
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     workers = min(joblib.cpu_count(), -(-count // CHUNK))
     bar = tqdm(total=count, desc=f"decoding {name}", unit=" images", disable=not sys.stderr.isatty())
-    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start, ((listing, target, size),))
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start, ((listing, target, size, fit),))
     errors: dict[int, InvalidInput] = {}
     running: collections.deque[concurrent.futures.Future[_Errors]] = collections.deque()
 
@@ -301,7 +315,7 @@ def _shards_fetched_ahead(listing: Listing) -> Iterator[tuple[int, int]]:
 
 
 _Errors = list[tuple[int, InvalidInput]]  # by the index of an image
-_Task = tuple[Listing, "pathlib.Path | None", tuple[int, int]]
+_Task = tuple[Listing, "pathlib.Path | None", tuple[int, int], str]
 _task: _Task  # of this worker
 
 
@@ -314,14 +328,14 @@ def _start(task: _Task) -> None:
 
 def _decode_chunk(indices: np.ndarray) -> _Errors:
     """Write images to their places in the file, if there is one; return the errors of unreadable images."""
-    listing, target, size = _task
+    listing, target, size, fit = _task
     errors: _Errors = []
     with open(target or os.devnull, "rb+") as written:
         for index in indices.tolist():
             image = np.zeros((3, *size), dtype=np.uint8)
             try:
                 (content,) = listing.read([index])
-                image = decode(content, size, functools.partial(listing.name, index))
+                image = decode(content, size, functools.partial(listing.name, index), fit)
             except MissingPackage:
                 raise  # of all such images at once
             except InvalidInput as error:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from classify.config.rules import CROP
 from classify.images.listing import (
     NOT_READABLE,
     PARTS,
@@ -175,7 +176,7 @@ class DataPlan:
         """
         part = self._part(split)
         if isinstance(self.source, ListedSource):
-            pixels = open_pixels(self.source, part, self.settings.stored_size, self.state)
+            pixels = open_pixels(self.source, part, self.settings.stored_size, self.state, self.settings.fit)
             labels = self.source.listing(part).labels
         else:
             images, labels = self.source.load(part, self.settings.stored_size)
@@ -361,6 +362,8 @@ def _setting_errors(
     errors = list[str]()
     if settings.decode == STREAM and not isinstance(source, ListedSource):
         errors.append(f"data.decode: 'stream': {settings.dataset} has no image files; use once")
+    if settings.fit != CROP and not isinstance(source, ListedSource):
+        errors.append(f"data.fit: {settings.fit!r}: {settings.dataset} has no image files; remove it")
     if isinstance(settings.window, int) and not shards:
         errors.append(f"data.window: {settings.window}: the dataset has no shards; remove it")
     if window and settings.sampling == BALANCED:

@@ -12,9 +12,13 @@ import torch
 from classify.config import rules
 from classify.config.rules import (
     BOOL,
+    CROP,
+    FITS,
     MAPPING,
+    PAD,
     PATH,
     SIZE,
+    STRETCH,
     Rule,
     elsewhere,
     is_count,
@@ -101,9 +105,15 @@ class DataSettings(Keyed):
     resize: int | None = key(
         None,
         elsewhere("a whole number of pixels, at least image_size"),
-        "The shorter side of the images before the crop to `image_size`, in the middle, or in training at"
-        " random; by default as `image_size`.",
+        "The shorter side of the images, as `fit` says, before the crop to `image_size`, in the middle, or in"
+        " training at random; by default as `image_size`, without a crop.",
         unit="pixels",
+    )
+    fit: str = key(
+        CROP,
+        Rule(lambda value: value in FITS, f"must be one of {', '.join(FITS)}"),
+        f"The fit of images of another shape; `{CROP}`: the middle of the image, `{PAD}`: the whole image"
+        f" with a grey border, `{STRETCH}`: the whole image in another shape.",
     )
     normalize: Any = key(
         "half",

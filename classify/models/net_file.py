@@ -22,6 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from classify.config.metric_table import TEMPERATURE, THRESHOLD
 from classify.config.rules import (
+    FITS,
     MOST_PIXELS,
     TEXT,
     Rule,
@@ -82,6 +83,7 @@ DESCRIPTION = {
     "input.height": SIDE,
     "input.width": SIDE,
     "input.resize": list_of(SIDE, 2),
+    "input.fit": optional(one_of(*FITS)),  # older files lack it; they crop
     "input.mean": list_of(Rule(is_finite, "must be a number"), 3),
     "input.std": list_of(Rule(lambda value: is_finite(value) and value > 0, "must be a number above 0"), 3),
     "dtype": one_of("float32", "bfloat16", "float16"),

@@ -18,12 +18,15 @@ from typing import Any
 from torch import nn
 
 import net as own
+from classify.config.rules import CROP, PAD, STRETCH
 from classify.models import net_file, pretrained, registry, timm_nets
 from classify.models.registry import NetSpec
 from deepspeed_trial.errors import InvalidInput
 from workbench.publish import model_card
 from workbench.publish.network import Trained, save_safetensors
+from workbench.publish.scoring import fitting
 
+TIMMS = {CROP: "center", PAD: "border", STRETCH: "squash"}  # crop modes
 CARD, PREPROCESSING = "README.md", "preprocessor_config.json"
 
 
@@ -87,7 +90,7 @@ def _write_config(path: pathlib.Path, made: nn.Module, description: dict[str, An
 
         sizes = {"input_size": (3, seen["height"], seen["width"])}
         share = min(seen["height"] / seen["resize"][0], seen["width"] / seen["resize"][1])
-        how = {"interpolation": "bilinear", "crop_pct": share, "crop_mode": "center"}
+        how = {"interpolation": "bilinear", "crop_pct": share, "crop_mode": TIMMS[fitting(description)[1]]}
         normalized = {"mean": tuple(seen["mean"]), "std": tuple(seen["std"])}
         more = {"label_names": description["classes"], **description}
         save_config_for_hf(made, str(path), more, data_config={**sizes, **how, **normalized})

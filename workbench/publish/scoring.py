@@ -15,6 +15,7 @@ import data
 from classify.config import experiment_file
 from classify.config.metric_table import THRESHOLD
 from classify.config.options import TestTimeAugmentation
+from classify.config.rules import CROP
 from classify.images import views
 from classify.images.decode import decode_image
 from classify.images.pixels import ImageSet
@@ -59,7 +60,7 @@ def answers(
     Returns:
         The files that could be read, their answers, and the errors of the other files.
     """
-    size = tuple(classifier.description["input"]["resize"])
+    size, fit = fitting(classifier.description)
     batch = _batch_of(classifier.description)
     readable: list[pathlib.Path] = []
     nothing = torch.empty(0, len(classifier.description["classes"])), torch.empty(0, dtype=torch.bool)
@@ -68,11 +69,17 @@ def answers(
         decoded = []
         for file in files[first : first + batch]:
             with errors.collecting():
-                decoded.append(torch.from_numpy(decode_image(file, size)))
+                decoded.append(torch.from_numpy(decode_image(file, size, fit)))
                 readable.append(file)
         if decoded:
             found.append(classify(classifier, torch.stack(decoded), how, threshold))
     return readable, Answers(*map(torch.cat, zip(*found, strict=True))), errors
+
+
+def fitting(description: Mapping[str, Any]) -> tuple[tuple[int, int], str]:
+    """Return the height and width to decode images to, in pixels, and the fit of other shapes."""
+    height, width = description["input"]["resize"]
+    return (height, width), description["input"].get("fit") or CROP
 
 
 def classify(
@@ -147,8 +154,8 @@ def open_images(
         InvalidInput: if the data is missing, damaged, of other classes, or without such a split.
     """
     settings = DataSettings.parse(experiment_file.read(config, overrides).get("data"))
-    stored = tuple(description["input"]["resize"])  # and not the experiment file's size
-    settings = dataclasses.replace(settings, image_size=stored, resize=None)
+    stored, fit = fitting(description)  # and not the experiment file's
+    settings = dataclasses.replace(settings, image_size=stored, resize=None, fit=fit)
     splits = DataPlan.resolve(settings)
     split = split or splits.names[-1]
     if split not in splits.names:
@@ -173,7 +180,7 @@ def views_of(text: str | None, description: Mapping[str, Any]) -> TestTimeAugmen
 
 def _batch_of(description: Mapping[str, Any]) -> int:
     """Return the number of images to classify at a time."""
-    height, width = description["input"]["resize"]
+    height, width = fitting(description)[0]
     return max(1, min(BATCH, PIXELS // (height * width)))
 
 

@@ -82,9 +82,9 @@ def answer(classifier: Classifier, content: bytes) -> tuple[dict[str, float], bo
     if pixels > MOST_MEGAPIXELS * 1e6:
         much = f"{pixels / 1e6:,.0f} megapixels are more than {MOST_MEGAPIXELS}"
         raise InvalidInput(f"image: {much}; give a smaller image")
-    size = tuple(classifier.description["input"]["resize"])
+    size, fit = scoring.fitting(classifier.description)
     threshold = (classifier.description.get("confidence") or {}).get(THRESHOLD, 0.0)
-    image = torch.from_numpy(decode(content, size, "image"))[None]
+    image = torch.from_numpy(decode(content, size, "image", fit))[None]
     (row,), (is_unknown,) = scoring.classify(classifier, image, threshold=threshold)
     found = zip(classifier.description["classes"], row.tolist(), strict=True)
     return dict(sorted(found, key=lambda each: -each[1])), bool(is_unknown)

@@ -6,13 +6,15 @@ import sys
 import numpy as np
 import pillow_heif
 import pytest
+import torch
 from folders import LEFT, RIGHT, save
 from PIL import Image
 from support import error_line, overrides
 
 import train as program
+from classify.config.rules import FITS
 from classify.images import decode as decoder
-from classify.images.decode import MissingPackage, decode
+from classify.images.decode import MissingPackage, decode, decode_image
 from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from classify.reports.overview import describe_passed_over
@@ -112,3 +114,36 @@ def test_heic_without_its_package_is_one_line_that_names_the_package(photos, mon
         (error,) = caught.value.errors
         assert error.startswith(f"{photos}/") and error.endswith(f": {line}")
     assert error_line(serve.answer, None, heic(halves())) == f"image: {line}"
+
+
+def test_an_image_of_another_shape_is_cropped_padded_or_stretched(tmp_path):
+    written = io.BytesIO()
+    halves(90, 30).save(written, "png")
+    found = {fit: decode(written.getvalue(), (40, 60), "x", fit).astype(int) for fit in FITS}
+    assert np.array_equal(found["crop"], decode(written.getvalue(), (40, 60), "x"))
+    seen, border = slice(11, 29), [*range(10), *range(30, 40)]  # 20 rows: two thirds of 30
+    for fit, rows in (("crop", slice(40)), ("pad", seen), ("stretch", slice(40))):
+        for columns, colour in ((slice(28), LEFT), (slice(32, 60), RIGHT)):
+            assert np.abs(found[fit][:, rows, columns] - np.array(colour)[:, None, None]).max() <= 1, fit
+    assert (found["pad"][:, border] == 128).all()
+    marked = Image.new("RGB", (90, 30), LEFT)
+    marked.paste(RIGHT, (0, 0, 10, 30))  # at the border, which a crop loses
+    marked.save(written := io.BytesIO(), "jpeg", quality=95)
+    ends = {fit: decode(written.getvalue(), (40, 60), "x", fit)[:, 20, 2].astype(int) for fit in FITS}
+    assert [np.abs(end - RIGHT).max() < 12 for end in ends.values()] == [False, True, True]
+
+
+@pytest.mark.parametrize("state", ["once", "stream"])
+def test_runs_with_another_fit_have_other_files_of_decoded_images(photos, state):
+    for fit in FITS:
+        opened = plan(photos, decode=state, fit=fit, image_size=[32, 24])
+        images, listing = opened.load("train"), opened.listing("train")
+        assert images.rows is not None and listing is not None
+        names = map(listing.name, images.rows.tolist())
+        wanted = np.stack([decode_image(name, (32, 24), fit) for name in names])
+        assert np.array_equal(images.select(torch.arange(len(images))), wanted)
+
+
+def test_a_fit_is_of_image_files_alone():
+    settings = DataSettings.parse({"dataset": "digits", "fit": "pad"})
+    assert error_line(DataPlan.resolve, settings) == "data.fit: 'pad': digits has no image files; remove it"

@@ -40,9 +40,9 @@ def decoded(monkeypatch) -> list[str]:
     names: list[str] = []
     decode = pixels.decode
 
-    def noted(content, size, name):
+    def noted(content, size, name, fit):
         names.append(name())
-        return decode(content, size, name)
+        return decode(content, size, name, fit)
 
     monkeypatch.setattr(pixels, "decode", noted)
     return names

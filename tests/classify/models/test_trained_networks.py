@@ -50,6 +50,7 @@ def test_a_folder_of_photographs_trains_at_its_own_size(tmp_path):
         data__root=tmp_path / "photos",
         data__image_size=32,
         data__resize=36,
+        data__fit="pad",
         data__normalize="dataset",
         hyperparameters__weights="null",
         hyperparameters__max_length="{epochs: 2}",
@@ -64,6 +65,7 @@ def test_a_folder_of_photographs_trains_at_its_own_size(tmp_path):
     assert list(made.summary["validation"]["per_class_accuracy"]) == names
     described = json.loads((output / "net.json").read_text())
     assert described["input"]["height"] == 32 and described["input"]["resize"] == [36, 36]
+    assert described["input"]["fit"] == "pad"
     assert described["net"]["name"] == "resnet18" and described["net"]["num_classes"] == CLASSES
 
 

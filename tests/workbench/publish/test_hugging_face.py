@@ -20,6 +20,7 @@ from classify.models import net_file, pretrained
 CLASSES = ["a|b", "[c](d)", "`e`\x1b", "---"]
 TIMM = "timm/vit_tiny_patch16_224"
 NETS = {"airbench": {"width": 8}, "vit_b_16": VIT, TIMM: {"depth": 2, "embed_dim": 64, "num_heads": 4}}
+FITS = {"airbench": {"fit": "pad"}, "vit_b_16": {"fit": "stretch"}, TIMM: {}}
 # A fork has this project imported, and other people do not have it
 ALONE = f"""
 import sys
@@ -36,7 +37,7 @@ def published(request, tmp_path_factory) -> tuple[pathlib.Path, str]:
     """A folder, and the name of its network."""
     name, root = request.param, tmp_path_factory.mktemp("published")
     net = changed(name, 4, NETS[name])
-    source = write_checkpoint(root / "checkpoint", name, net, CLASSES, (36, 40), NETS[name])
+    source = write_checkpoint(root / "checkpoint", name, net, CLASSES, (36, 40), NETS[name], **FITS[name])
     assert checkpoint.main(["export", str(source), str(root / "folder"), "--format", "hf"]) == 0
     return root / "folder", name
 
@@ -44,7 +45,7 @@ def published(request, tmp_path_factory) -> tuple[pathlib.Path, str]:
 def test_the_code_of_the_card_classifies_as_predict_does(published, tmp_path, capsys):
     folder, _ = published
     here = shutil.copytree(folder, tmp_path / "here")
-    pixels = np.random.default_rng(0).integers(0, 256, (50, 60, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 90, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(here / "photo.jpg")
     blocks = re.findall(r"```python\n(.*?)```", (here / "README.md").read_text(), re.DOTALL)
     made = run(["-c", "\n".join([ALONE, *blocks, SHOW])], here, cwd=here)
@@ -66,7 +67,11 @@ def test_timm_and_trainings_load_networks_of_timm(published):
         assert torch.equal(net(images), kept(images))
     config = timm.data.resolve_data_config(model=net)
     assert list(config["mean"]) == MEAN and config["input_size"] == (3, 32, 32)
-    assert config["interpolation"] == "bilinear" and config["crop_pct"] == pytest.approx(32 / 40)
+    assert (
+        config["crop_mode"] == "center"
+        and config["interpolation"] == "bilinear"
+        and config["crop_pct"] == pytest.approx(32 / 40)
+    )
     assert net.pretrained_cfg["label_names"] == CLASSES
     weights = kept.state_dict()
     found = pretrained.read(name, str(folder), (32, 32), NETS[name], CLASSES)

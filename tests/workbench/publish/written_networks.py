@@ -24,12 +24,12 @@ def changed(name: str, classes: int, arguments: dict[str, Any]) -> nn.Module:
     return net
 
 
-def write_checkpoint(folder, name, net, classes, resize=(32, 32), arguments=None) -> pathlib.Path:
+def write_checkpoint(folder, name, net, classes, resize=(32, 32), arguments=None, **seen) -> pathlib.Path:
     """Write the files of a checkpoint that an export reads."""
     description = {
         "net": {"name": name, "num_classes": len(classes), "net_args": arguments or {}},
         "classes": classes,
-        "input": {"height": 32, "width": 32, "resize": list(resize), "mean": MEAN, "std": STD},
+        "input": {"height": 32, "width": 32, "resize": list(resize), "mean": MEAN, "std": STD, **seen},
         "dtype": "float32",
         "confidence": {"temperature": 1.5, "confidence_threshold": 0.3},
         "provenance": {"steps": 1, "data": {"dataset": "imagefolder", "root": "/of/this/machine/digits"}},
