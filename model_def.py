@@ -81,6 +81,8 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         self.model_engine = context.wrap_model_engine(engine)
         self.accumulation = engine.gradient_accumulation_steps()
         self.train_sampler = images.training_order(config.batch, config.replicas * self.accumulation)
+        if config.teacher:
+            config.teacher.prepare(device, config.dtype, *images.normalization)
         # Metrics, reduced over all ranks; the network in checkpoints
         self.throughput = context.wrap_reducer(Throughput(), for_validation=False)
         self.rate = context.wrap_reducer(LearningRate(), for_validation=False)
@@ -125,7 +127,8 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
             return {"loss": self.model_engine.train_batch(micro_batches).detach(), **metrics}
         self.throughput.update(step_size / self.accumulation)
         inputs, labels = next(micro_batches)
-        loss = self._loss(logits(self.model_engine(inputs)), labels)
+        taught = self.config.teacher(inputs) if self.config.teacher else None
+        loss = self._loss(logits(self.model_engine(inputs)), labels, taught)
         metrics["loss"] = loss.detach()
         if self.config.hyper.has_experts:
             balance = self.model_engine.module.load_balancing_loss
@@ -145,12 +148,12 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
             self.metrics.classify(lambda images: logits(self.model_engine(images)).float(), inputs, labels)
         return {}
 
-    def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of logits (B, C) and labels: (B,) int64, or (B, C) float32 for mixed images.
+    def _loss(self, outputs: Tensor, labels: Tensor, taught: Tensor | None = None) -> Tensor:
+        """Return the loss of logits (B, C), labels (B,) int64 or (B, C) float32, and logits of a teacher.
 
         The weight makes the mean over a step's micro-batches equal the mean over its images.
         """
-        loss = self.loss(outputs.float(), labels)
+        loss = self.loss(outputs.float(), labels, taught)
         weight = self.train_sampler.weight(len(labels), self.context.current_train_batch())
         return loss if weight == 1 else loss * weight
 

@@ -21,6 +21,7 @@ from sklearn.datasets import load_digits
 from support import LATEST, PROJECT, Run, overrides, run
 
 import shards
+from classify.models import net_file
 from net import Net
 
 DEEPSPEED = "hyperparameters__overwrite_deepspeed_args__"
@@ -36,7 +37,8 @@ class Row:
     """A training.
 
     Attributes:
-        arguments: of the program; ``{photos}``, ``{shards}``, ``{weights}``, ``{others}`` stand for files.
+        arguments: of the program; ``{photos}``, ``{shards}``, ``{weights}``, ``{others}``, ``{teacher}`` stand for
+            files.
         ranks: the numbers of processes that can run it; 1 is a process without a launcher.
         like: a row with the same losses within ``tolerance``.
         tolerance: relative; the losses differ by rounding.
@@ -135,6 +137,13 @@ MUON_VIT: Any = {
         {"match": r"conv_proj\.weight", "lr_factor": 0.5},
         {"match": "in_proj_weight", "muon": False},
     ],
+}
+TEACHER: Any = {
+    "net": {"name": "net", "num_classes": 10},
+    "classes": [str(digit) for digit in range(10)],
+    "input": {"height": 32, "width": 32, "resize": [32, 32], "mean": [0.4] * 3, "std": [0.6] * 3},
+    "dtype": "float32",
+    "provenance": {"steps": 1},
 }
 AUTOCAST: Any = {"ds_torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 # The network and the images of the CIFAR-10 recipes
@@ -263,6 +272,8 @@ ROWS: dict[str, Row] = {
     "mixup": row("digits", 1, mixup=0.2, cutmix=1, label_smoothing=0.1),
     "focal": row("digits", 0, loss={"focal": {"gamma": 1}}, class_weights="balanced", mixup=0.2, ranks=(1,)),
     "bce": row("digits", 2, loss="bce", ranks=(2,)),
+    "teacher": row("digits", 0, teacher="{teacher}", onward=(("teacher zero3", 2),)),
+    "teacher zero3": row("digits", 3, teacher="{teacher}", like="teacher", ranks=(2,)),
     "augment": row(
         "digits", 0, data=AUGMENT, resumed_with=tuple(overrides(data__workers=0)), ds_train_batch_size=96
     ),
@@ -395,13 +406,14 @@ class Runs:
         """Images and weights that rows name in braces."""
         with FileLock(self.folder / ".files"):
             files = {name: self.folder / name for name in ("photos", "shards", "cache")}
-            files |= {name: self.folder / f"{name}.pt" for name in ("weights", "others")}
+            files |= {name: self.folder / f"{name}.pt" for name in ("weights", "others", "teacher")}
             if not files["others"].exists():
                 write_photos(files["photos"])
                 assert (
                     shards.main(["write", str(files["photos"]), str(files["shards"]), "--size-limit", "20KB"])
                     == 0
                 )
+                net_file.write(files["teacher"], Net().state_dict(), TEACHER)
                 for seed, name in enumerate(("weights", "others")):
                     torch.manual_seed(seed)
                     torch.save(Net().state_dict(), files[name])

@@ -161,6 +161,21 @@ class Hyperparameters(Keyed):
         number(0, 1),
         "The share of the target that is spread over all classes (https://arxiv.org/abs/1512.00567).",
     )
+    teacher: str | None = key(
+        None,
+        _text("the path of an exported network, e.g. a run's net.pt"),
+        "The network whose scores the network also learns: distillation (https://arxiv.org/abs/1503.02531).",
+    )
+    teacher_weight: float = key(
+        0.5,
+        Rule(lambda value: is_number(value) and 0 < value <= 1, "must be a number above 0, of at most 1"),
+        "The share of the teacher's scores in the loss; the labels have the rest.",
+    )
+    teacher_temperature: float = key(
+        4.0,
+        Rule(lambda value: is_number(value, 0.1) and value <= 100, "must be a number from 0.1 to 100"),
+        "The temperature of both networks' probabilities in the loss.",
+    )
     mixup: float = key(
         0.0, BETA, "The Beta distribution's parameter of MixUp; 0: off (https://arxiv.org/abs/1710.09412)."
     )

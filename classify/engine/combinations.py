@@ -82,6 +82,13 @@ def network_errors(hyper: Hyperparameters, processes: int) -> list[str]:
     if hyper.test_time_augmentation and stages > 1:
         reason = "does not go with a pipeline; use checkpoint.py evaluate --tta, or pipe_parallel_size: 1"
         errors.append(f"{HYPER}test_time_augmentation: {reason}")
+    if hyper.teacher and stages > 1:
+        reason = "does not go with a pipeline, whose last stage has no images; use pipe_parallel_size: 1"
+        errors.append(f"{HYPER}teacher: {hyper.teacher}: {reason}")
+    for name in ("teacher_weight", "teacher_temperature"):
+        if name in hyper.given and not hyper.teacher:
+            reason = "does nothing without hyperparameters.teacher; give a network, or remove it"
+            errors.append(f"{HYPER}{name}: {getattr(hyper, name)}: {reason}")
     if "partition_method" in hyper.given and stages == 1:
         reason = "does nothing without a pipeline; set hyperparameters.pipe_parallel_size: 2 or more"
         errors.append(f"{HYPER}partition_method: {hyper.partition_method!r}: {reason}")

@@ -171,9 +171,18 @@ class ClassifierHooks(TrialHooks):
                 "zero_stage": int(self.engine.zero_optimization_stage()),
                 "train_batch_size": self.engine.train_batch_size(),
                 **({"weight_average": vars(average)} if average else {}),
+                **({"teacher": self._teacher} if self._teacher else {}),
                 **machine.versions(),
             },
         }
+
+    @property
+    def _teacher(self) -> dict[str, Any] | None:
+        """The settings of a distillation; None without one."""
+        if not (teacher := self.config.teacher):
+            return None
+        weight, temperature = self.config.hyper.teacher_weight, self.config.hyper.teacher_temperature
+        return {"weights_sha256": teacher.digest, "weight": weight, "temperature": temperature}
 
     @override
     def identity(self) -> Mapping[str, Mapping[str, Any]]:
@@ -215,6 +224,7 @@ class ClassifierHooks(TrialHooks):
             "hyperparameters.cutmix": hyper.cutmix,
             "hyperparameters.loss": None if hyper.loss == "cross_entropy" else hyper.loss,
             "hyperparameters.class_weights": hyper.class_weights,
+            "hyperparameters.teacher": self._teacher,
         }
         return {"net": net, "mode": mode, "position": position}
 

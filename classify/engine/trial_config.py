@@ -30,6 +30,7 @@ from classify.images.settings import DataSettings
 from classify.models import dry_run, flops, losses, pretrained, recompute, registry, state_dicts
 from classify.models.registry import NetSpec
 from classify.models.stages import layers_of
+from classify.models.teacher import Teacher
 from deepspeed_trial import machine
 from deepspeed_trial.errors import ErrorList, InvalidInput, nearest
 from deepspeed_trial.experiment import Experiment
@@ -156,7 +157,7 @@ class TrialConfig:
         config.plan.fix(config.steps)
         _check_evaluation(source, config.evaluation_batches[1])
         _check_network(config.net, hyper, config.least_micro_batch, sections.weights)
-        _ = config.groups  # raises the errors of parameter_groups
+        _ = config.groups, config.teacher  # both raise their errors
         return config
 
     @property
@@ -224,6 +225,11 @@ class TrialConfig:
         else:
             outline = registry.on_meta_device(net)
         return assign(outline, self.hyper, net.num_classes, muon, self._head_steps)
+
+    @functools.cached_property
+    def teacher(self) -> Teacher | None:
+        """Teacher of a distillation; None without one; raises ``InvalidInput`` like ``Teacher``."""
+        return Teacher(self.hyper.teacher, self.source.classes) if self.hyper.teacher else None
 
     @functools.cached_property
     def forward_flops(self) -> int | None:

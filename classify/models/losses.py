@@ -38,6 +38,20 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets, reduction="none")
 
 
+def distillation(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
+    """KL divergence from a teacher's probabilities at a temperature, times its square: a scalar.
+
+    The square keeps the gradient's scale (https://arxiv.org/abs/1503.02531).
+
+    Args:
+        logits: (B, C) float32.
+        taught: of the teacher, (B, C) float32.
+        temperature: T of softmax(logits / T).
+    """
+    ours, theirs = ((each / temperature).log_softmax(1) for each in (logits, taught))
+    return F.kl_div(ours, theirs, reduction="batchmean", log_target=True) * temperature**2
+
+
 def losses() -> dict[str, LossFunction]:
     """Return the losses that ``hyperparameters.loss`` may name."""
     return {CROSS_ENTROPY: cross_entropy, "bce": bce, "focal": focal, **own.LOSSES}
@@ -108,7 +122,7 @@ class Loss:
     """The loss of a micro-batch: the mean over its images, each weighted by its class.
 
     Args:
-        hyper: checked hyperparameters, with ``loss``, ``class_weights`` and ``label_smoothing``.
+        hyper: checked hyperparameters, with ``loss``, ``class_weights``, ``label_smoothing``, ``teacher_*``.
         classes: the names of the classes.
         labels: gives the labels of all training images, (N,) int64.
     """
@@ -117,15 +131,24 @@ class Loss:
         self.name, self.arguments = _named(hyper.loss)
         self.function, self.label_smoothing = losses()[self.name], hyper.label_smoothing
         self.class_weights, self.classes, self.labels = hyper.class_weights, classes, labels
+        self.teacher_weight, self.teacher_temperature = hyper.teacher_weight, hyper.teacher_temperature
         self._weights: Tensor | None = None
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def __call__(self, logits: Tensor, labels: Tensor, taught: Tensor | None = None) -> Tensor:
         """Return the mean loss, a scalar.
 
         Args:
             logits: (B, C) float32.
             labels: (B,) int64, or (B, C) float32 for mixed images.
+            taught: logits of a teacher, (B, C) float32; None without a teacher.
         """
+        loss = self._of_labels(logits, labels)
+        if taught is None:
+            return loss
+        learned = distillation(logits, taught, self.teacher_temperature)
+        return self.teacher_weight * learned + (1 - self.teacher_weight) * loss
+
+    def _of_labels(self, logits: Tensor, labels: Tensor) -> Tensor:
         if self.name == CROSS_ENTROPY and not self.class_weights:
             return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
         targets = F.one_hot(labels, logits.shape[1]).float() if labels.dim() == 1 else labels
