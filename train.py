@@ -9,6 +9,7 @@
                        --set hyperparameters.overwrite_deepspeed_args.optimizer.params.lr=0.01
     one batch:         --test
     find the fastest:  --tune [--slots N]      (ZeRO stages, micro-batches: OUTPUT/tuned.yaml)
+    find the rate:     --find-lr               (a short ramp of the learning rate: OUTPUT/found-lr.yaml)
     look at steps:     --profile            (OUTPUT/profile.txt, and a trace for TensorBoard)
     in short:          --epochs 20 --lr 0.001 --batch-size 64 --net resnet18
     only check:        --check [--slots N]     (prints the DeepSpeed configuration that would be used)
@@ -53,6 +54,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--keys", nargs="?", const="text", choices=forms, help="print every key of an experiment file")
     add("--profile", action="store_true", help="record a few steps with torch's profiler")
     add("--tune", action="store_true", help="try ZeRO stages and micro-batches, and write the fastest")
+    add("--find-lr", action="store_true", help="train a short ramp of the learning rate, and write one rate")
     add("--slots", type=int, metavar="N", help="with --check or --tune: for N processes")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher
     return parser.parse_args(argv)
@@ -73,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def do(args: argparse.Namespace) -> int:
-    """Check, tune or train; print errors; return the exit code."""
+    """Check, tune, find a rate or train; print errors; return the exit code."""
     with command_line.importing():
         from deepspeed_trial.errors import InvalidInput, TrainingStopped, is_said_here, print_errors
         from deepspeed_trial.meeting import check_ranks
@@ -83,7 +85,8 @@ def do(args: argparse.Namespace) -> int:
     try:
         check_ranks()
         with explain_out_of_memory(lambda: "outside of training", lambda: advice):
-            return check(args) if args.check else tune(args) if args.tune else run(args)
+            does = check if args.check else tune if args.tune else find_lr if args.find_lr else run
+            return does(args)
     except InvalidInput as error:
         return print_errors("train.py", error)
     except TrainingStopped as error:
@@ -181,6 +184,17 @@ def tune(args: argparse.Namespace) -> int:
     from workbench import tune
 
     tune.tune(CIFARTrial, experiment, slots, args.output or default_output(f"tune-{args.config}"))
+    return 0
+
+
+def find_lr(args: argparse.Namespace) -> int:
+    """Train a ramp of the learning rate, and write an experiment file with one rate."""
+    experiment = load(args)
+    from deepspeed_trial.local.folder import default_output
+    from model_def import CIFARTrial
+    from workbench import find_lr
+
+    find_lr.find_lr(CIFARTrial, experiment, args.output or default_output(f"lr-{args.config}"))
     return 0
 
 

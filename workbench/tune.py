@@ -7,7 +7,7 @@ import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -60,16 +60,27 @@ def tune(trial_class: Callable[..., Any], experiment: Experiment, slots: int, ou
         batch = {MICRO_BATCH: best.micro_batch, ACCUMULATION: best.accumulation}
         found = changed(hyperparameters, best.changes, batch)
         (output / TRIED).write_text(json.dumps([asdict(each) for each in tries.done], indent=2) + "\n")
-        tuned = redaction.experiment({**experiment.config, "hyperparameters": found})
-        with open(output / TUNED, "w") as written:
-            YAML().dump(tuned, written)
-    fastest = ", ".join(f"{key} {value}" for key, value in {**best.changes, **batch}.items())
-    print(f"fastest: {fastest}")
+        fastest = ", ".join(f"{key} {value}" for key, value in {**best.changes, **batch}.items())
+        print(f"fastest: {fastest}")
+        write_experiment(output / TUNED, {**experiment.config, "hyperparameters": found}, slots)
+
+
+def write_experiment(file: pathlib.Path, config: Mapping[str, Any], slots: int) -> None:
+    """Write an experiment file, and print the command that trains it.
+
+    Args:
+        file: the file.
+        config: the experiment configuration.
+        slots: processes of the command.
+    """
+    shared = redaction.experiment(config)
+    with open(file, "w") as written:
+        YAML().dump(shared, written)
     launch = "python3" if slots == 1 else f"torchrun --nproc-per-node {slots}"
-    print(f"train:   {launch} train.py --config {shlex.quote(printable(shown(output / TUNED)))}")
-    if redaction.MARK in str(tuned):
+    print(f"train:   {launch} train.py --config {shlex.quote(printable(shown(file)))}")
+    if redaction.MARK in str(shared):
         what = "hides a possible credential; give it again, by --set or in the file"
-        print(f"train.py: note: {TUNED}: {redaction.MARK} {what}", file=sys.stderr)
+        print(f"train.py: note: {file.name}: {redaction.MARK} {what}", file=sys.stderr)
 
 
 def _tell(tried: Try, config: TrialConfig) -> None:

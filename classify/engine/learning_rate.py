@@ -152,6 +152,8 @@ def schedule_errors(config: Mapping[str, Any]) -> list[str]:
 
 
 def _torch_errors(kind: str, params: Mapping[str, Any]) -> list[str]:
+    if kind == "ExponentialLR":  # it has no length
+        return []
     length = {"OneCycleLR": "total_steps", "CosineAnnealingLR": "T_max"}.get(kind, "total_iters")
     if length not in params:
         return [f"scheduler.params.{length}: missing; give it, or hyperparameters.max_length"]

@@ -20,7 +20,7 @@ from deepspeed_trial.errors import nearest, one_line
 from deepspeed_trial.patches.muon import MUON
 from deepspeed_trial.schedules import GroupSchedule
 
-TORCH_SCHEDULES = ("OneCycleLR", "LinearLR", "PolynomialLR", "CosineAnnealingLR")
+TORCH_SCHEDULES = ("OneCycleLR", "LinearLR", "PolynomialLR", "CosineAnnealingLR", "ExponentialLR")
 # Parameters of schedules that count steps
 LENGTHS = """warmup_num_steps total_num_steps cycle_first_step_size cycle_second_step_size decay_step_size
     lr_range_test_step_size total_steps total_iters T_max""".split()
@@ -103,7 +103,7 @@ _PARAMS: dict[str, Rule] = {
     **dict.fromkeys(_RATES, RATE),
     **dict.fromkeys("momentum cycle_min_mom cycle_max_mom base_momentum max_momentum".split(), _SHARE),
     **dict.fromkeys("cos_min_ratio warmup_min_ratio pct_start".split(), _RATIO),
-    **dict.fromkeys("div_factor final_div_factor".split(), _DIVISOR),
+    **dict.fromkeys("div_factor final_div_factor gamma".split(), _DIVISOR),
     **dict.fromkeys(LENGTHS, _LENGTH),
     **dict.fromkeys("capturable differentiable".split(), _NEVER),
     **dict.fromkeys("foreach fused".split(), optional(BOOL)._replace(message="must be true, false or null")),

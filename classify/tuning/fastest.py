@@ -137,13 +137,7 @@ class Tries:
             ACCUMULATION: kept,
         }
         hyperparameters = changed(self.experiment.hyperparameters, changes, batch)
-        plain = {
-            **hyperparameters,
-            **{key: value for key, value in PLAIN.items() if hyperparameters.get(key)},
-        }
-        if isinstance(plain.get("head_only"), Mapping):
-            plain["head_only"] = None
-        tried = dataclasses.replace(self.experiment, hyperparameters=plain)
+        tried = dataclasses.replace(self.experiment, hyperparameters=plain(hyperparameters))
         how = self._attempt(tried, len(self.done), self._needs(changes, tried, micro_batch))
         self._errors = how.errors or self._errors
         rate = 0.0 if how.reason else self.config.batch / how.step_seconds(accumulation)
@@ -189,6 +183,14 @@ def halves(share: int, largest: int | None = None) -> Iterator[int]:
             micro_batch //= 2
         else:
             micro_batch -= 1
+
+
+def plain(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters of which every step is like every other, and of a fixed length."""
+    set_back = {key: value for key, value in PLAIN.items() if hyperparameters.get(key)}
+    if isinstance(hyperparameters.get("head_only"), Mapping):
+        set_back["head_only"] = None
+    return {**hyperparameters, **set_back}
 
 
 def changed(
