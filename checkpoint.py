@@ -7,7 +7,7 @@
     on a page of this machine: python3 checkpoint.py serve net.pt [--port N]
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
     by several views:          predict and evaluate with --tta mirror,shift=1 (test-time augmentation)
-    look at runs, or a search: python3 checkpoint.py report RUN [RUN...] [--output report.html]
+    look at runs, or a search: python3 checkpoint.py report RUN [RUN...] [--output report.html] [--follow]
     images and shards kept:    python3 checkpoint.py caches [FOLDER...] [--clear]
 
 RUN is the folder of a run of train.py; a checkpoint is a folder in its checkpoints/, or a folder of
@@ -88,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
     add = command.add_argument
     add("runs", metavar="RUN", nargs="+", **path)
     add("--output", metavar="FILE", help="(report.html in the first run's folder)", **path)
+    add("--follow", action="store_true", help="write the page again while a run trains")
 
     command = commands.add_parser("caches", help="list or remove decoded images and fetched shards")
     add = command.add_argument
@@ -250,13 +251,18 @@ def evaluate(args: argparse.Namespace) -> None:
 
 def report(args: argparse.Namespace) -> None:
     """Write a page about runs, or about a search."""
-    if any((run / "search.db").is_file() for run in args.runs):
-        from workbench.search.search_page import write
-    else:
-        from workbench.reports.html_report import write
     target = args.output or args.runs[0] / "report.html"
-    write(args.runs, target)
-    print(printable(target))
+    if any((run / "search.db").is_file() for run in args.runs):
+        from workbench.search import search_page
+
+        search_page.write(args.runs, target)
+    else:
+        from workbench.reports import html_report
+
+        html_report.write(args.runs, target, html_report.REFRESH if args.follow else 0)
+    print(printable(target), flush=True)
+    if args.follow:
+        html_report.follow(args.runs, target)
 
 
 def caches(args: argparse.Namespace) -> None:

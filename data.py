@@ -96,6 +96,22 @@ class Images:
         indices = torch.from_numpy(windows.first()) if windows else torch.arange(len(self.train))
         return indices[:: -(-len(indices) // most)].to(self.train.device)
 
+    def augmented(self, most: int) -> tuple[Tensor, Tensor]:
+        """Return some training images (B, 3, H, W) uint8 as the first epoch changes them, and labels (B,).
+
+        Args:
+            most: B at most; the images are evenly spaced.
+        """
+        images, chosen, plan = self.train, self._spread(most), self.plan
+        pixels = images.select(chosen)
+        if self.augmenter is None:
+            return images.center_crop(pixels), images.labels[chosen]
+        sizes = plan.settings.stored_size, plan.settings.image_size
+        apart = Augmenter(
+            plan.settings.augment, plan.count("train"), *sizes, self.seed
+        )  # keeps its own epoch
+        return apart(pixels, chosen, 0), images.labels[chosen]
+
     def training_order(self, batch_size: int, micro_batches_per_step: int) -> Order:
         """Return the order of the training images, drawn by (seed, epoch)."""
         labels = self.train.labels.cpu() if self.plan.settings.sampling == BALANCED else None

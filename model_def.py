@@ -103,12 +103,16 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
 
     def build_test_data_loader(self) -> pytorch.DataLoader | None:
         """Return micro-batches of the test images for the final test; None if validations use them."""
-        return self.images.test_loader(*self.config.evaluation_batches)
+        loader = self.images.test_loader(*self.config.evaluation_batches)
+        if loader:
+            rank = data_parallel_rank(self.model_engine)
+            self.metrics.order_of_test = loader.seen_by(rank, self.config.replicas)
+        return loader
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
         """Return the callbacks: the network in checkpoints, reports, and optional early stopping."""
         engine, config = self.model_engine, self.config
-        reports = make_callbacks(self.context, engine, self.metrics, lambda: self.images.validation, config)
+        reports = make_callbacks(self.context, engine, self.metrics, self.images, config)
         return {"network": self.hooks, **reports}
 
     def train_batch(self, dataloader_iter: Batches, epoch_idx: int, batch_idx: int) -> dict[str, Any]:

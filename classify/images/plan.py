@@ -161,6 +161,21 @@ class DataPlan:
             return sum(_cut(size, self.shares)[split] for size in self._sizes)
         return self.source.count(part)
 
+    def class_counts(self, split: str) -> list[int]:
+        """Return the number of a split's images in each class."""
+        part = self._part(split)
+        sizes = list(self.source.class_counts(part))
+        return [_cut(size, self.shares)[split] for size in sizes] if self._is_cut(part) else sizes
+
+    def file_names(self, split: str, indices: Sequence[int]) -> list[str | None]:
+        """Return the names of a split's images as error lines show them; None without files."""
+        listing = self.listing(split)
+        if listing is None:
+            return [None] * len(indices)
+        if indices and self._is_cut(self._part(split)):
+            indices = self._rows(split, listing.labels)[list(indices)].tolist()
+        return [listing.name(index) for index in indices]
+
     def bytes(self, split: str) -> int:
         """Return the bytes of a split's decoded images."""
         return 3 * math.prod(self.settings.stored_size) * self.count(split)

@@ -20,7 +20,7 @@ from classify.images.views import view_scores
 from classify.reports import confidence
 
 BINS = 15  # of confidence, as in https://arxiv.org/abs/1706.04599
-MISTAKES = 16  # in the report
+SHOWN = 16  # images of each kind in the report
 
 
 class Throughput(pytorch.MetricReducer):
@@ -106,9 +106,13 @@ class ClassificationMetrics(pytorch.MetricReducer):
     Attributes:
         order: int64 (N,), the images in this rank's order; it gives the mistakes their image. Without an
             order no temperature is fitted.
+        order_of_test: the same for the test.
         confusion: of the last validation, on the chief: int64 (C, C), rows are true classes.
         mistakes: of the last validation, on the chief: the wrongly classified images of the largest loss,
-            the hardest first, with ``loss``, ``image`` (its index), ``predicted`` and ``label``.
+            the hardest first, with ``loss``, ``image`` (its index), ``predicted``, ``label`` and
+            ``probability`` (of the predicted class).
+        unsure: the same of the rightly classified images.
+        bins: of the last validation, on the chief; see ``Counts``.
     """
 
     def __init__(
@@ -123,8 +127,11 @@ class ClassificationMetrics(pytorch.MetricReducer):
         self.throughput, self.how, self.temperature = throughput, how, temperature
         self.spacing = math.ceil(fitted * len(self.classes) / confidence.MOST)  # of the images of the fit
         self.order: Tensor | None = None
+        self.order_of_test: Tensor | None = None
         self.confusion = np.zeros((len(self.classes),) * 2, dtype=np.int64)
         self.mistakes: list[dict[str, Any]] = []
+        self.unsure: list[dict[str, Any]] = []
+        self.bins = np.zeros((3, BINS))
         self.reset()
 
     @override
@@ -153,8 +160,8 @@ class ClassificationMetrics(pytorch.MetricReducer):
         self._in_top5 = torch.zeros((), dtype=torch.int64, device=device)
         self._bins = torch.zeros((3, BINS), dtype=torch.float64, device=device)
         self._scaled_bins = torch.zeros_like(self._bins)
-        self._hardest: Tensor = torch.full((MISTAKES,), -1.0, device=device)  # losses; -1: no mistake
-        self._which: Tensor = torch.zeros((3, MISTAKES), dtype=torch.int64, device=device)
+        # Mistakes, and images classified right: loss (-1: no image), place, predicted, label, probability
+        self._hardest = [torch.full((5, SHOWN), -1.0, dtype=torch.float64, device=device)] * 2
 
     @torch.no_grad()
     def update(self, logits: Tensor, labels: Tensor) -> None:
@@ -168,6 +175,7 @@ class ClassificationMetrics(pytorch.MetricReducer):
             self._start(logits.device)
         assert self._counts is not None
         predicted = logits.argmax(1)
+        certainty = logits.softmax(1).amax(1)
         cells = labels * len(self.classes) + predicted
         self._counts.scatter_add_(0, cells, torch.ones_like(cells))
         losses = F.cross_entropy(logits, labels, reduction="none")
@@ -184,41 +192,50 @@ class ClassificationMetrics(pytorch.MetricReducer):
             self._in_top5 += (logits.topk(5).indices == labels.unsqueeze(1)).sum()
         places = torch.arange(self._seen, self._seen + len(labels), device=logits.device)
         self._seen += len(labels)
-        losses = torch.cat([self._hardest, losses.masked_fill(predicted == labels, -1.0)])
-        which = torch.cat([self._which, torch.stack([places, predicted, labels])], dim=1)
-        self._hardest, chosen = losses.topk(MISTAKES)
-        self._which = which[:, chosen]
+        for kind, others in enumerate((predicted == labels, predicted != labels)):
+            ranked = losses.masked_fill(others, -1.0)
+            columns = torch.stack([each.double() for each in (ranked, places, predicted, labels, certainty)])
+            columns = torch.cat([self._hardest[kind], columns], dim=1)
+            self._hardest[kind] = columns[:, columns[0].topk(SHOWN).indices]
 
     @override
     def per_slot_reduce(self) -> tuple[Any, ...]:
-        """Return this rank's counts: numbers, lists and arrays."""
+        """Return confusion, loss, mistakes, unsure ones, right ones by views and of the top five, bins, images of the fit."""
         if self._counts is None:
             nothing = np.zeros((len(self.classes),) * 2, dtype=np.int64)
-            return nothing, 0.0, [], 0, 0, np.zeros((3, BINS)), np.zeros((3, BINS)), []
+            return nothing, 0.0, [], [], 0, 0, np.zeros((3, BINS)), np.zeros((3, BINS)), []
         counts = self._counts.view(len(self.classes), -1).cpu().numpy()
-        mistakes = []
-        for loss, place, *names in zip(self._hardest.tolist(), *self._which.tolist(), strict=True):
-            if loss >= 0:
-                image = place if self.order is None else int(self.order[place])
-                mistakes.append({"loss": loss, "image": image, "predicted": names[0], "label": names[1]})
+        mistakes, unsure = (self._described(columns.T.tolist()) for columns in self._hardest)
         views, top5 = int(self._right_by_views), int(self._in_top5)
         bins, scaled = self._bins.cpu().numpy(), self._scaled_bins.cpu().numpy()
         fitted = [torch.cat(parts).cpu().numpy() for parts in zip(*self._fitted, strict=True)]
-        return counts, self._loss.item(), mistakes, views, top5, bins, scaled, fitted
+        return counts, self._loss.item(), mistakes, unsure, views, top5, bins, scaled, fitted
+
+    def _described(self, rows: list[list[float]]) -> list[dict[str, Any]]:
+        """Return ``mistakes`` or ``unsure`` of this rank."""
+        shown = []
+        for loss, *numbers, probability in rows:
+            if loss >= 0:
+                place, predicted, label = map(int, numbers)
+                image = place if self.order is None else int(self.order[place])
+                which = {"image": image, "predicted": predicted, "label": label}
+                shown.append({"loss": loss, **which, "probability": probability})
+        return shown
 
     @override
     def cross_slot_reduce(self, per_slot_metrics: list[tuple[Any, ...]]) -> dict[str, Any]:
         """Return the metrics of ``classify/config/metric_table.py`` and ``images``, as numbers."""
-        confusions, losses, of_ranks, views, top5, bins, scaled, fitted = zip(*per_slot_metrics, strict=True)
-        self.confusion = np.sum(confusions, axis=0)
-        mistakes = [mistake for of_rank in of_ranks for mistake in of_rank]
-        self.mistakes = sorted(mistakes, key=lambda mistake: (-mistake["loss"], mistake["image"]))[:MISTAKES]
+        confusions, losses, mistakes, unsure, views, top5, bins, scaled, fitted = zip(
+            *per_slot_metrics, strict=True
+        )
+        self.confusion, self.bins = np.sum(confusions, axis=0), np.sum(bins, axis=0)
+        self.mistakes, self.unsure = _hardest(mistakes), _hardest(unsure)
         counts = Counts(
             self.confusion,
             loss=sum(losses),
             right_by_views=sum(views) if self.how else None,
             in_top5=sum(top5) if len(self.classes) > 5 else None,
-            bins=np.sum(bins, axis=0),
+            bins=self.bins,
             **({"scaled_bins": np.sum(scaled, axis=0)} if self.temperature else _fit(fitted)),
         )
         values = computed(counts, self.classes)
@@ -227,6 +244,12 @@ class ClassificationMetrics(pytorch.MetricReducer):
         if self.throughput:
             metrics[SPEED_METRIC] = self.throughput.since_validation()
         return metrics
+
+
+def _hardest(of_ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return the images of the largest loss over all ranks."""
+    images = [image for of_rank in of_ranks for image in of_rank]
+    return sorted(images, key=lambda image: (-image["loss"], image["image"]))[:SHOWN]
 
 
 def _fit(of_ranks: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
@@ -249,7 +272,7 @@ def _fit(of_ranks: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
 
 def _bins(logits: Tensor, labels: Tensor) -> Tensor:
     """Return float64 (3, BINS): by bin of confidence, the images, their summed confidence, the right ones."""
-    confidence, predicted = logits.softmax(1).max(1)
-    place = (confidence * BINS).long().clamp(max=BINS - 1)
-    counted = torch.stack([torch.ones_like(confidence), confidence, (predicted == labels).float()]).double()
+    certainty, predicted = logits.softmax(1).max(1)
+    place = (certainty * BINS).long().clamp(max=BINS - 1)
+    counted = torch.stack([torch.ones_like(certainty), certainty, (predicted == labels).float()]).double()
     return torch.zeros(3, BINS, dtype=torch.float64, device=logits.device).index_add_(1, place, counted)

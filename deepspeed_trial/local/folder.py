@@ -20,6 +20,7 @@ from deepspeed_trial.local import metrics_log
 
 FILES = ("run.json", metrics_log.FILE, "profile.txt", "summary.json", "tracked.json")
 FOLDERS = ("checkpoints",)
+LOCK = ".lock"  # of the process that writes the folder
 T = TypeVar("T")
 
 
@@ -74,7 +75,7 @@ def locked_folder(output: pathlib.Path, writer: str) -> Iterator[None]:
     Raises:
         InvalidInput: if the folder cannot be made, or another writer has locked it.
     """
-    lock = filelock.FileLock(output / ".lock")
+    lock = filelock.FileLock(output / LOCK)
     if str(output).encode(errors="replace") != os.fsencode(output):
         raise InvalidInput(f"--output: {str(output)!r}: is no text in UTF-8; give another folder")
     try:

@@ -66,10 +66,12 @@ class Classifier:
     Attributes:
         description: see ``net_file.read_description``.
         classify: maps inputs (B, 3, H, W) float32 to logits (B, C) float32, on the CPU.
+        net: computes the logits, if it is a network of torch.
     """
 
     description: dict[str, Any]
     classify: Callable[[Tensor], Tensor]
+    net: nn.Module | None = None
 
     @property
     def temperature(self) -> float:
@@ -147,4 +149,4 @@ def read_weights(path: pathlib.Path) -> Classifier:
     def classify(inputs: Tensor) -> Tensor:
         return registry.logits(net(inputs.to(dtype, memory_format=form))).float()
 
-    return Classifier(description, classify)
+    return Classifier(description, classify, net)

@@ -1,64 +1,72 @@
-"""One self-contained HTML page about runs of ``train.py``, side by side, and its pictures as PNG files."""
+"""One self-contained HTML page about runs of ``train.py``, side by side, during a training or after it."""
 
 from __future__ import annotations
 
 import base64
-import io
+import itertools
+import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Sequence
+import time
+import urllib.parse
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+import torch
 
-from classify.config.metric_table import METRICS, PREFIXES
-from classify.images.decode import open_image
+from classify.config.metric_table import METRICS, PREFIXES, Counts
+from classify.images.decode import decode
 from classify.models import net_file
-from classify.reports import figures, summary
+from classify.reports import classification_log, summary
 from deepspeed_trial import redaction
-from deepspeed_trial.errors import one_line, printable
+from deepspeed_trial.errors import InvalidInput, one_line, printable
 from deepspeed_trial.local import metrics_log
-from workbench.reports import page
-from workbench.reports.finished_run import FinishedRun
+from workbench.publish import heat_maps, network
+from workbench.reports import page, plots
+from workbench.reports.recorded_run import RecordedRun, picture_of
 
 TEMPLATE = pathlib.Path(__file__).with_name("report.html.jinja")
 TRACKED = (*net_file.NAMES, summary.FILE, metrics_log.FILE, "run.json")
+MATRIX = 40  # classes at most of a confusion matrix
+PAIRS = 20  # of classes, without a matrix
+REFRESH = 5  # seconds between two pages of a run that trains
 
 
-def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
-    """Write the page, and its pictures in the same folder.
+def write(folders: Sequence[pathlib.Path], target: pathlib.Path, refresh: int = 0) -> bool:
+    """Write the page.
 
     Args:
         folders: of the runs.
         target: the page's file.
+        refresh: seconds after which the page of a run that trains loads again; 0 for never.
+
+    Returns:
+        Whether a run trains.
 
     Raises:
-        InvalidInput: if a folder is no finished run's; nothing is written then.
+        InvalidInput: if a folder is no run's; nothing is written then.
     """
-    runs = [FinishedRun.read(folder) for folder in folders]
-    curves = {name: _png(figure) for name, figure in _curves(runs).items()}
-    images = {f"{target.stem}-{name}.png": png for name, png in curves.items()}
-    shown = []
-    for index, run in enumerate(runs):
-        classified = run.classification
-        confusion = _png(figures.confusion_figure(np.array(classified["confusion"]), classified["classes"]))
-        suffix = f"-{index + 1}" if len(runs) > 1 else ""
-        images[f"{target.stem}-confusion{suffix}.png"] = confusion
-        images[f"{target.stem}-mistakes{suffix}.png"] = _png(_mistakes(classified))
-        shown.append(_shown(run, confusion))
+    runs = [RecordedRun.read(folder) for folder in folders]
+    trains = any(not run.is_finished and run.is_training for run in runs)
+    names = _names(runs)
     values = {
-        "title": f"Report: {', '.join(run.name for run in runs)}",
-        "runs": shown,
-        "curves": {name: page.inline(png) for name, png in curves.items()},
+        "title": f"Report: {', '.join(names)}",
+        "refresh": refresh if trains else 0,
+        "runs": [_shown(run, name, target) for run, name in zip(runs, names, strict=True)],
+        "curves": _curves(runs, names),
         "figures": _figures(runs),
-        "per_class": _per_class(runs),
+        "per_class": _per_class(runs) if len(runs) > 1 else [],
     }
     page.write(page.render(TEMPLATE, values), target)
-    for name, png in images.items():
-        target.with_name(name).write_bytes(png)
+    return trains
+
+
+def follow(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
+    """Write the page again and again while a run trains; the browser loads it again, too."""
+    while write(folders, target, REFRESH):
+        time.sleep(REFRESH)
 
 
 def tracked_files(output: pathlib.Path) -> list[pathlib.Path]:
@@ -72,22 +80,38 @@ def tracked_files(output: pathlib.Path) -> list[pathlib.Path]:
     return [report, *files]
 
 
-def _shown(run: FinishedRun, confusion: bytes) -> dict[str, Any]:
-    classes = run.classification["classes"]
-    names = ("predicted", "label")
-    mistakes = [{**each, **{k: classes[each[k]] for k in names}} for each in run.classification["mistakes"]]
+def _names(runs: Sequence[RecordedRun]) -> list[str]:
+    """Return a different name for each run: the shortest end of its path that no other run has."""
+    paths = [run.folder.resolve().parts[-3:] or (run.name,) for run in runs]
+    for length in range(1, 4):
+        names = [
+            run.name if length == 1 else "/".join(path[-length:])
+            for run, path in zip(runs, paths, strict=True)
+        ]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{name} ({number})" for number, name in enumerate(names, 1)]
+
+
+def _shown(run: RecordedRun, name: str, target: pathlib.Path) -> dict[str, Any]:
+    """Return the template's values of a run."""
+    classes, classified = run.classification.get("classes", []), run.classified
+    mistakes = classified.get("mistakes", [])
     return {
-        "name": run.name,
-        "validation": run.summary["validation"],
-        "test": run.summary.get("test") or {},
-        "metric": run.metric,
-        "chosen_on": run.chosen_on,
-        "steps": run.summary["steps"],
-        "score": _score(run, *run.last),
-        "best": "" if run.best[0] == run.last[0] else _score(run, *run.best),
+        "name": name,
+        "headline": _headline(run),
         "data": f"dataset {(run.described['config'].get('data') or {}).get('dataset', 'cifar10')}",
-        "confusion": page.inline(confusion),
-        "mistakes": mistakes,
+        "part": f"{run.part} images" if run.part == "test" else run.chosen_on,
+        "classes": _class_table(run),
+        "splits": list(run.classification.get("images") or {}),
+        "confusion": _confusion(classified, classes),
+        "calibration": _calibration(classified),
+        "mistakes": _tiles(mistakes, classes, target, _heat(run, mistakes)),
+        "unsure": _tiles(classified.get("unsure") or [], classes, target),
+        "augmented": [
+            (each["picture"], " + ".join(classes[label] for label in each["labels"]))
+            for each in run.classification.get("augmented") or []
+        ],
         "command": shlex.join(redaction.command(run.described["command"])),
         "groups": run.summary.get("parameter_groups") or [],
         "config": page.as_yaml(redaction.experiment(run.described["config"])),
@@ -95,7 +119,130 @@ def _shown(run: FinishedRun, confusion: bytes) -> dict[str, Any]:
     }
 
 
-def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
+def _headline(run: RecordedRun) -> dict[str, Any]:
+    """Return the score in the headline, the test's if there is one, and the lines below it."""
+    if "validation" not in run.summary:
+        return {"score": "-", "lines": [f"no validation yet, after {run.summary['steps']:,} steps"]}
+    value, when = _score(run, *run.last)
+    best = _score(run, *run.best)
+    suffix = "" if best[0] == value else f"; best {' '.join(best)}"
+    images = run.summary["validation"]["images"]
+    if run.part == "validation":
+        state = "" if run.is_finished else ", so far"
+        return {
+            "score": value,
+            "lines": [f"{run.metric} of {images:,} {run.chosen_on} {when}{state}{suffix}"],
+        }
+    test = run.summary["test"]
+    tested = _score(run, summary.value_of(test, run.metric) or 0.0, 0)[0]
+    lines = [
+        f"{run.metric} of {test.get('images') or 0:,} test images, which chose nothing",
+        f"validation {value} of {images:,} images {when}{suffix}",
+    ]
+    return {"score": tested, "lines": lines}
+
+
+def _class_table(run: RecordedRun) -> list[dict[str, Any]]:
+    """Return precision, recall and F1 of each class, and its images in each split."""
+    if not run.classified:
+        return []
+    matrix = np.array(run.classified["confusion"])
+    counts = Counts(matrix, 0.0, None, None, np.zeros((3, 1)))
+    scores = [counts.of_classes(score).tolist() for score in ("precision", "recall", "f1")]
+    images = list((run.classification.get("images") or {}).values()) or [matrix.sum(1).tolist()]
+    rows = zip(
+        run.classification["classes"], zip(*scores, strict=True), zip(*images, strict=True), strict=True
+    )
+    return [{"name": name, "scores": of_class, "images": images} for name, of_class, images in rows]
+
+
+def _confusion(classified: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    """Return the confusion matrix with shares of each row; of many classes, the most frequent confusions."""
+    matrix = np.array(classified.get("confusion", []), dtype=np.int64).reshape(len(classes), -1)
+    if len(classes) <= MATRIX:
+        shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+        return {
+            "rows": [
+                list(zip(*row, strict=True)) for row in zip(matrix.tolist(), shares.tolist(), strict=True)
+            ]
+        }
+    wrong = matrix - np.diag(matrix.diagonal())
+    places = np.argsort(-wrong, axis=None, kind="stable")[:PAIRS]
+    pairs = [(int(place // len(classes)), int(place % len(classes))) for place in places]
+    return {
+        "pairs": [
+            (classes[label], classes[taken], int(wrong[label, taken]))
+            for label, taken in pairs
+            if wrong[label, taken]
+        ]
+    }
+
+
+def _calibration(classified: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Plot the accuracy of the images of each bin over their mean confidence."""
+    if not classified.get("bins"):
+        return None
+    images, confidence, right = np.array(classified["bins"])
+    filled = images > 0
+    xs, ys = (confidence / images.clip(1))[filled].tolist(), (right / images.clip(1))[filled].tolist()
+    lines = [plots.Line("as sure as right", [0, 1], [0, 1], 7, is_thin=True), plots.Line("network", xs, ys)]
+    return plots.plot("Accuracy by confidence", lines, "confidence", plots.percent, plots.percent)
+
+
+def _tiles(
+    images: Sequence[Mapping[str, Any]],
+    classes: Sequence[str],
+    target: pathlib.Path,
+    heat: Sequence[str] = (),
+) -> list[dict[str, Any]]:
+    """Return the pictures, words and link of classified images."""
+    tiles = []
+    for each, hot in itertools.zip_longest(images, heat):
+        predicted, label = classes[each["predicted"]], classes[each["label"]]
+        sure = f" {each['probability']:.0%}" if "probability" in each else ""
+        file = each.get("file")
+        link = None
+        if file and os.path.isfile(file):
+            link = urllib.parse.quote(os.path.relpath(file, target.parent.resolve()))
+        lines = (
+            [f"is {label}, loss {each['loss']:.2f}"] if predicted != label else [f"loss {each['loss']:.2f}"]
+        )
+        tiles.append(
+            {
+                "pictures": [picture_of(each), *([hot] if hot else [])],
+                "heading": f"{predicted}{sure}",
+                "lines": [
+                    *lines,
+                    "/".join(pathlib.PurePath(file).parts[-2:]) if file else f"image {each['image']:,}",
+                ],
+                "link": link,
+            }
+        )
+    return tiles
+
+
+def _heat(run: RecordedRun, images: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a heat map of each image's predicted class; none without a network that has gradients."""
+    file = run.folder / net_file.NAMES[0]
+    if not images or not run.is_finished or not file.exists():
+        return []
+    try:
+        classifier = network.read_weights(file)
+        size = tuple(classifier.description["input"]["resize"])
+        pixels = [decode(base64.b64decode(picture_of(each)), size, "picture") for each in images]
+        predicted = torch.tensor([each["predicted"] for each in images])
+        drawn = heat_maps.drawn(classifier, torch.from_numpy(np.stack(pixels)), predicted)
+        return [classification_log.picture(heat) for _, heat in drawn]
+    except (InvalidInput, RuntimeError) as error:  # RuntimeError: a layer without gradients
+        print(printable(f"note: {file}: no heat maps ({one_line(error)})"), file=sys.stderr)
+        return []
+
+
+def _best(run: RecordedRun) -> str:
+    return f"{run.metric}: {' '.join(_score(run, *run.best))}" if "validation" in run.summary else "-"
+
+
+def _figures(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str]]]:
     """Return the rows of the table of numbers: a label and a cell of every run."""
 
     def scores(part: str, suffix: str) -> list[tuple[str, list[str]]]:
@@ -108,7 +255,13 @@ def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
         return rows
 
     def row(label: str, text: Any) -> tuple[str, list[str]]:
-        return label, [text(run.summary, run.described["machine"]) for run in runs]
+        cells = []
+        for run in runs:
+            try:
+                cells.append(text(run.summary, run.described["machine"]))
+            except KeyError:  # the run has not finished
+                cells.append("-")
+        return label, cells
 
     mfu = [run.summary.get("mfu") for run in runs]
     cells = ["-" if share is None else f"{share:.0%}" for share in mfu]
@@ -116,7 +269,7 @@ def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
     return [
         *scores("test", " of the test at the end"),
         ("images of the validations, which choose", [run.chosen_on for run in runs]),
-        ("best by the chosen metric", [f"{run.metric}: {' '.join(_score(run, *run.best))}" for run in runs]),
+        ("best by the chosen metric", [_best(run) for run in runs]),
         *scores("validation", ""),
         row("epochs", lambda s, m: f"{s['epochs']}"),
         row("optimizer steps", lambda s, m: f"{s['steps']:,}"),
@@ -132,61 +285,42 @@ def _figures(runs: Sequence[FinishedRun]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _score(run: FinishedRun, value: float, step: int) -> tuple[str, str]:
+def _score(run: RecordedRun, value: float, step: int) -> tuple[str, str]:
     """Return a value of the run's metric, an accuracy in percent, and its step in words."""
-    metric = METRICS.get(run.metric)
-    in_percent = metric.in_percent if metric else run.metric.startswith(tuple(PREFIXES))
-    return f"{100 * value:.2f} %" if in_percent else f"{value:.4f}", f"after {step:,} steps"
+    text = f"{100 * value:.2f} %" if _is_share(run.metric) else f"{value:.4f}"
+    return text, f"after {step:,} steps"
+
+
+def _is_share(metric: str) -> bool:
+    return METRICS[metric].in_percent if metric in METRICS else metric.startswith(tuple(PREFIXES))
 
 
 def _operations(a_second: float | None) -> str:
     return "-" if a_second is None else f"{a_second / 1e9:,.3g} GFLOP/s"
 
 
-def _per_class(runs: Sequence[FinishedRun]) -> list[tuple[str, list[float | None]]]:
-    accuracies = [run.summary["validation"]["per_class_accuracy"] for run in runs]
-    names = list(dict.fromkeys(name for of_run in accuracies for name in of_run))
-    return [(name, [of_run.get(name) for of_run in accuracies]) for name in names]
+def _per_class(runs: Sequence[RecordedRun]) -> list[tuple[str, list[float | None]]]:
+    """Return each class's recall in each run."""
+    recalls = [(run.summary.get(run.part) or {}).get("per_class_accuracy") or {} for run in runs]
+    names = list(dict.fromkeys(name for of_run in recalls for name in of_run))
+    return [(name, [of_run.get(name) for of_run in recalls]) for name in names]
 
 
-def _curves(runs: Sequence[FinishedRun]) -> dict[str, Figure]:
-    """Draw loss, accuracy and learning rate over the optimizer steps, a colour for each run."""
-    alone = len(runs) == 1
-    curves = {}
-    for title in ("loss", "accuracy", "learning rate"):
-        figure = Figure(figsize=(5, 3.4), layout="constrained")
-        axes = figure.subplots()
-        for index, run in enumerate(runs):
-            colour, name = f"C{index}", None if alone else figures.as_label(run.name)
-            style: dict[str, Any] = {"color": colour, "marker": "o", "markersize": 4}
-            if title == "learning rate":
-                axes.plot(*run.series("training", "learning_rate"), color=colour, label=name)
-                continue
-            if title == "loss":
-                label = "training" if alone else None
-                axes.plot(*run.series("training", "loss"), color=colour, alpha=0.5, label=label)
-            axes.plot(*run.series("validation", title), label=name or "validation", **style)
-        if title == "loss" and not alone:  # the legend tells the lines apart in any colour
-            axes.plot([], [], color="grey", alpha=0.5, label="training")
-            axes.plot([], [], color="grey", marker="o", markersize=4, label="validation")
-        if title != "learning rate" or not alone:
-            axes.legend(fontsize="small", frameon=False)
-        axes.set_title(title)
-        axes.set_xlabel("optimizer steps")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        curves[title.replace(" ", "-")] = figure
+def _curves(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Plot loss, accuracy, the chosen metric and learning rate over the optimizer steps."""
+    chosen = list(dict.fromkeys(run.metric for run in runs if run.metric not in ("loss", "accuracy")))
+    curves = []
+    for metric in ("loss", "accuracy", *chosen, "learning_rate"):
+        lines = []
+        for number, (run, name) in enumerate(zip(runs, names, strict=True)):
+            alone, training = len(runs) == 1, "training" if len(runs) == 1 else f"{name}, training"
+            if metric in ("loss", "learning_rate"):
+                label = training if metric == "loss" or alone else name
+                lines.append(plots.Line(label, *run.series("training", metric), number, is_thin=True))
+            if metric != "learning_rate":
+                lines.append(
+                    plots.Line("validation" if alone else name, *run.series("validation", metric), number)
+                )
+        text = plots.percent if _is_share(metric) else plots.number
+        curves.append(plots.plot(metric.replace("_", " "), lines, y_text=text))
     return curves
-
-
-def _mistakes(classified: dict[str, Any]) -> Figure:
-    mistakes = classified["mistakes"]
-    images = [np.asarray(open_image(io.BytesIO(base64.b64decode(each["png"])))) for each in mistakes]
-    return figures.mistakes_figure(mistakes, images, classified["classes"])
-
-
-def _png(figure: Figure) -> bytes:
-    out = io.BytesIO()
-    FigureCanvasAgg(figure)
-    figure.savefig(out, dpi=130)
-    return out.getvalue()

@@ -1,11 +1,13 @@
 """Reports of runs: TensorBoard with its figures, the profile, the overview and the page."""
 
+import dataclasses
 import errno
 import json
 import pathlib
 import re
 import shutil
 
+import filelock
 import pytest
 import torch
 from matrix import ROWS, Runs
@@ -15,8 +17,9 @@ from tensorboard.backend.event_processing.plugin_event_multiplexer import EventM
 
 import checkpoint
 from classify.reports import summary
+from deepspeed_trial.local.folder import LOCK
 from workbench.reports import html_report
-from workbench.reports.finished_run import FinishedRun
+from workbench.reports.recorded_run import RecordedRun
 
 DIGITS = ROWS["zero0"].arguments
 
@@ -82,12 +85,21 @@ def test_a_report_names_the_classes_of_each_mistake(runs: Runs, tmp_path):
     assert checkpoint.main(["report", str(output), "--output", str(tmp_path / "report.html")]) == 0
     kept = json.loads((output / "classification.json").read_text())
     page = (tmp_path / "report.html").read_text()
-    shown = re.findall(r'alt="image (\d+)">\n(.*?)<br><small>is (.*?), loss', page)
+    tiles = r"<figcaption>(\S+) (\d+)%<small>is (\S+), loss [\d.]+</small><small>image (\d+)</small>"
+    shown = re.findall(tiles, page)
+    classes = kept["classes"]
     assert shown == [
-        (str(each["image"]), kept["classes"][each["predicted"]], kept["classes"][each["label"]])
+        (
+            classes[each["predicted"]],
+            f"{100 * each['probability']:.0f}",
+            classes[each["label"]],
+            str(each["image"]),
+        )
         for each in kept["mistakes"]
     ]
-    assert len({label for _, _, label in shown}) > 1
+    assert len({label for _, _, label, _ in shown}) > 1
+    pictures = len(kept["mistakes"]) * 2 + len(kept["unsure"]) + len(kept["augmented"])  # with heat maps
+    assert page.count('src="data:image/png') == pictures
 
 
 def finished_run(name, accuracies, **searcher):
@@ -104,7 +116,7 @@ def finished_run(name, accuracies, **searcher):
     training = [{"group": "training", "steps_completed": i, "loss": 1 / i} for i in range(1, 31)]
     last = {"accuracy": accuracies[-1], "loss": 1 / len(accuracies), "per_class_accuracy": {"cat": 0.25}}
     summary = {"steps": 10 * len(accuracies), "validation": last}
-    return FinishedRun(name, summary, {"config": {"searcher": searcher}}, {}, [*training, *validations])
+    return RecordedRun(name, summary, {"config": {"searcher": searcher}}, {}, [*training, *validations])
 
 
 @pytest.mark.parametrize(
@@ -142,10 +154,54 @@ def test_the_page_has_the_headline(runs: Runs, tmp_path):
 def test_a_report_has_the_best_beside_the_last_and_a_legend():
     runs = [finished_run("a", [0.5, 0.7, 0.7, 0.6]), finished_run("b", [0.5, 0.9])]
     assert [run.best for run in runs] == [(0.7, 20), (0.9, 20)]
-    for shown, labels in ((runs[:1], []), (runs, ["a", "b"])):
-        (axes,) = html_report._curves(shown)["loss"].axes
-        legend = axes.get_legend()
-        assert legend
-        assert [text.get_text() for text in legend.get_texts()] == [*labels, "training", "validation"]
-        lines = {line.get_label(): line for line in axes.get_lines()}
-        assert lines["training"].get_marker() == "None" and lines["validation"].get_marker() == "o"
+    for shown, labels in (
+        (runs[:1], ["training", "validation"]),
+        (runs, ["a, training", "a", "b, training", "b"]),
+    ):
+        names = [run.name for run in shown]
+        loss = html_report._curves(shown, names)[0]
+        assert [line["name"] for line in loss["lines"]] == labels
+        assert [line["thin"] for line in loss["lines"]] == [True, False] * len(shown)
+        assert len({(line["colour"], line["dashes"]) for line in loss["lines"]}) == len(shown)
+
+
+def test_a_test_is_in_the_headline_and_the_validation_beside_it():
+    run = finished_run("a", [0.5, 0.7, 0.6])
+    run.summary["validation"]["images"] = 50
+    run.summary.update(test={"accuracy": 0.58, "images": 99}, chosen_on="validation images")
+    assert html_report._headline(run) == {
+        "score": "58.00 %",
+        "lines": [
+            "accuracy of 99 test images, which chose nothing",
+            "validation 60.00 % of 50 images after 30 steps; best 70.00 % after 20 steps",
+        ],
+    }
+
+
+def test_a_page_of_a_run_that_trains_loads_again_until_the_run_ends(runs: Runs, tmp_path, monkeypatch):
+    output, page = tmp_path / "run", tmp_path / "report.html"
+    shutil.copytree(runs.straight("zero0", 1).output, output)
+    score = json.loads((output / "summary.json").read_text())["validation"]["accuracy"]
+    (output / "summary.json").unlink()
+    pages = []
+
+    def end_the_run(seconds):
+        pages.append(page.read_text())
+        lock.release()
+
+    monkeypatch.setattr(html_report.time, "sleep", end_the_run)
+    lock = filelock.FileLock(output / LOCK, is_singleton=False)
+    lock.acquire()
+    html_report.follow([output], page)
+    (during,) = pages
+    after = page.read_text()
+    assert '<meta http-equiv="refresh" content="5">' in during and "http-equiv" not in after
+    for text in (during, after):
+        assert f"<b>{100 * score:.2f} %</b>" in text and ", so far" in text
+
+
+def test_runs_of_the_same_name_are_told_apart():
+    folders = ["/x/a/net", "/x/b/net"]
+    runs = [dataclasses.replace(finished_run("net", [0.5]), folder=pathlib.Path(each)) for each in folders]
+    assert html_report._names(runs) == ["a/net", "b/net"]
+    assert html_report._names(runs[:1] * 2) == ["x/a/net (1)", "x/a/net (2)"]

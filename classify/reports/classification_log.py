@@ -1,0 +1,153 @@
+"""Counts and pictures of a run's classified images, which its report shows."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+from torch import Tensor
+from typing_extensions import override
+
+from classify.config.metric_table import SPEED_METRIC
+from classify.engine.trial_config import TrialConfig
+from classify.images.listing import is_remote
+from classify.images.mixup import apply_mixup, make_mixup
+from classify.images.pixels import ImageSet
+from classify.images.plan import DataPlan
+from classify.reports.metrics import SHOWN, ClassificationMetrics
+from classify.reports.summary import CLASSIFICATION
+from deepspeed_trial.events import Callback
+
+AS_PNG = 64  # pixels of the longer side; larger images are JPEG files
+
+
+class Images(Protocol):
+    """The images of a trial, as ``data.Images``."""
+
+    plan: DataPlan
+
+    @property
+    def validation(self) -> ImageSet:
+        """The validation images."""
+
+    @property
+    def test(self) -> ImageSet:
+        """The test images."""
+
+    def augmented(self, most: int) -> tuple[Tensor, Tensor]:
+        """Return some augmented training images and their labels."""
+
+
+class ClassificationLog(Callback):
+    """Write ``OUTPUT/classification.json`` after every validation, and after the test.
+
+    The file has the last validation's confusion matrix, bins of confidence, hardest mistakes and least
+    certain right images. Under ``test`` it has the same of the test. ``images`` is the number of images by
+    split and class, and ``augmented`` has training images as the network sees them.
+
+    Args:
+        output: the run's folder on the chief of a local run; else None, and the log writes nothing.
+        metrics: of the validation.
+        images: of the trial.
+        config: the trial's.
+    """
+
+    def __init__(
+        self,
+        output: pathlib.Path | None,
+        metrics: ClassificationMetrics,
+        images: Images,
+        config: TrialConfig,
+    ) -> None:
+        self.output, self.metrics, self.images, self.config = output, metrics, images, config
+        self._log: dict[str, Any] = {}
+
+    @override
+    def on_validation_end(self, metrics: dict[str, Any]) -> None:
+        if self.output is None:
+            return
+        plan = self.images.plan
+        if not self._log:
+            counts = {split: plan.class_counts(split) for split in plan.names}
+            self._log = {"classes": self.metrics.classes, "images": counts, "augmented": self._augmented()}
+        self._log.update(self._classified(self.images.validation, plan.validation))
+        self._write(self.output)
+
+    @override
+    def on_test_start(self) -> None:
+        metrics = self.metrics
+        self._of_validation = metrics.order, metrics.confusion, metrics.mistakes, metrics.unsure, metrics.bins
+        self.metrics.order = self.metrics.order_of_test
+
+    @override
+    def on_test_end(self, metrics: dict[str, Any]) -> None:
+        if self.output is not None:
+            file = self.output / CLASSIFICATION
+            if not self._log and file.exists():  # a finished run is tested again
+                self._log = json.loads(file.read_text())
+            self._log["test"] = self._classified(self.images.test, "test")
+            self._write(self.output)
+        of_log = self.metrics
+        of_log.order, of_log.confusion, of_log.mistakes, of_log.unsure, of_log.bins = self._of_validation
+        metrics.pop(SPEED_METRIC, None)  # a test trains nothing
+
+    def _write(self, output: pathlib.Path) -> None:
+        partial = output / f".{CLASSIFICATION}"
+        partial.write_text(json.dumps(self._log))
+        os.replace(partial, output / CLASSIFICATION)  # a report may read it meanwhile
+
+    def _classified(self, images: ImageSet, split: str) -> dict[str, Any]:
+        """Return the part of the log for the images that the metrics have just counted."""
+        return {
+            "confusion": self.metrics.confusion.tolist(),
+            "bins": self.metrics.bins.tolist(),
+            "mistakes": self._shown(images, split, self.metrics.mistakes),
+            "unsure": self._shown(images, split, self.metrics.unsure),
+        }
+
+    def _shown(
+        self, images: ImageSet, split: str, chosen: Sequence[Mapping[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Add the picture and the file to each image."""
+        files = self.images.plan.file_names(split, [each["image"] for each in chosen])
+        return [
+            {**each, "picture": picture(images.image(each["image"])), "file": file and _whole(file)}
+            for each, file in zip(chosen, files, strict=True)
+        ]
+
+    def _augmented(self) -> list[dict[str, Any]]:
+        """Return training images as the network sees them; none of shards that have to be fetched."""
+        if any(is_remote(shard.url) for shard in self.images.plan.shards):
+            return []
+        images, labels = self.images.augmented(SHOWN)
+        inputs, hyper = images.float(), self.config.hyper
+        names = [[label] for label in labels.tolist()]
+        if mixup := make_mixup(hyper.mixup, hyper.cutmix, self.config.net.num_classes):
+            inputs, shares = apply_mixup(mixup, inputs, labels, (self.config.seed, 0, 0, 0))
+            names = [row.nonzero().flatten().tolist() for row in shares]
+        pixels = inputs.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+        shown = zip(pixels, names, strict=True)
+        return [{"picture": picture(image), "labels": of_image} for image, of_image in shown]
+
+
+def picture(image: Any) -> str:
+    """Encode an image, uint8 (H, W, 3), as a PNG or JPEG file in base64."""
+    out = io.BytesIO()
+    if max(image.shape[:2]) > AS_PNG:
+        Image.fromarray(image).save(out, "jpeg", quality=88)
+    else:
+        Image.fromarray(image).save(out, "png")
+    return base64.b64encode(out.getvalue()).decode()
+
+
+def _whole(name: str) -> str:
+    """Return the absolute path of an image that is a file; another name as it is."""
+    path = pathlib.Path(name)
+    return str(path.absolute()) if not is_remote(name) and path.is_file() else name
