@@ -24,7 +24,7 @@ _FIELDS = frozenset(
 _SECTIONS = {
     "checkpoint_storage": frozenset("save_experiment_best save_trial_best save_trial_latest type".split()),
     "data": frozenset(
-        """augment cache dataset decode device download fit image_size normalize resize root sampling
+        """augment cache dataset decode device download exclude fit image_size normalize resize root sampling
         split_seed test unreadable validation window workers""".split()
     ),
     "resources": frozenset(

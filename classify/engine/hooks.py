@@ -215,6 +215,7 @@ class ClassifierHooks(TrialHooks):
             "data.test": data.test,
             "data.split_seed": data.split_seed or None,
             "data.unreadable": self.config.source.left_out_identity,
+            "data.exclude": self.config.source.excluded_identity,
             "data.augment": augment,
             "data.resize": list(data.stored_size),
             "data.fit": None if data.fit == CROP else data.fit,

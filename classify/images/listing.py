@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import hashlib
 import os
 import pathlib
 import re
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -176,6 +178,46 @@ class FileListing(Listing):
     def name(self, index: int) -> str:
         """Return the path of an image."""
         return self.paths[index]
+
+
+class Subset(Listing):
+    """Encoded images without some of them.
+
+    Args:
+        images: all of them.
+        without: the indices of the others.
+    """
+
+    def __init__(self, images: Listing, without: Iterable[int]) -> None:
+        self._images, self._without = images, sorted(without)
+        self._rows = np.delete(np.arange(len(images.labels)), self._without)
+        self.labels = images.labels[self._rows]
+        every = self._rows if images.places is None else images.places.numpy()[self._rows]
+        ordered = np.sort(every)
+        self.places = torch.from_numpy(np.searchsorted(ordered, every)) if images.shards else None
+        bounds = [np.searchsorted(ordered, (shard.start, shard.stop)).tolist() for shard in images.shards]
+        self.shards: Sequence[Shard] = [
+            dataclasses.replace(shard, start=start, stop=stop)
+            for shard, (start, stop) in zip(images.shards, bounds, strict=True)
+            if start < stop
+        ]
+
+    @property
+    def fingerprint(self) -> str:
+        """A digest that changes with an image, a label or their order."""
+        return hashlib.sha256(repr((self._images.fingerprint, self._without)).encode()).hexdigest()
+
+    def read(self, indices: Sequence[int]) -> list[bytes]:
+        """Return the files of images; raise ``InvalidInput`` with the name of an unreadable one."""
+        return self._images.read(self._rows[list(indices)].tolist())
+
+    def name(self, index: int) -> str:
+        """Return the name of an image in error lines."""
+        return self._images.name(int(self._rows[index]))
+
+    def local_file(self, shard: Shard) -> pathlib.Path:
+        """Return the file of a shard, fetched if it is remote."""
+        return self._images.local_file(shard)
 
 
 class ListedSource(abc.ABC):

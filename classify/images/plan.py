@@ -29,6 +29,7 @@ from classify.images.pixel_files import in_bytes
 from classify.images.pixels import AHEAD, ImageSet, Pixels, State, open_pixels
 from classify.images.settings import AUTO, BALANCED, MOST_WORKERS, ONCE, SKIP, STREAM, DataSettings
 from classify.images.sources import Source
+from classify.images.sources.excluded import excluding, identity
 from classify.images.sources.readable import Readable
 from classify.images.sources.shard_cache import ShardsAhead
 from deepspeed_trial.errors import InvalidInput
@@ -150,13 +151,18 @@ class DataPlan:
         return f"left out: {len(self.left_out):,}, digest {digest}"
 
     @property
+    def excluded_identity(self) -> str | None:
+        """The images that ``data.exclude`` names, as checkpoints name them; None if there are none."""
+        return identity(self.source.source if isinstance(self.source, Readable) else self.source)
+
+    @property
     def shards(self) -> list[Shard]:
         """The shards of all parts."""
         return _shards(self.source, self.source.parts)
 
     def count(self, split: str) -> int:
         """Return the number of images in a split."""
-        part = self._part(split)
+        part = self.part_of(split)
         if self._is_cut(part):
             return sum(_cut(size, self.shares)[split] for size in self._sizes)
         return self.source.count(part)
@@ -189,7 +195,7 @@ class DataPlan:
         Raises:
             InvalidInput: if an image is missing or damaged; the line names the file.
         """
-        part = self._part(split)
+        part = self.part_of(split)
         if isinstance(self.source, ListedSource):
             pixels = open_pixels(self.source, part, self.settings.stored_size, self.state, self.settings.fit)
             labels = self.source.listing(part).labels
@@ -207,7 +213,7 @@ class DataPlan:
         if not self.window or listing is None or len(listing.shards) <= self.window:
             return None
         places = np.arange(len(listing.labels)) if listing.places is None else listing.places.numpy()
-        if self._is_cut(self._part(split)):
+        if self._is_cut(self.part_of(split)):
             places = places[self._rows(split, listing.labels).numpy()]
         starts = [shard.start for shard in listing.shards]
         shards = np.searchsorted(starts, places, side="right").astype(np.int32) - 1
@@ -255,12 +261,13 @@ class DataPlan:
         """The number of images of each class in the part that is cut."""
         return self.source.class_counts(_training_part(self.source))
 
-    def _part(self, split: str) -> str:
+    def part_of(self, split: str) -> str:
+        """Return the part of the source that a split is in."""
         return split if split in self.source.parts else _training_part(self.source)
 
     def listing(self, split: str) -> Listing | None:
         """Return the images of the part that a split is in; None if the source decodes them."""
-        return self.source.listing(self._part(split)) if isinstance(self.source, ListedSource) else None
+        return self.source.listing(self.part_of(split)) if isinstance(self.source, ListedSource) else None
 
     def _is_cut(self, part: str) -> bool:
         return part == _training_part(self.source) and bool(self.shares)
@@ -305,10 +312,12 @@ def devices(sizes: Sequence[int], settings: DataSettings, device: torch.device) 
 
 
 def _open(settings: DataSettings) -> Source:
-    """Open the dataset, without its unreadable images if ``data.unreadable`` is ``skip``."""
+    """Open the dataset without the images that ``data.exclude`` and ``data.unreadable`` leave out."""
     folder, limit = settings.cache.folder, settings.cache_limit
     location = Location(settings.root, settings.download, settings.storage, folder, limit)
     source = settings.kind.open(location)
+    if settings.exclude is not None:
+        source = excluding(source, settings.exclude, settings.stored_size)
     if settings.unreadable != SKIP:
         return source
     if not isinstance(source, ListedSource):

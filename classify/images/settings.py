@@ -173,6 +173,11 @@ class DataSettings(Keyed):
         "The share of each class that tests, in a folder without `train` and `test`; by default 0.2.",
     )
     split_seed: int = key(0, whole(0, 2**31), "The seed that chooses the held-out images.")
+    exclude: str | None = key(
+        None,
+        Rule(lambda value: value is None or PATH.is_valid(value), "must be the path of a file"),
+        "A text file with the name of an image a line; the run leaves these images out, before it splits.",
+    )
     unreadable: str = key(
         FAIL,
         Rule(lambda value: value in (FAIL, SKIP), f"must be {FAIL} or {SKIP}"),

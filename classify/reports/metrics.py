@@ -200,7 +200,7 @@ class ClassificationMetrics(pytorch.MetricReducer):
 
     @override
     def per_slot_reduce(self) -> tuple[Any, ...]:
-        """Return confusion, loss, mistakes, unsure ones, right ones by views and of the top five, bins, images of the fit."""
+        """Return this rank's counts: numbers, lists and arrays."""
         if self._counts is None:
             nothing = np.zeros((len(self.classes),) * 2, dtype=np.int64)
             return nothing, 0.0, [], [], 0, 0, np.zeros((3, BINS)), np.zeros((3, BINS)), []

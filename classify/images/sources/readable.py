@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import hashlib
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
-
-import numpy as np
-import torch
 
 from classify.images.decode import UnreadableImage
-from classify.images.listing import ListedSource, Listing, Shard, raise_some
+from classify.images.listing import ListedSource, Listing, Subset, raise_some
 from classify.images.pixel_files import PixelFile
 from classify.images.pixels import try_all
 from deepspeed_trial.errors import InvalidInput
@@ -37,7 +31,7 @@ class Readable(ListedSource):
     def __init__(self, source: ListedSource, size: tuple[int, int]) -> None:
         super().__init__(source.location)
         self.source, self._size = source, size
-        self._parts: dict[str, _Subset] = {}
+        self._parts: dict[str, Subset] = {}
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -62,7 +56,7 @@ class Readable(ListedSource):
         """
         if part not in self._parts:
             images = self.source.listing(part)
-            subset = _Subset(images, self.left_out[part])
+            subset = Subset(images, self.left_out[part])
             counts = images.labels.bincount(minlength=len(self.classes)).tolist()
             for name, count, label in zip(self.classes, counts, range(len(counts)), strict=True):
                 if count and not (subset.labels == label).any():
@@ -105,43 +99,3 @@ def _read(file: pathlib.Path, images: Listing) -> dict[int, str] | None:
         ):
             return lines
     return None
-
-
-class _Subset(Listing):
-    """Encoded images without some of them.
-
-    Args:
-        images: all of them.
-        without: the indices of the others.
-    """
-
-    def __init__(self, images: Listing, without: Mapping[int, str]) -> None:
-        self._images, self._without = images, sorted(without)
-        self._rows = np.delete(np.arange(len(images.labels)), self._without)
-        self.labels = images.labels[self._rows]
-        every = self._rows if images.places is None else images.places.numpy()[self._rows]
-        ordered = np.sort(every)
-        self.places = torch.from_numpy(np.searchsorted(ordered, every)) if images.shards else None
-        bounds = [np.searchsorted(ordered, (shard.start, shard.stop)).tolist() for shard in images.shards]
-        self.shards: Sequence[Shard] = [
-            dataclasses.replace(shard, start=start, stop=stop)
-            for shard, (start, stop) in zip(images.shards, bounds, strict=True)
-            if start < stop
-        ]
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest that changes with an image, a label or their order."""
-        return hashlib.sha256(repr((self._images.fingerprint, self._without)).encode()).hexdigest()
-
-    def read(self, indices: Sequence[int]) -> list[bytes]:
-        """Return the files of images; raise ``InvalidInput`` with the name of an unreadable one."""
-        return self._images.read(self._rows[list(indices)].tolist())
-
-    def name(self, index: int) -> str:
-        """Return the name of an image in error lines."""
-        return self._images.name(int(self._rows[index]))
-
-    def local_file(self, shard: Shard) -> pathlib.Path:
-        """Return the file of a shard, fetched if it is remote."""
-        return self._images.local_file(shard)

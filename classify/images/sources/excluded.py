@@ -1,0 +1,171 @@
+"""A source without the images that the file of ``data.exclude`` names."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from classify.images.listing import ListedSource, Listing, Subset
+from deepspeed_trial.errors import InvalidInput, printable
+from deepspeed_trial.input_files import parsed, refused, small_file
+
+LONGEST = 2**26  # bytes of the file
+_SHOWN = 20  # error lines; a count follows
+
+
+def image_names(source: Any, part: str) -> Iterator[str]:
+    """Yield the names of a part's images, in the order of their indices.
+
+    The name of a file is its path, without ``data.root`` at its start; of an image in a shard, the shard and
+    the place in it from 0: ``train-000.tar#17``; of an image that the source decodes, ``train/17``.
+
+    Args:
+        source: a ``ListedSource`` or ``DecodedSource``.
+        part: one of the source's.
+    """
+    if not isinstance(source, ListedSource):
+        yield from (f"{part}/{index}" for index in range(source.count(part)))
+        return
+    listing, root = source.listing(part), os.path.join(source.location.base, "")
+    if not listing.shards:
+        yield from (listing.name(index).removeprefix(root) for index in range(len(listing.labels)))
+        return
+    places = np.arange(len(listing.labels)) if listing.places is None else listing.places.numpy()
+    shards = np.searchsorted([shard.start for shard in listing.shards], places, side="right") - 1
+    for place, number in zip(places.tolist(), shards.tolist(), strict=True):
+        shard = listing.shards[number]
+        yield f"{shard.url.removeprefix(root)}#{place - shard.start}"
+
+
+def excluding(source: Any, file: str, size: tuple[int, int]) -> Any:
+    """Return a source without some images, which trains as if they had never been there.
+
+    Args:
+        source: a ``ListedSource`` or ``DecodedSource``.
+        file: a UTF-8 text with a name a line; blank lines and lines that begin with ``#`` are comments.
+        size: height and width of decoded images, in pixels.
+
+    Raises:
+        InvalidInput: if the file cannot be read, names an image that the dataset lacks, with a line for each,
+            or leaves a class of a part without images.
+    """
+    lines = _lines(file)
+    left_out: dict[str, list[int]] = {}
+    unknown = dict(lines)
+    for part in source.parts:
+        names = enumerate(image_names(source, part))
+        found = [(index, name) for index, name in names if name in lines]
+        left_out[part] = [index for index, _ in found]
+        for _, name in found:
+            unknown.pop(name, None)
+    errors = [
+        f"data.exclude: {file}, line {number}: {printable(name)}: the dataset has no such image; remove it"
+        for name, number in unknown.items()
+    ]
+    if len(errors) > _SHOWN:
+        more = f"{len(errors) - _SHOWN:,} more lines name no image of the dataset; write the list again"
+        errors = [*errors[:_SHOWN], f"data.exclude: {file}: {more}"]
+    if errors:
+        raise InvalidInput(errors)
+    excluded: Any = ExcludedPixels(source, left_out, size)
+    if isinstance(source, ListedSource):
+        excluded = ExcludedFiles(source, left_out)
+    empty = [
+        f"data.exclude: {file}: leaves no image of the class {name!r} in {part!r}; remove some lines"
+        for part in source.parts
+        for name, before, after in zip(
+            source.classes, source.class_counts(part), excluded.class_counts(part), strict=True
+        )
+        if before and not after
+    ]
+    if empty:
+        raise InvalidInput(empty)
+    return excluded
+
+
+def _lines(file: str) -> dict[str, int]:
+    """Return the names in a file, and the number of each line."""
+    remedy = "give a file with the name of an image a line"
+    with refused(f"data.exclude: {file}", remedy):
+        content = small_file(file, LONGEST)
+    with parsed(f"data.exclude: {file}: is no UTF-8 text", remedy):
+        text = content.decode("utf-8-sig")
+    numbered = ((line.strip("\r"), number) for number, line in enumerate(text.split("\n"), 1))
+    return {line.removeprefix("./"): number for line, number in numbered if line.strip() and line[0] != "#"}
+
+
+class ExcludedFiles(ListedSource):
+    """A source of encoded images without some of them.
+
+    Args:
+        source: the source with all its images.
+        left_out: the indices of the others in each part.
+    """
+
+    def __init__(self, source: ListedSource, left_out: Mapping[str, list[int]]) -> None:
+        super().__init__(source.location)
+        self._source, self.left_out = source, left_out
+        self._parts: dict[str, Listing] = {}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The class names, in the order of the labels."""
+        return self._source.classes
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
+        return self._source.parts
+
+    def listing(self, part: str) -> Listing:
+        """Return the other images of a part."""
+        if part not in self._parts:
+            images = self._source.listing(part)
+            self._parts[part] = Subset(images, self.left_out[part]) if self.left_out[part] else images
+        return self._parts[part]
+
+
+class ExcludedPixels:
+    """A source of decoded images without some of them; see ``DecodedSource``.
+
+    Args:
+        source: the source with all its images.
+        left_out: the indices of the others in each part.
+        size: height and width of decoded images, in pixels.
+    """
+
+    def __init__(self, source: Any, left_out: Mapping[str, list[int]], size: tuple[int, int]) -> None:
+        self._source, self.left_out, self._size = source, left_out, size
+        self.classes, self.parts = source.classes, source.parts
+
+    def count(self, part: str) -> int:
+        """Return the number of images in a part."""
+        return self._source.count(part) - len(self.left_out[part])
+
+    def class_counts(self, part: str) -> list[int]:
+        """Return the number of a part's images in each class."""
+        if not self.left_out[part]:
+            return list(self._source.class_counts(part))
+        labels = self.load(part, self._size)[1]
+        return labels.bincount(minlength=len(self.classes)).tolist()
+
+    def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return images (N, 3, H, W) uint8 of this height and width, and labels (N,) int64."""
+        images, labels = self._source.load(part, size)
+        rows = torch.from_numpy(np.delete(np.arange(len(labels)), self.left_out[part]))
+        return (images[rows], labels[rows]) if self.left_out[part] else (images, labels)
+
+
+def identity(source: Any) -> str | None:
+    """Return the excluded images, as checkpoints name them; None if there are none."""
+    left_out = getattr(source, "left_out", {}) if isinstance(source, (ExcludedFiles, ExcludedPixels)) else {}
+    if not any(left_out.values()):
+        return None
+    digest = hashlib.sha256(repr(sorted(left_out.items())).encode()).hexdigest()[:8]
+    return f"excluded: {sum(map(len, left_out.values())):,}, digest {digest}"
