@@ -8,6 +8,8 @@
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
     by several views:          predict and evaluate with --tta mirror,shift=1 (test-time augmentation)
     look at runs, or a search: python3 checkpoint.py report RUN [RUN...] [--output report.html] [--follow]
+    look for wrong images:     python3 checkpoint.py audit FOLDER [--net net.pt]  (or --config FILE)
+    a new head, in a minute:   python3 checkpoint.py head net.pt new.pt --config FILE
     images and shards kept:    python3 checkpoint.py caches [FOLDER...] [--clear]
 
 RUN is the folder of a run of train.py; a checkpoint is a folder in its checkpoints/, or a folder of
@@ -47,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="export|predict|serve|evaluate|report|caches"
+        dest="command", required=True, metavar="export|predict|serve|evaluate|report|audit|head|caches"
     )
     path = {"type": pathlib.Path}
 
@@ -90,6 +92,25 @@ def parser() -> argparse.ArgumentParser:
     add("--output", metavar="FILE", help="(report.html in the first run's folder)", **path)
     add("--follow", action="store_true", help="write the page again while a run trains")
 
+    command = commands.add_parser("audit", help="look for near-duplicates, wrong labels and outliers")
+    add = command.add_argument
+    add("folder", metavar="FOLDER", nargs="?", help="of images; or --config", **path)
+    add("--net", metavar="NET", help="whose features tell images apart (whitened patches)", **path)
+    add(
+        "--output",
+        default="runs/audit",
+        metavar="FOLDER",
+        help="for the page and the lists (%(default)s)",
+        **path,
+    )
+    command_line.add_experiment_options(command, CONFIG, "whose images are audited")
+
+    command = commands.add_parser("head", help="fit a linear head on a network's features")
+    add = command.add_argument
+    add("net", metavar="NET", help="gives the features", **path)
+    add("target", metavar="FILE", help="the new network, e.g. new.pt", **path)
+    command_line.add_experiment_options(command, CONFIG, "whose training images the head learns")
+
     command = commands.add_parser("caches", help="list or remove decoded images and fetched shards")
     add = command.add_argument
     folders = "data.root or data.cache.folder of a run (data, and the user's cache)"
@@ -109,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {"export": export, "predict": predict, "evaluate": evaluate, "report": report}
     try:
         with explain_out_of_memory(lambda: f"in {args.command}", lambda: "use a machine with more memory"):
-            {**commands, "serve": serve, "caches": caches}[args.command](args)
+            {**commands, "serve": serve, "caches": caches, "audit": audit, "head": head}[args.command](args)
     except InvalidInput as error:
         return print_errors("checkpoint.py", error)
     except TrainingStopped as error:
@@ -265,6 +286,62 @@ def report(args: argparse.Namespace) -> None:
         html_report.follow(args.runs, target)
 
 
+def audit(args: argparse.Namespace) -> None:
+    """Write a page about images that are probably wrong, and a list of them; change nothing."""
+    from workbench.audit import audit as auditing
+    from workbench.audit import features
+    from workbench.audit.dataset import Dataset
+
+    extractor = size = None
+    if args.net is not None:
+        extractor, network = features.of_network(args.net)
+        size = network.size
+    dataset = Dataset.open(_data_section(args), size)
+    extractor = extractor or features.of_patches(dataset)
+    print(f"images    {printable(auditing.describe(dataset.plan))}", flush=True)
+    vectors = features.kept(extractor, dataset)
+    print(f"features  {printable(extractor.name)}: {vectors}", flush=True)
+    result = auditing.audit(dataset, vectors.values)
+    auditing.write(result, extractor.name, args.output)
+    print(*auditing.summary(result), sep="\n")
+    print(f"page      {printable(args.output / auditing.PAGE)}, with {auditing.TABLE} and {auditing.LIST}")
+
+
+def head(args: argparse.Namespace) -> None:
+    """Write a network with the body of another one and a head for the classes of an experiment."""
+    from classify.models import net_file
+    from workbench.audit import audit as auditing
+    from workbench.audit import features, linear
+    from workbench.audit.dataset import Dataset
+
+    if args.target.suffix != ".pt" or args.target.is_dir():
+        raise InvalidInput(f"{args.target}: must be the name of a file that ends in .pt; rename it")
+    extractor, network = features.of_network(args.net)
+    dataset = Dataset.open(_data_section(args), network.size)
+    print(f"images    {printable(auditing.describe(dataset.plan))}", flush=True)
+    vectors = features.kept(extractor, dataset)
+    print(f"features  {printable(extractor.name)}: {vectors}", flush=True)
+    fitted = linear.fit(network, dataset, vectors.values)
+    args.target.parent.mkdir(parents=True, exist_ok=True)
+    net_file.write(args.target, fitted.weights, fitted.description)
+    print(f"head      {len(dataset.classes)} classes, {fitted.seconds:.1f} s")
+    print(f"accuracy  {fitted.accuracy:.4f} on {fitted.split}")
+    print(printable(f"{args.target}, {net_file.beside(args.target)}"))
+
+
+def _data_section(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the data section of ``audit`` and ``head``: of a folder, or of an experiment file."""
+    from classify.config import experiment_file
+
+    folder = getattr(args, "folder", None)
+    if folder is None:
+        return dict(experiment_file.read(args.config, args.overrides).get("data") or {})
+    if args.config != CONFIG:
+        raise InvalidInput(f"--config: {args.config}: {folder} is given, too; remove one of the two")
+    images = [f"data={json.dumps({'dataset': 'imagefolder', 'root': str(folder), 'image_size': 64})}"]
+    return dict(experiment_file.read(args.config, [*images, *args.overrides])["data"])
+
+
 def caches(args: argparse.Namespace) -> None:
     """List the decoded images and the fetched shards that are kept, or remove them."""
     from classify.images import pixel_files
@@ -293,6 +370,13 @@ def caches(args: argparse.Namespace) -> None:
         outcome = "removed, except shards in transfer" if args.clear else ""
         shown = f"{printable(folder)}: {count:,} fetched shards"
         print(f"{pixel_files.in_bytes(size):>10}  {shown}  {outcome}".rstrip())
+    features = [] if args.folders else sorted((stand_ins() / "features").glob("*.npy"))
+    if features:
+        size = sum(file.stat().st_size for file in features)
+        for file in features if args.clear else ():
+            file.unlink(missing_ok=True)
+        shown = f"{printable(features[0].parent)}: features of {len(features):,} networks and datasets"
+        print(f"{pixel_files.in_bytes(size):>10}  {shown}  {'removed' if args.clear else ''}".rstrip())
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from classify.images.settings import DataSettings
 PAGES = [PROJECT / "README.md", *sorted(PROJECT.glob("docs/*.md"))]
 SHORT = [
     PROJECT / f"{name}.md"
-    for name in """README CHANGELOG CONTRIBUTING SECURITY docs/baseline docs/cluster docs/configure docs/data-and-nets
+    for name in """README CHANGELOG CONTRIBUTING SECURITY docs/audit docs/baseline docs/cluster docs/configure docs/data-and-nets
     docs/evaluation docs/from-pytorch docs/hangs docs/hosts docs/large-data docs/look-and-use docs/memory docs/modes
     docs/networks docs/optimizers docs/photos docs/recipes docs/resume docs/search docs/sources docs/speed docs/storage docs/studies
     docs/time-budget docs/trackers""".split()

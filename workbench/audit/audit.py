@@ -1,0 +1,215 @@
+"""The audit of an experiment's images: a page with thumbnails, a table, and a list for ``data.exclude``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from classify.images.plan import DataPlan
+from deepspeed_trial.errors import InvalidInput, printable
+from deepspeed_trial.input_files import refused
+from workbench.audit import findings, head
+from workbench.audit.dataset import Dataset
+from workbench.audit.findings import COPY, LABEL, LEAK, OUTLIER, ClassRow, Finding
+from workbench.reports import page
+
+TEMPLATE = pathlib.Path(__file__).with_name("audit.html.jinja")
+PAGE, TABLE, LIST = "audit.html", "audit.csv", "exclude.txt"
+SHOWN = 100  # findings of a kind on the page
+_SECTIONS = {
+    LEAK: (
+        "Near-duplicates across splits",
+        "A network that trained on one picture of a pair scores too well on the other.",
+    ),
+    LABEL: (
+        "Labels to look at",
+        "Heads that were fitted without the image contradict its label; the surest are first.",
+    ),
+    COPY: ("Near-duplicates in a split", "Such pictures count twice."),
+    OUTLIER: ("Outliers", "The images that are least like any other."),
+}
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The results of an audit.
+
+    Attributes:
+        dataset: the images.
+        rows: the findings, in the order of their importance.
+        classes: every class in numbers.
+        accuracy: the share of all images that heads fitted without them classify as labelled.
+        estimated_wrong: an estimate of the number of wrong labels.
+    """
+
+    dataset: Dataset
+    rows: list[Finding]
+    classes: list[ClassRow]
+    accuracy: float
+    estimated_wrong: int
+
+    def count(self, kind: str) -> int:
+        """Return the number of findings of a kind."""
+        return sum(row.kind == kind for row in self.rows)
+
+    @property
+    def data(self) -> str:
+        """The images in words."""
+        return describe(self.dataset.plan)
+
+
+def describe(plan: DataPlan) -> str:
+    """Return the images of a plan in words."""
+    counts = ", ".join(f"{plan.count(split):,} {split}" for split in plan.names)
+    return f"{plan.settings.dataset} {plan.settings.root}: {counts}, {len(plan.classes)} classes"
+
+
+def audit(dataset: Dataset, features: np.ndarray, workers: int | None = None) -> Audit:
+    """Look for near-duplicates, wrong labels and outliers.
+
+    Args:
+        dataset: the images.
+        features: float32 (N, D).
+        workers: the number of processes, which changes no result; None for one each core.
+
+    Raises:
+        InvalidInput: if a class has fewer than two images.
+    """
+    counts = np.bincount(dataset.labels, minlength=len(dataset.classes)).tolist()
+    small = [
+        f"data.root: the class {name!r} has {count} images; add some, or leave the class out"
+        for name, count in zip(dataset.classes, counts, strict=True)
+        if count < 2
+    ]
+    if small:
+        raise InvalidInput(small)
+    probabilities, _ = head.held_out(features.astype(np.float64), dataset.labels, workers)
+    pairs = findings.near_duplicates(dataset)
+    rows = [row for row in pairs if row.kind == LEAK]
+    rows += findings.wrong_labels(dataset, probabilities)
+    rows += [row for row in pairs if row.kind == COPY]
+    rows += findings.outliers(dataset, features)
+    accuracy = float((probabilities.argmax(1) == dataset.labels).mean())
+    wrong = findings.estimated_wrong(dataset.labels, probabilities)
+    return Audit(dataset, rows, findings.classes(dataset, probabilities), accuracy, wrong)
+
+
+def write(result: Audit, features: str, output: pathlib.Path) -> None:
+    """Write ``audit.html``, ``audit.csv`` and ``exclude.txt`` into a folder.
+
+    Args:
+        result: of ``audit``.
+        features: their name.
+        output: the folder, which is made.
+
+    Raises:
+        InvalidInput: if the folder cannot be made.
+    """
+    with refused(f"--output: {output}"):
+        output.mkdir(parents=True, exist_ok=True)
+    page.write(page.render(TEMPLATE, _values(result, features)), output / PAGE)
+    page.write(_table(result), output / TABLE)
+    page.write(_list(result), output / LIST)
+
+
+def _values(result: Audit, features: str) -> dict[str, Any]:
+    dataset = result.dataset
+    sections = []
+    for kind, (title, text) in _SECTIONS.items():
+        numbered = [(number, row) for number, row in enumerate(result.rows, 1) if row.kind == kind]
+        rows = [
+            {
+                "number": number,
+                "note": row.note,
+                "images": [
+                    {
+                        "name": dataset.names[index],
+                        "link": dataset.link(index),
+                        "png": page.inline(dataset.png(index)),
+                    }
+                    for index in row.images
+                ],
+            }
+            for number, row in numbered[:SHOWN]
+        ]
+        more = max(0, len(numbered) - SHOWN)
+        pairs = kind in (LEAK, COPY)
+        sections.append({"title": title, "text": text, "rows": rows, "more": more, "pairs": pairs})
+    cards = [
+        ("across splits", result.count(LEAK), "pairs of near-duplicates"),
+        (
+            "labels",
+            result.estimated_wrong,
+            f"probably wrong; held-out accuracy {100 * result.accuracy:.1f} %",
+        ),
+        ("in a split", result.count(COPY), "pairs of near-duplicates"),
+        ("small classes", sum(row.is_small for row in result.classes), "with few images in a part"),
+    ]
+    return {
+        "title": "Audit of the images",
+        "data": result.data,
+        "features": features,
+        "cards": cards,
+        "sections": sections,
+        "splits": list(dataset.sets),
+        "classes": result.classes,
+        "few": findings.FEW,
+    }
+
+
+def _table(result: Audit) -> str:
+    out = io.StringIO()
+    rows = csv.writer(out, lineterminator="\n")
+    rows.writerow(("row", "kind", "score", "image", "other image", "split", "label", "note"))
+    for number, row in enumerate(result.rows, 1):
+        first, *others = row.images
+        names = [_text(result.dataset.names[index]) for index in (first, *others)]
+        place = result.dataset.splits[first], result.dataset.classes[result.dataset.labels[first]]
+        rows.writerow((number, row.kind, f"{row.score:.4f}", names[0], "".join(names[1:]), *place, row.note))
+    return out.getvalue()
+
+
+def _list(result: Audit) -> str:
+    """Return the list: copies are lines, and other findings comments, which a person decides on."""
+    lines = [
+        "# Images to leave out: data.exclude takes this file.",
+        "# Near-duplicates: one image of each pair.",
+    ]
+    names = result.dataset.names
+    copies = [row for row in result.rows if row.kind in (LEAK, COPY)]
+    lines += dict.fromkeys(_line(names[row.images[0]]) for row in copies)
+    lines.append("# Labels to look at, the surest first: remove the # of each image to leave out.")
+    lines += [f"#{_line(names[row.images[0]])}" for row in result.rows if row.kind == LABEL]
+    lines.append("# Outliers.")
+    lines += [f"#{_line(names[row.images[0]])}" for row in result.rows if row.kind == OUTLIER]
+    return "\n".join(lines) + "\n"
+
+
+def _line(name: str) -> str:
+    """Return a name as a line of the list; a name with a line break cannot be in it."""
+    if "\n" in name or "\r" in name:
+        return f"# not listed, as its name has a line break: {printable(name)}"
+    return f"./{_text(name)}" if name.startswith("#") else _text(name)
+
+
+def _text(name: str) -> str:
+    """Return a file's name as UTF-8 can hold it."""
+    return name.encode(errors="backslashreplace").decode()
+
+
+def summary(result: Audit) -> Sequence[str]:
+    """Return the lines that the command prints."""
+    counts = (
+        f"{result.count(LEAK):,} near-duplicates across splits, {result.count(COPY):,} in a split",
+        f"about {result.estimated_wrong:,} wrong labels, {result.count(OUTLIER):,} outliers",
+    )
+    return [
+        f"labels    held-out accuracy {100 * result.accuracy:.1f} %",
+        f"found     {', '.join(counts)}",
+    ]

@@ -1,0 +1,120 @@
+"""All images of an experiment in one row, in the order of their splits."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pathlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from classify.images.listing import ListedSource
+from classify.images.pixels import ImageSet
+from classify.images.plan import DataPlan
+from classify.images.settings import DataSettings
+from classify.images.sources.excluded import image_names
+
+CHUNK = 64  # images that are computed at a time
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The images of all splits.
+
+    Attributes:
+        plan: of the data.
+        sets: the images of each split.
+        names: of each image, as the file of ``data.exclude`` gives them.
+        splits: the split of each image.
+        labels: int64 (N,), indices into the plan's classes.
+    """
+
+    plan: DataPlan
+    sets: Mapping[str, ImageSet]
+    names: list[str]
+    splits: np.ndarray
+    labels: np.ndarray
+
+    @classmethod
+    def open(cls, section: Mapping[str, Any], size: tuple[int, int] | None = None) -> Dataset:
+        """Open the images of the ``data`` section of an experiment file.
+
+        Args:
+            section: of the experiment file.
+            size: height and width of the decoded images, in place of the section's.
+
+        Raises:
+            InvalidInput: if a setting is wrong, or the data is missing or damaged.
+        """
+        if size is not None:
+            section = {**section, "image_size": list(size), "resize": None}
+        plan = DataPlan.resolve(DataSettings.parse(section))
+        sets, names, splits, labels = {}, list[str](), [], []
+        for split in plan.names:
+            images = sets[split] = plan.load(split)
+            of_part = list(image_names(plan.source, plan.part_of(split)))
+            names += of_part if images.rows is None else [of_part[row] for row in images.rows.tolist()]
+            splits += [split] * len(images)
+            labels.append(images.labels.numpy())
+        return cls(plan, sets, names, np.array(splits), np.concatenate(labels))
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The class names, in the order of the labels."""
+        return self.plan.classes
+
+    def rows(self, split: str) -> np.ndarray:
+        """Return the indices of a split's images, int64 (M,)."""
+        return np.flatnonzero(self.splits == split)
+
+    def select(self, indices: np.ndarray) -> Tensor:
+        """Return images (B, 3, h, w) uint8 as validation sees them, by their indices (B,) in one split."""
+        split = self.splits[indices[0]]
+        images = self.sets[split]
+        return images.center_crop(images.select(torch.from_numpy(indices - self.rows(split)[0])))
+
+    def chunks(self) -> list[np.ndarray]:
+        """Return the indices of all images in parts of at most 64, each of one split."""
+        parts = []
+        for split in self.sets:
+            rows = self.rows(split)
+            parts += np.split(rows, range(CHUNK, len(rows), CHUNK))
+        return parts
+
+    def batches(self) -> Iterator[Tensor]:
+        """Yield all images in order, (B, 3, h, w) uint8."""
+        yield from map(self.select, self.chunks())
+
+    def png(self, index: int) -> bytes:
+        """Return an image as PNG."""
+        (image,) = self.select(np.array([index]))
+        out = io.BytesIO()
+        Image.fromarray(image.permute(1, 2, 0).numpy()).save(out, format="png")
+        return out.getvalue()
+
+    def link(self, index: int) -> str | None:
+        """Return the URL of an image's file; None if the image is in a shard or was never a file."""
+        source, name = self.plan.source, self.names[index]
+        if (
+            not isinstance(source, ListedSource)
+            or source.listing(self.plan.part_of(self.splits[index])).shards
+        ):
+            return None
+        return pathlib.Path(source.location.base, name).absolute().as_uri()
+
+    def digest(self) -> str:
+        """Return the SHA-256 digest of the images, their size and their order; it reads all of them."""
+        digest = hashlib.sha256()
+        for images in self.batches():
+            digest.update(repr(tuple(images.shape)).encode())
+            digest.update(images.numpy().tobytes())
+        return digest.hexdigest()

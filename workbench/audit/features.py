@@ -1,0 +1,266 @@
+"""Features of images: one vector an image, computed once and kept on the disk.
+
+A network's features are the inputs of its head. Without a network they are responses to whitened patches of
+the images themselves, after A. Coates, H. Lee, A. Ng, "An Analysis of Single-Layer Networks in Unsupervised
+Feature Learning" (https://proceedings.mlr.press/v15/coates11a.html).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import pathlib
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import joblib
+import numpy as np
+import torch
+from threadpoolctl import threadpool_limits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from classify.models import net_file, state_dicts
+from classify.models.heads import head_layers
+from classify.models.registry import logits
+from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.host_lock import stand_ins
+from workbench.audit.dataset import Dataset
+from workbench.publish.scoring import inputs_of
+
+FOLDER = "features"  # in the user's cache; checkpoint.py caches lists it
+PATCH, FILTERS, SAMPLED = 6, 256, 20_000  # side of a patch in pixels, number of filters, patches that whiten
+REGIONS = 2  # responses are averaged in 2 x 2 regions of an image
+_FORMAT = 1  # of the computation; features of another are computed again
+
+
+@dataclass(frozen=True)
+class Extractor:
+    """A function of images and its identity.
+
+    Attributes:
+        name: in the output.
+        identity: a digest that changes with the function.
+        compute: maps images (B, 3, h, w) uint8 to features (B, D) float32.
+    """
+
+    name: str
+    identity: str
+    compute: Callable[[Tensor], Tensor]
+
+
+class HeadInput:
+    """A network's head and the features that it gets.
+
+    Args:
+        net: in evaluation mode, on the CPU.
+        description: of the network; see ``net_file.read_description``.
+        path: names the network in errors.
+
+    Attributes:
+        layer: the name of the head, a fully connected layer.
+        scale: the network's logits over the layer's outputs.
+
+    Raises:
+        InvalidInput: if the network's logits are not one fully connected layer's outputs, times a number.
+    """
+
+    def __init__(self, net: nn.Module, description: Mapping[str, Any], path: str) -> None:
+        self.net, self.description = net, description
+        layers = head_layers(net)
+        self.layer = layers[-1] if layers else ""
+        if not layers or not isinstance(net.get_submodule(self.layer), nn.Linear):
+            raise InvalidInput(f"{path}: its last layer is not fully connected; use another network")
+        image = description["input"]
+        example = torch.rand(
+            4, 3, image["height"], image["width"], generator=torch.Generator().manual_seed(0)
+        )
+        features, scores = self._run(example * 2 - 1)
+        if features.shape[1] != self.head.in_features:
+            raise InvalidInput(f"{path}: its last layer takes several vectors an image; use another network")
+        outputs = self.head(features).detach()
+        self.scale = float((scores * outputs).sum() / outputs.square().sum().clamp(min=1e-30))
+        if not torch.allclose(scores, self.scale * outputs, rtol=1e-3, atol=1e-5):
+            raise InvalidInput(f"{path}: layers follow its last fully connected one; use another network")
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width of the decoded images that the network takes, in pixels."""
+        height, width = self.description["input"]["resize"]
+        return height, width
+
+    @property
+    def head(self) -> nn.Linear:
+        """The head."""
+        layer = self.net.get_submodule(self.layer)
+        assert isinstance(layer, nn.Linear)
+        return layer
+
+    def compute(self, images: Tensor) -> Tensor:
+        """Return features (B, D) float32 of images (B, 3, h, w) uint8."""
+        (inputs,) = inputs_of(self.description, images, len(images))
+        return self._run(inputs)[0]
+
+    @torch.no_grad()
+    def _run(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        seen: list[Tensor] = []
+        hook = self.head.register_forward_pre_hook(lambda layer, arguments: seen.append(arguments[0]))
+        try:
+            scores = logits(self.net(inputs))
+        finally:
+            hook.remove()
+        return seen[-1].flatten(1).float(), scores.float()
+
+
+def of_network(path: pathlib.Path) -> tuple[Extractor, HeadInput]:
+    """Return the features of an exported network, ``net.pt`` or a form of its weights.
+
+    Raises:
+        InvalidInput: if the file is damaged or of a network without a fully connected head.
+    """
+    net, description = net_file.read(path)
+    head = HeadInput(net, description, str(path))
+    weights = state_dicts.sha256(dict(sorted(net.state_dict().items())))
+    identity = f"{weights} {description['net']} {description['input']}"
+    return Extractor(f"{description['net']['name']} ({path})", identity, head.compute), head
+
+
+def of_patches(dataset: Dataset, seed: int = 0) -> Extractor:
+    """Return responses to whitened patches of the training images: D = 4 regions x 256 filters x 2 signs.
+
+    Args:
+        dataset: gives the patches.
+        seed: chooses them.
+    """
+    with threadpool_limits(1):  # the same bits on any number of cores
+        weight, shift, side = _whitened(dataset, seed)
+
+    def compute(images: Tensor) -> Tensor:
+        unfolded = F.unfold(images.float(), side).transpose(1, 2)
+        responses = (_contrast(unfolded) @ weight.T - shift).transpose(1, 2)
+        height, width = images.shape[2:]
+        responses = responses.unflatten(2, (height - side + 1, width - side + 1))
+        signed = torch.cat([(responses - 0.25).clamp(min=0), (-responses - 0.25).clamp(min=0)], 1)
+        return F.adaptive_avg_pool2d(signed, REGIONS).flatten(1)
+
+    digest = hashlib.sha256(weight.numpy().tobytes()).hexdigest()
+    return Extractor("whitened patches", f"patches {digest}", compute)
+
+
+def _whitened(dataset: Dataset, seed: int) -> tuple[Tensor, Tensor, int]:
+    """Return filters (256, D), their responses to the mean patch (256,), and the side of a patch."""
+    random = np.random.default_rng(seed)
+    train = dataset.rows("train")
+    chosen = np.sort(random.permutation(train)[:2000])
+    images = torch.cat([dataset.select(part) for part in np.array_split(chosen, -(-len(chosen) // 64))])
+    height, width = images.shape[2:]
+    side = min(PATCH, height, width)
+    places = [
+        random.integers(0, most, SAMPLED) for most in (len(images), height - side + 1, width - side + 1)
+    ]
+    patches = torch.stack(
+        [
+            images[i, :, top : top + side, left : left + side]
+            for i, top, left in zip(*map(np.ndarray.tolist, places), strict=True)
+        ]
+    )
+    patches = _contrast(patches.flatten(1).double())
+    mean = patches.mean(0)
+    values, vectors = torch.linalg.eigh(torch.cov((patches - mean).T))
+    whiten = (vectors * (values + 0.1).rsqrt()) @ vectors.T
+    filters = F.normalize((patches[random.permutation(SAMPLED)[:FILTERS]] - mean) @ whiten, dim=1) @ whiten
+    return filters.float(), (filters @ mean).float(), side
+
+
+def _contrast(patches: Tensor) -> Tensor:
+    """Normalise the brightness and the contrast of patches (..., D) of 0 to 255."""
+    patches = patches - patches.mean(-1, keepdim=True)
+    return patches / (patches.var(-1, keepdim=True) + 10).sqrt()
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of all images of a dataset.
+
+    Attributes:
+        values: float32 (N, D).
+        seconds: of their computation; None if an earlier command has computed and kept them.
+    """
+
+    values: np.ndarray
+    seconds: float | None
+
+    def __str__(self) -> str:
+        count = f"{self.values.shape[1]:,} numbers an image"
+        return (
+            f"{count}, kept by an earlier command"
+            if self.seconds is None
+            else f"{count}, {self.seconds:.1f} s"
+        )
+
+
+def kept(
+    extractor: Extractor, dataset: Dataset, workers: int | None = None, folder: pathlib.Path | None = None
+) -> Features:
+    """Compute features of all images, or read the features that an earlier command has computed.
+
+    Every image is computed in a part of fixed size by one thread, so the bits do not depend on ``workers``.
+
+    Args:
+        extractor: the function.
+        dataset: the images.
+        workers: the number of processes; None for one each core.
+        folder: keeps the features; the user's cache if None.
+    """
+    identity = f"{_FORMAT} {torch.__version__} {extractor.identity} {dataset.digest()}"
+    folder = folder or stand_ins() / FOLDER
+    file = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npy"
+    with contextlib.suppress(OSError, ValueError, EOFError):  # none, or a damaged one, which is replaced
+        features = np.load(file, allow_pickle=False)
+        if features.dtype == np.float32 and features.ndim == 2 and len(features) == len(dataset):
+            return Features(features, None)
+    start = time.monotonic()
+    features = _computed(extractor, dataset, workers or joblib.cpu_count())
+    seconds = time.monotonic() - start
+    partial = file.with_name(f".{uuid.uuid4().hex}.npy")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        np.save(partial, features)
+        os.replace(partial, file)
+    finally:
+        partial.unlink(missing_ok=True)
+    return Features(features, seconds)
+
+
+def _computed(extractor: Extractor, dataset: Dataset, workers: int) -> np.ndarray:
+    chunks = dataset.chunks()
+    # The workers compute with one thread each, so a fork, which copies nothing, is safe despite threads here
+    context = multiprocessing.get_context("fork")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork despite threads
+        with concurrent.futures.ProcessPoolExecutor(
+            min(workers, len(chunks)), context, _start, ((extractor, dataset),)
+        ) as pool:
+            return np.concatenate(list(pool.map(_compute, chunks)))
+
+
+_task: tuple[Extractor, Dataset]  # of this worker
+
+
+def _start(task: tuple[Extractor, Dataset]) -> None:
+    """Keep the task of all chunks, which a fork inherits without a copy."""
+    global _task
+    _task = task
+    torch.set_num_threads(1)
+
+
+def _compute(indices: np.ndarray) -> np.ndarray:
+    extractor, dataset = _task
+    return extractor.compute(dataset.select(indices)).numpy()
