@@ -249,11 +249,14 @@ def check(capsys, changes, slots=1):
     return code, said.out, said.err.splitlines()
 
 
+ZERO_0 = "zero_optimization.stage: "  # of one process
+
+
 @pytest.mark.parametrize("case", TAKEN)
 def test_the_unusual_is_taken(capsys, case):
     code, _, lines = check(capsys, TAKEN[case])
     assert code == 0
-    said = ("train.py: images ", "train.py: memory ", "train.py: parameters ")
+    said = ("train.py: images ", "train.py: memory ", "train.py: parameters ", f"train.py: note: {ZERO_0}")
     assert all(line.startswith(said) for line in lines), lines
 
 
@@ -341,3 +344,22 @@ def test_a_note_names_a_processor_without_bf16_where_autocast_asks_for_it(monkey
         monkeypatch.setattr(machine, "_cpuinfo", lambda key, flags=flags: flags)
         assert len(config.notes) == notes
         assert all("torch_autocast.enabled: True: this processor" in note for note in config.notes)
+
+
+@pytest.mark.parametrize(
+    "processes, net, zero, said",
+    [
+        (1, "net", {"stage": 2}, True),
+        (1, "net", {"stage": 3}, True),
+        (1, "net", {"stage": 0}, False),
+        (2, "net", {"stage": 2}, False),
+        (1, "resnet18", {"stage": 2}, False),
+        (1, "net", {"stage": 2, "offload_optimizer": {"device": "cpu"}}, False),
+    ],
+)
+def test_a_note_says_what_zero_0_gives_a_small_network_in_one_process(processes, net, zero, said):
+    hyper = {"train_batch_size": 32, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}, "net": net}
+    hyper |= {"max_length": {"batches": 1}, "zero_optimization": zero}
+    config = TrialConfig.resolve(hyper, {"data": {"dataset": "digits"}}, processes, "cpu")
+    wanted = f"zero_optimization.stage: {zero['stage']}: one process has nothing to partition"
+    assert any(note.startswith(wanted) for note in config.notes) == said
