@@ -36,9 +36,9 @@ def s3():
     """An object store."""
     moto = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     moto.start()
-    moto._port = moto.get_host_and_port()[1]  # also when it starts again
-    section = {"type": "s3", "bucket": "box", "endpoint_url": f"http://127.0.0.1:{moto._port}", **ACCOUNT}
-    SERVERS[section["endpoint_url"]] = moto
+    url = f"http://127.0.0.1:{moto.get_host_and_port()[1]}"
+    section = {"type": "s3", "bucket": "box", "endpoint_url": url, **ACCOUNT}
+    SERVERS[url] = moto._server
     place_of(section).open().mkdir("box")
     yield section
     moto.stop()
@@ -124,14 +124,20 @@ def test_a_store_that_is_away_changes_no_bit(s3, straight, tmp_path, monkeypatch
     section = {**s3, "prefix": tmp_path.name}
     monkeypatch.setattr(uploads, "FIRST_WAIT", 0.01)
     monkeypatch.setattr(uploads, "LONGEST_WAIT", 0.1)
-    finish = uploads.Uploads._finish
+    finish, here = uploads.Uploads._finish, server(s3).app
+
+    def away(environ, start_response):
+        start_response("403 Forbidden", [])
+        return []
 
     def back(self, patience):
-        threading.Timer(0.5, server(s3).start).start()
+        threading.Timer(0.5, lambda: setattr(server(s3), "app", here)).start()
         finish(self, patience)
 
     monkeypatch.setattr(uploads.Uploads, "_finish", back)
-    weights, done = fit(tmp_path / "run", section, watch=lambda step: step == 6 and server(s3).stop())
+    weights, done = fit(
+        tmp_path / "run", section, watch=lambda step: step == 6 and setattr(server(s3), "app", away)
+    )
     assert_same(weights, straight)
     assert "the run waits up to 300 seconds for it" in caplog.text
     assert done.checkpoint in names_in(held(section, tmp_path / "there"))
