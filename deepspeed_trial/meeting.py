@@ -51,6 +51,14 @@ def local_size() -> int:
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
+def is_launchers_store() -> bool:
+    """Return whether torchrun opens the store, which outlives a restart of the ranks.
+
+    Otherwise each start of the ranks has another store. Then hosts may differ in their number of restarts.
+    """
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def meet(mine: str = "") -> None:
     """Let ranks of one host meet on its loopback alone, which no other host reaches; else at an address.
 
@@ -69,7 +77,7 @@ def meet(mine: str = "") -> None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             if mine == LOOPBACK:
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-    if "MASTER_PORT" in os.environ and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if "MASTER_PORT" in os.environ and not is_launchers_store():
         if _is_one_host():
             os.environ["MASTER_ADDR"] = LOOPBACK
         if os.environ.get("RANK") == "0":

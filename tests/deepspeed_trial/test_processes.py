@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 import pytest
-from support import DIGITS, PROJECT, TWO, execute, launcher, overrides, run
+from support import DIGITS, PROJECT, TWO, execute, free_port, launcher, overrides, run
 
 from deepspeed_trial.processes import joblib, threads_per_process
 
@@ -164,6 +164,22 @@ def test_a_process_bound_to_its_cores_uses_all_of_them(monkeypatch):
     assert [threads_per_process(each) for each in (1, 2, 4)] == [8, 8, 4]
     launchers = mine  # in a container with 8 of the host's cores
     assert [threads_per_process(each) for each in (1, 2, 4)] == [8, 4, 2]
+
+
+REPLACED = """
+import os, sys
+rank = os.environ["RANK"]
+os.environ |= {"MASTER_PORT": sys.argv[1], "TORCHELASTIC_USE_AGENT_STORE": "False"}
+os.environ["TORCHELASTIC_RESTART_COUNT"] = "01"[rank == "0"]
+from deepspeed_trial.processes import join_local_processes
+assert join_local_processes(60).allgather(rank) == ["0", "1"]
+"""
+
+
+def test_a_replaced_host_meets_the_one_that_has_restarted(tmp_path):
+    """torchrun on the new host counts from 0; with its own store, each start of the ranks has a new one."""
+    done = run(["-c", REPLACED, str(free_port())], tmp_path, processes=2)
+    assert done.code == 0, done.stderr
 
 
 BROADCAST = """
