@@ -22,9 +22,9 @@ PAGES = [PROJECT / "README.md", *sorted(PROJECT.glob("docs/*.md"))]
 SHORT = [
     PROJECT / f"{name}.md"
     for name in """README CHANGELOG CONTRIBUTING SECURITY docs/audit docs/baseline docs/cluster docs/configure docs/data-and-nets
-    docs/evaluation docs/from-pytorch docs/hangs docs/hosts docs/large-data docs/look-and-use docs/memory docs/modes
-    docs/networks docs/optimizers docs/photos docs/recipes docs/resume docs/search docs/sources docs/speed docs/storage docs/studies
-    docs/time-budget docs/trackers""".split()
+    docs/evaluation docs/from-pytorch docs/hangs docs/hosts docs/kubernetes docs/large-data
+    docs/look-and-use docs/memory docs/modes docs/networks docs/optimizers docs/photos docs/recipes
+    docs/resume docs/search docs/sources docs/speed docs/storage docs/studies docs/time-budget docs/trackers""".split()
 ]
 # A file of DeepSpeed's examples, and two that a reader writes
 ELSEWHERE = ("cifar10_deepspeed.py", "plain.py", "trial.py")
