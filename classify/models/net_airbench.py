@@ -25,10 +25,23 @@ class Airbench(nn.Module):
         num_classes: the number of classes.
         width: filters of the first group; each other group has 4 * width. 1.97 M parameters at 64.
         depth: convolutions of a group, 1 to 3; the output of the third is added to the input of the second.
+        eps: added to the variance of each channel. Where images have areas of one colour, a channel may have
+            almost no variance in one batch and some in the next: 0.001 keeps it in bounds.
+        bf16_whitening: whether the filters of the first convolution are rounded to bfloat16. In grey images a
+            filter of colours cancels all but its rounding errors, which normalization enlarges. Without
+            rounding, a network that autocast trained in bfloat16 fails in float32 on such images.
     """
 
-    def __init__(self, num_classes: int = 10, width: int = 64, depth: int = 2) -> None:
+    def __init__(
+        self,
+        num_classes: int = 10,
+        width: int = 64,
+        depth: int = 2,
+        eps: float = 1e-12,
+        bf16_whitening: bool = False,
+    ) -> None:
         super().__init__()
+        self.bf16_whitening = bf16_whitening
         for name, value, most in (("width", width, 4096), ("depth", depth, 3)):
             if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(f"{name}: {value!r}: must be a whole number from 1 to {most}")
@@ -36,7 +49,7 @@ class Airbench(nn.Module):
         self.whiten.weight.requires_grad = False
         self.groups = nn.Sequential(
             *(
-                _Group(channels, filters, depth)
+                _Group(channels, filters, depth, eps)
                 for channels, filters in ((WHITENED, width), (width, 4 * width), (4 * width, 4 * width))
             )
         )
@@ -59,6 +72,8 @@ class Airbench(nn.Module):
         # The library chooses an eigenvector's sign; make its largest entry positive
         largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
         filters = (vectors * largest.sign() / (values + 5e-4).sqrt()).T.reshape(-1, 3, 2, 2)
+        if self.bf16_whitening:
+            filters = filters.bfloat16()
         self.whiten.weight.copy_(torch.cat([filters, -filters]))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,11 +94,11 @@ class Airbench(nn.Module):
 class _Group(nn.Module):
     """Convolutions with batch normalization and GELU; the output of the first is pooled."""
 
-    def __init__(self, channels: int, filters: int, depth: int) -> None:
+    def __init__(self, channels: int, filters: int, depth: int, eps: float) -> None:
         super().__init__()
         inputs = [channels, *[filters] * (depth - 1)]
         self.convs = nn.ModuleList(_convolution(width, filters) for width in inputs)
-        self.norms = nn.ModuleList(_normalization(filters) for _ in range(depth))
+        self.norms = nn.ModuleList(_normalization(filters, eps) for _ in range(depth))
 
     def forward(self, x: Tensor) -> Tensor:
         before: Any = None
@@ -106,8 +121,8 @@ def _convolution(channels: int, filters: int) -> nn.Conv2d:
     return conv
 
 
-def _normalization(filters: int) -> nn.BatchNorm2d:
+def _normalization(filters: int, eps: float) -> nn.BatchNorm2d:
     """Return batch normalization that learns only a bias; its statistics follow the last few batches."""
-    norm = nn.BatchNorm2d(filters, eps=1e-12, momentum=0.4)
+    norm = nn.BatchNorm2d(filters, eps=eps, momentum=0.4)
     norm.weight.requires_grad = False
     return norm
