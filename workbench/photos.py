@@ -91,16 +91,16 @@ def prepare(folder: pathlib.Path, argv: Sequence[str]) -> Training:
     arguments += ["--check", args.check] if args.check else []
     given = _given(args, output)
     if given:
-        length = f"hyperparameters.max_length={{minutes: {minutes:g}}}"
-        sets = [*_place(folder), *args.overrides, *([length] if minutes else [])]
+        length = [f"hyperparameters.max_length={{minutes: {minutes:g}}}"] if minutes else []
+        sets = [*_place(folder), *args.overrides, *length]
         return Training(output, [*_options(given, sets, args), *arguments], None, bool(args.check))
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise InvalidInput(f"{folder}: several processes need --config, e.g. {EXPERIMENT} of an earlier run")
     images = Images.of(folder)
     settings = defaults.choose(images, minutes or defaults.MINUTES, args.net)
     config = _experiment(folder, settings, args)
-    print(*_first_lines(folder, images, settings, output), sep="\n", flush=True)
     written = _write(output, config)
+    print(*_first_lines(folder, images, settings, output), sep="\n", flush=True)
     return Training(output, [*_options(str(written), [], None), *arguments], written, bool(args.check))
 
 
@@ -130,7 +130,10 @@ def _given(args: argparse.Namespace, output: pathlib.Path) -> str | None:
 
 def _place(folder: pathlib.Path) -> list[str]:
     """Return the overrides that name a folder of images."""
-    return ["data.dataset=imagefolder", f"data.root={json.dumps(str(folder), ensure_ascii=False)}"]
+    return [
+        "data.dataset=imagefolder",
+        f"data.root={json.dumps(os.path.abspath(folder), ensure_ascii=False)}",
+    ]
 
 
 def _options(config: str, overrides: Sequence[str], args: argparse.Namespace | None) -> list[str]:

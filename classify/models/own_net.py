@@ -18,9 +18,12 @@ _REGISTERS = re.compile(r"^\s*@(\w+\.)?register(_loss)?\(", re.MULTILINE)
 
 
 def choose(file: pathlib.Path) -> bool:
-    """Choose a file for this process and the processes that it starts; return whether it is one to load.
+    """Load a file in this process and the processes that it starts; return whether it is one to load.
 
     A file that registers neither a network nor a loss is not loaded, and the project's own is already.
+
+    Raises:
+        InvalidInput: if the file cannot be imported.
     """
     if file.resolve() == PROJECT / "net.py":
         return False
@@ -30,6 +33,7 @@ def choose(file: pathlib.Path) -> bool:
         return False
     if registers:
         os.environ[VARIABLE] = str(file.resolve())
+        load()
     return registers
 
 

@@ -1,0 +1,224 @@
+"""The command ``classify``: a training on a folder from anywhere, its settings, and the use of its network."""
+
+import json
+import pathlib
+import shlex
+import sys
+
+import numpy as np
+import pytest
+from folders import save, table
+from PIL import Image
+from sklearn.datasets import load_digits
+from support import PROJECT, Run, overrides, run, time_limit
+
+import checkpoint
+import classify
+from classify import __main__ as command
+from classify.config import experiment_file
+from workbench import defaults
+from workbench.defaults import Images
+
+CLASSES = {"Bär": (0, 300), "Käse": (1, 200), "Öl": (7, 100)}  # the digit and the number of images
+SMALL = ["--epochs", "6", *overrides(hyperparameters__net_args__width=16, data__image_size=16)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> pathlib.Path:
+    """A folder with 600 small images in three classes, and nothing else."""
+    home, digits = tmp_path_factory.mktemp("home"), load_digits()
+    for name, (digit, count) in CLASSES.items():
+        for number in range(count):
+            drawn = digits.images[digits.target == digit][number % 170] * 15
+            image = Image.fromarray(drawn.astype(np.uint8)).resize((64, 48))
+            save(home / "Bücher" / name / f"Größe {number}.png", image.convert("RGB"))
+    return home
+
+
+def in_folder(home: pathlib.Path, *arguments: str) -> Run:
+    """Run the command in a folder; its run is the folder's newest."""
+    made = run(["-m", "classify", *arguments], home, cwd=home)
+    made.output = max(home.glob("runs/*"), key=lambda path: path.stat().st_mtime, default=home)
+    return made
+
+
+@pytest.fixture(scope="module")
+def trained(home) -> Run:
+    made = in_folder(home, "Bücher", *SMALL)
+    assert made.code == 0, made.stderr
+    return made
+
+
+def test_a_folder_becomes_a_tested_network_with_a_report(home, trained):
+    lines = trained.stdout.splitlines()
+    assert [line.split()[0] for line in lines[:5]] == "images split network length folder".split()
+    assert "Bücher: 600 in 3 classes (Bär 300, Käse 200, Öl 100), most about 64x48 pixels" in lines[0]
+    assert (
+        "432 train the network, 48 choose its best weights by accuracy_tta, 120 test it at the end"
+        in lines[1]
+    )
+    folder = trained.output.relative_to(home)
+    assert str(folder).startswith("runs/Bücher-")
+    quoted = shlex.quote(str(folder))
+    assert f"done: {folder}; report: classify report {quoted}" in lines
+    assert trained.summary["test"]["macro_recall"] > 0.8
+    assert f"test accuracy {trained.summary['test']['accuracy']:.4f}" in lines
+    assert trained.summary["chosen_on"] == "validation images"
+    assert "Öl" in (trained.output / "report.html").read_text()
+    settings = experiment_file.read(str(trained.output / "experiment.yaml"))
+    assert settings["hyperparameters"]["best_weights"] is True
+    assert settings["hyperparameters"]["max_length"] == {"epochs": 6}
+    assert settings["data"]["root"] == str(home / "Bücher")
+
+
+def test_the_folder_of_a_run_stands_for_its_network(home, trained):
+    predicted = in_folder(home, "predict", str(trained.output), "Bücher/Öl", "--json")
+    assert predicted.code == 0, predicted.stderr
+    rows = json.loads(predicted.stdout)
+    assert len(rows) == 100 and sum(row["class"] == "Öl" for row in rows) > 80
+    # Without --config the images are those of the run
+    evaluated = in_folder(home, "evaluate", str(trained.output), "--json")
+    assert evaluated.code == 0, evaluated.stderr
+    assert json.loads(evaluated.stdout)["accuracy"] == trained.summary["test"]["accuracy"]
+
+
+def test_a_program_predicts_as_the_command(home, trained):
+    net = classify.load(trained.output)
+    assert net.classes == ("Bär", "Käse", "Öl")
+    (one,) = net.predict(home / "Bücher/Öl/Größe 3.png")
+    assert one.image.name == "Größe 3.png" and one.probabilities[one.label] == one.probability
+    assert one.probability == max(one.probabilities.values())
+    assert sum(one.probabilities.values()) == pytest.approx(1)
+    assert len(net.predict([home / "Bücher/Öl", home / "Bücher/Bär/Größe 0.png"])) == 101
+    (home / "broken.jpg").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"broken\.jpg"):
+        net.predict([home / "broken.jpg"])
+
+
+def test_a_run_continues_with_its_own_settings(home, trained):
+    again = in_folder(home, "Bücher", "--resume", "latest", "--output", str(trained.output), "--epochs", "7")
+    assert again.code == 0, again.stderr
+    assert again.summary["epochs"] == 7 and "epoch 1/7" not in again.stdout
+    networks = [line for line in trained.stdout.splitlines() if line.startswith("network  airbench: ")]
+    assert len(networks) == 1 and networks[0] in again.stdout
+
+
+@table(
+    "argv, line",
+    no_folder=(["phtos"], "phtos: no such folder or command; give a folder of images, or a command"),
+    a_typo=(["predcit"], "predcit: no such folder or command; give a folder of images, or a command: did you mean 'predict'?"),
+    minutes=(["Bücher", "--minutes", "x"], "--minutes: 'x': must be a number above 0, e.g. 15"),
+    no_minutes=(["Bücher", "--minutes", "0"], "--minutes: '0': must be a number above 0, e.g. 15"),
+    twice=(["Bücher", "--minutes", "1", "--epochs", "2"], "--minutes: 1: --epochs sets the length, too; give one of the two"),
+    no_classes=(["Bücher/Öl"], "data.root: Bücher/Öl: has no folder 'train'; it needs train/<class>/*"),
+    used=(["Bücher", "--output", "used"], "--output: used/experiment.yaml: exists; give another folder"),
+    secret=(["Bücher", "--set", "data.storage={key: abc}"], "--set: experiment.yaml of the run would hold a credential"),
+)  # fmt: skip
+def test_bad_input_is_a_line(home, monkeypatch, capsys, argv, line):
+    monkeypatch.chdir(home)
+    (home / "used").mkdir(exist_ok=True)
+    (home / "used/experiment.yaml").write_text("name: mine")
+    before = sorted(home.glob("runs/*"))
+    assert command.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"classify: {line}") and err.count("\n") == 1 and not out
+    assert sorted(home.glob("runs/*")) == before
+    assert (home / "used/experiment.yaml").read_text() == "name: mine"
+
+
+def test_a_refused_training_leaves_no_folder(home):
+    before = sorted(home.glob("runs/*"))
+    made = in_folder(home, "Bücher", "--net", "nonet")
+    assert made.code == 2
+    assert "hyperparameters.net: 'nonet': no such network" in made.stderr
+    assert sorted(home.glob("runs/*")) == before
+
+
+def test_every_subcommand_of_checkpoint_is_a_command(capsys):
+    assert command.main(["--help"]) == 0
+    page = capsys.readouterr().out
+    for name in ("train", "search", "shards", "predict", "serve", "caches"):
+        assert f"\n  {name} " in page
+    with pytest.raises(SystemExit):
+        checkpoint.parse(["--help"])
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in command.subcommands())
+    before = list(sys.argv)
+    with pytest.raises(SystemExit):
+        command.main(["report", "--help"])
+    assert capsys.readouterr().out.startswith("usage: classify report ") and sys.argv == before
+
+
+OWN = """
+from torch import nn
+from classify import register
+
+@register("mine")
+def mine(num_classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, num_classes))
+"""
+
+
+@table(
+    "text, code, said",
+    registers=(OWN, 0, "net.py: its networks and losses are known"),
+    registers_twice=((PROJECT / "net.py").read_text() + OWN.replace("from classify import register", ""), 0, "net.py: its networks and losses are known"),
+    other_program=(OWN.replace("@register", "print(1 / 0)\n@lru_cache"), 2, "hyperparameters.net: 'mine': no such network"),
+    broken=(OWN + "print(1 / 0)", 2, "net.py: cannot be imported (ZeroDivisionError: division by zero); correct it"),
+)  # fmt: skip
+def test_a_net_of_the_working_directory(home, tmp_path, text, code, said):
+    (tmp_path / "net.py").write_text(text)
+    size = overrides(data__image_size=16)
+    made = in_folder(tmp_path, str(home / "Bücher"), "--check", "--net", "mine", *size)
+    assert made.code == code, made.stderr
+    assert said in made.stdout + made.stderr
+    assert "Traceback" not in made.stderr
+
+
+def test_an_experiment_file_replaces_the_settings(home, tmp_path):
+    """The file is in the working directory; the option names one of the project."""
+    (tmp_path / "experiment.yaml").write_text((PROJECT / "experiments/digits.yaml").read_text())
+    folder = str(home / "Bücher")
+    size = overrides(data__image_size=32)
+    mine = in_folder(tmp_path, folder, "--check", *size)
+    named = in_folder(
+        tmp_path, folder, "--check", "--config", "experiments/zero1.yaml", "--minutes", "3", *size
+    )
+    alone = in_folder(tmp_path, "train", "--check", "--config", "experiments/digits.yaml")
+    for made, images, length in ((mine, "480 to train", None), (named, "480 to train", "3 minutes"), (alone, "1,437 to train", None)):  # fmt: skip
+        assert made.code == 0, made.stderr
+        assert f"{images}," in made.stderr
+        assert length is None or f"length {length}," in made.stderr
+    assert json.loads(named.stdout)["zero_optimization"]["stage"] == 1
+    assert not list(tmp_path.glob("runs/*"))
+
+
+@table(
+    "train, size, minutes, side, batch, passes, metric",
+    few_photos=(432, (640, 480), 15, 64, 48, 200, "accuracy_tta"),
+    few_photos_an_hour=(432, (640, 480), 60, 160, 48, 140, "accuracy_tta"),
+    thumbnails=(1440, (32, 32), 5, 32, 60, 87.5, "accuracy_tta"),
+    many=(45_000, (32, 32), 15, 32, 1875, 8.4, "accuracy_tta"),
+    many_in_a_minute=(45_000, (400, 300), 1, 32, 1875, 0.56, "accuracy_tta"),
+    a_dozen=(12, (16, 16), 15, 32, 12, 200, "accuracy_tta"),
+)
+def test_settings_by_images_and_minutes(monkeypatch, train, size, minutes, side, batch, passes, metric):
+    monkeypatch.setattr(defaults, "images_a_second", lambda: 420)
+    images = Images({"a": train // 2, "b": train // 2}, {"train": train, "val": 10}, size)
+    chosen = defaults.choose(images, minutes)
+    assert (chosen.side, chosen.batch, chosen.metric) == (side, batch, metric)
+    assert chosen.passes == pytest.approx(passes, rel=0.01) and chosen.minutes <= minutes
+    skewed = Images({"a": train, "b": train // 4}, images.splits, size)
+    assert defaults.choose(skewed, minutes).metric == "macro_recall"
+
+
+@pytest.mark.soak
+def test_the_notebook_runs(tmp_path):
+    import nbformat
+    from nbclient import NotebookClient
+
+    book = nbformat.read(PROJECT / "examples/photos.ipynb", as_version=4)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(book, timeout=2 * time_limit(), kernel_name="python3", resources=resources).execute()
+    said = "".join(each.get("text", "") for cell in book.cells for each in cell.get("outputs", []))
+    assert "test accuracy" in said and "Prediction" in said
