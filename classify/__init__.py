@@ -1,6 +1,6 @@
 """An image classifier.
 
-For notebooks, and for a ``net.py`` beside your photos:
+In a notebook, and in a ``net.py`` beside your photos:
 
     run = classify.train("photos", minutes=5)    # the folder of the run
     net = classify.load(run)

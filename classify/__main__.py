@@ -7,7 +7,7 @@ FOLDER has a folder of images for each class: photos/cat/1.jpg, photos/dog/1.jpg
 val/, test/ or both instead, each with the classes. The images may have any common format and size.
 
     classify photos                                   at most 15 minutes
-    classify photos --minutes 60                      larger images, for a better network
+    classify photos --minutes 60                      larger images, a better network
     classify photos --check                           print the settings, train nothing
     classify photos --net resnet18                    another network of torchvision, timm or your net.py
     classify photos --config experiments/photos.yaml  pretrained weights, downloaded once

@@ -7,7 +7,7 @@ They are changes of ``experiments/photos-scratch.yaml``, whose recipe is airbenc
 |---|---|
 | side of the images | the largest of ``SIDES`` up to the photos' own that leaves time for enough passes |
 | enough passes | 10 over the training images, and 60,000 images in all |
-| minutes | the given ones, but at most those of 200 passes |
+| minutes | the given ones, but at most enough for 200 passes |
 | batch | a 24th of the training images, from 48 to 2,000 |
 | smaller images at first | 0.75 of the side; with fewer than 8 passes 0.625 |
 | validations | 20, at least 3 passes apart |
@@ -138,7 +138,7 @@ def choose(images: Images, minutes: float = MINUTES, net: str | None = None) -> 
     Args:
         images: of the folder.
         minutes: the most that the training may take.
-        net: another network than ``NET``; its speed is not known, so the passes are those of ``NET``.
+        net: another network than ``NET``; its speed is not known, so the estimate takes that of ``NET``.
     """
     train, speed = images.splits["train"], images_a_second()
     enough = max(ENOUGH_PASSES * train, ENOUGH_IMAGES)

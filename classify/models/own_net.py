@@ -1,4 +1,4 @@
-"""A person's ``net.py``: networks and losses of the folder in which the command ``classify`` was started."""
+"""The ``net.py`` in the working directory of the command ``classify``: a person's networks and losses."""
 
 from __future__ import annotations
 

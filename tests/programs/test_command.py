@@ -76,7 +76,7 @@ def test_the_folder_of_a_run_stands_for_its_network(home, trained):
     assert predicted.code == 0, predicted.stderr
     rows = json.loads(predicted.stdout)
     assert len(rows) == 100 and sum(row["class"] == "Öl" for row in rows) > 80
-    # Without --config the images are those of the run
+    # Without --config the run's images are evaluated
     evaluated = in_folder(home, "evaluate", str(trained.output), "--json")
     assert evaluated.code == 0, evaluated.stderr
     assert json.loads(evaluated.stdout)["accuracy"] == trained.summary["test"]["accuracy"]

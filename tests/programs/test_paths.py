@@ -84,7 +84,7 @@ BAD: dict[str, tuple[str | None, str | None]] = {
 }
 # Only these options refuse the path
 BAD_TO = {
-    "folder": [name for name in FILES if name != "image"],
+    "folder": [name for name in FILES if name not in ("image", "net")],  # it has images, and a net.pt
     "listed": ["images", "images of the baseline", "images to evaluate", "run to export"],
     "read-only": ["run", "run to resume", "run of a search", "run of the baseline"],
     "device": [name for name in FILES if "safetensors" not in name],
