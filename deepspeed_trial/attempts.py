@@ -109,6 +109,7 @@ def _meeting_in(store: TCPStore) -> dict[str, str]:
         "MASTER_ADDR": store.host,
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
 
 

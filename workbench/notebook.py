@@ -61,9 +61,9 @@ class Network:
         """
         paths = [images] if isinstance(images, str | os.PathLike) else images
         found = find_images(map(pathlib.Path, paths))
-        files, scores, errors = scoring.probabilities(self._classifier, found)
+        files, answers, errors = scoring.answers(self._classifier, found)
         errors.raise_any()
-        rows = [dict(zip(self.classes, row.tolist(), strict=True)) for row in scores]
+        rows = [dict(zip(self.classes, row.tolist(), strict=True)) for row in answers.probabilities]
         best = [max(row, key=row.__getitem__) for row in rows]
         return [
             Prediction(file, label, row[label], row)

@@ -231,11 +231,6 @@ class ListedSource(abc.ABC):
         self.location = location
 
     @property
-    def passed_over(self) -> Mapping[str, int]:
-        """The number of other files in the dataset's folder, by their extensions."""
-        return {}
-
-    @property
     @abc.abstractmethod
     def classes(self) -> tuple[str, ...]:
         """The class names, in the order of the labels."""

@@ -169,7 +169,7 @@ class DataPlan:
 
     def class_counts(self, split: str) -> list[int]:
         """Return the number of a split's images in each class."""
-        part = self._part(split)
+        part = self.part_of(split)
         sizes = list(self.source.class_counts(part))
         return [_cut(size, self.shares)[split] for size in sizes] if self._is_cut(part) else sizes
 
@@ -178,7 +178,7 @@ class DataPlan:
         listing = self.listing(split)
         if listing is None:
             return [None] * len(indices)
-        if indices and self._is_cut(self._part(split)):
+        if indices and self._is_cut(self.part_of(split)):
             indices = self._rows(split, listing.labels)[list(indices)].tolist()
         return [listing.name(index) for index in indices]
 

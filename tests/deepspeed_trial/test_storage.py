@@ -135,9 +135,12 @@ def test_a_store_that_is_away_changes_no_bit(s3, straight, tmp_path, monkeypatch
         finish(self, patience)
 
     monkeypatch.setattr(uploads.Uploads, "_finish", back)
-    weights, done = fit(
-        tmp_path / "run", section, watch=lambda step: step == 6 and setattr(server(s3), "app", away)
-    )
+
+    def leave(step):
+        if step == 6:
+            server(s3).app = away
+
+    weights, done = fit(tmp_path / "run", section, watch=leave)
     assert_same(weights, straight)
     assert "the run waits up to 300 seconds for it" in caplog.text
     assert done.checkpoint in names_in(held(section, tmp_path / "there"))
