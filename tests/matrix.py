@@ -281,7 +281,7 @@ ROWS: dict[str, Row] = {
         "digits",
         2,
         **PHOTO_ROW,
-        data=PHOTOS,
+        data={**PHOTOS, "fit": "pad", "unreadable": "skip", "group": "([0-9])[.]png"},
         early_stopping={"patience": 9},
         test_time_augmentation={"mirror": True},
         weight_average={"decay": 0.9},

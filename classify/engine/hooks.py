@@ -214,6 +214,8 @@ class ClassifierHooks(TrialHooks):
             "data.validation": data.validation,
             "data.test": data.test,
             "data.split_seed": data.split_seed or None,
+            "data.group": data.group,
+            "data.fold": list(data.fold) if data.fold else None,
             "data.unreadable": self.config.source.left_out_identity,
             "data.exclude": self.config.source.excluded_identity,
             "data.augment": augment,

@@ -41,6 +41,7 @@ class Location:
         storage: fsspec's storage options.
         cache: the folder for fetched shards and indices; None for the user's cache.
         limit: bytes that they may have on this machine; None for no limit.
+        column: of a table, whose values group the images; None for no column.
     """
 
     root: str
@@ -48,6 +49,7 @@ class Location:
     storage: Mapping[str, Any] = field(default_factory=dict)
     cache: str | None = None
     limit: int | None = None
+    column: str | None = None
 
     @property
     def is_pattern(self) -> bool:
@@ -108,11 +110,13 @@ class Listing(abc.ABC):
         shards: in the order of their images; empty if every image is a file.
         places: int64 (N,), the place of each image among the images of all shards, as ``Shard.start`` counts;
             None if the place is the index.
+        column: the value of ``data.group`` for each image, if it names a column; else None.
     """
 
     labels: Tensor
     shards: Sequence[Shard] = ()
     places: Tensor | None = None
+    column: Sequence[str] | None = None
 
     @property
     @abc.abstractmethod
@@ -192,6 +196,7 @@ class Subset(Listing):
         self._images, self._without = images, sorted(without)
         self._rows = np.delete(np.arange(len(images.labels)), self._without)
         self.labels = images.labels[self._rows]
+        self.column = images.column and [images.column[row] for row in self._rows.tolist()]
         every = self._rows if images.places is None else images.places.numpy()[self._rows]
         ordered = np.sort(every)
         self.places = torch.from_numpy(np.searchsorted(ordered, every)) if images.shards else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -11,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from classify.config.rules import CROP
 from classify.images.listing import (
@@ -32,6 +32,7 @@ from classify.images.sources import Source
 from classify.images.sources.excluded import excluding, identity
 from classify.images.sources.readable import Readable
 from classify.images.sources.shard_cache import ShardsAhead
+from classify.images.splits import Cut, groups_of
 from deepspeed_trial.errors import InvalidInput
 
 UNREADABLE = "unreadable.txt"  # in a run's folder: a line for each image that the run leaves out
@@ -39,7 +40,6 @@ LARGE = 2**33  # bytes of decoded images; more of them are streamed by default
 WINDOW = 16  # shards that are shuffled together, by default if streamed shards are remote
 TEST_SHARE = 0.2  # of a dataset of one part, by default
 VALIDATION_SHARE = 0.1  # for ``auto`` without a part ``val``
-_DRAW = 17  # separates these draws from others with the same seed
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +54,14 @@ class DataPlan:
     Attributes:
         settings: the checked ``data`` section.
         source: the dataset.
-        shares: the share of each held-out split in the part that it is held out of.
+        cut: the held-out splits of the training part.
         state: the place of decoded images; ``MEMORY`` if the source decodes them.
         window: the number of shards that are shuffled together; None for all.
     """
 
     settings: DataSettings
     source: Source
-    shares: Mapping[str, float]
+    cut: Cut
     state: State
     window: int | None
 
@@ -74,8 +74,7 @@ class DataPlan:
                 does not fit the dataset.
         """
         source = _open(settings)
-        shares = _shares(source, settings)
-        _check_classes(source, shares)
+        cut = _cut(source, settings)
         pixels = 3 * math.prod(settings.stored_size) * sum(source.count(part) for part in source.parts)
         shards = _shards(source, source.parts)
         remote = [shard.size for shard in dict.fromkeys(shards) if is_remote(shard.url)]
@@ -96,7 +95,7 @@ class DataPlan:
         if isinstance(source, ListedSource):
             has_room = is_streamed and _has_room(source, settings, pixels + needed)
             state = State.MAPPED if not is_streamed else State.GROWING if has_room else State.NONE
-        return cls(settings, source, shares, state, window)
+        return cls(settings, source, cut, state, window)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -106,7 +105,8 @@ class DataPlan:
     @property
     def names(self) -> tuple[str, ...]:
         """The splits: ``train``, and ``val``, ``test`` or both."""
-        return tuple(name for name in PARTS if name == "train" or name in (*self.source.parts, *self.shares))
+        splits = {*self.cut.splits, *self.source.parts}
+        return tuple(name for name in PARTS if name in splits)
 
     @property
     def validation(self) -> str:
@@ -164,14 +164,14 @@ class DataPlan:
         """Return the number of images in a split."""
         part = self.part_of(split)
         if self._is_cut(part):
-            return sum(_cut(size, self.shares)[split] for size in self._sizes)
+            return self.cut.count(split, self._sizes)
         return self.source.count(part)
 
     def class_counts(self, split: str) -> list[int]:
         """Return the number of a split's images in each class."""
         part = self.part_of(split)
         sizes = list(self.source.class_counts(part))
-        return [_cut(size, self.shares)[split] for size in sizes] if self._is_cut(part) else sizes
+        return self.cut.class_counts(split, sizes) if self._is_cut(part) else sizes
 
     def file_names(self, split: str, indices: Sequence[int]) -> list[str | None]:
         """Return the names of a split's images as error lines show them; None without files."""
@@ -179,7 +179,8 @@ class DataPlan:
         if listing is None:
             return [None] * len(indices)
         if indices and self._is_cut(self.part_of(split)):
-            indices = self._rows(split, listing.labels)[list(indices)].tolist()
+            rows = self.cut.rows(split, listing.labels, len(self.classes))
+            indices = rows[list(indices)].tolist()
         return [listing.name(index) for index in indices]
 
     def bytes(self, split: str) -> int:
@@ -202,7 +203,7 @@ class DataPlan:
         else:
             images, labels = self.source.load(part, self.settings.stored_size)
             pixels = Pixels(State.MEMORY, images)
-        rows = self._rows(split, labels) if self._is_cut(part) else None
+        rows = self.cut.rows(split, labels, len(self.classes)) if self._is_cut(part) else None
         if rows is not None:
             labels = labels[rows]
         return ImageSet(pixels, labels, self.classes, self.settings.image_size, rows)
@@ -214,7 +215,7 @@ class DataPlan:
             return None
         places = np.arange(len(listing.labels)) if listing.places is None else listing.places.numpy()
         if self._is_cut(self.part_of(split)):
-            places = places[self._rows(split, listing.labels).numpy()]
+            places = places[self.cut.rows(split, listing.labels, len(self.classes)).numpy()]
         starts = [shard.start for shard in listing.shards]
         shards = np.searchsorted(starts, places, side="right").astype(np.int32) - 1
         return Windows(places, shards, self.window, any(is_remote(shard.url) for shard in listing.shards))
@@ -270,19 +271,7 @@ class DataPlan:
         return self.source.listing(self.part_of(split)) if isinstance(self.source, ListedSource) else None
 
     def _is_cut(self, part: str) -> bool:
-        return part == _training_part(self.source) and bool(self.shares)
-
-    def _rows(self, split: str, labels: Tensor) -> Tensor:
-        """Draw a split's images in each class by the seed; return their indices, sorted, int64 (M,)."""
-        random, chosen = np.random.default_rng((self.settings.split_seed, _DRAW)), []
-        for label in range(len(self.classes)):
-            places = random.permutation(np.flatnonzero(labels.numpy() == label))
-            start = 0
-            for name, size in _cut(len(places), self.shares).items():
-                if name == split:
-                    chosen.append(places[start : start + size])
-                start += size
-        return torch.from_numpy(np.sort(np.concatenate(chosen)))
+        return part == _training_part(self.source) and bool(self.cut.shares)
 
 
 def devices(sizes: Sequence[int], settings: DataSettings, device: torch.device) -> list[torch.device]:
@@ -314,7 +303,9 @@ def devices(sizes: Sequence[int], settings: DataSettings, device: torch.device) 
 def _open(settings: DataSettings) -> Source:
     """Open the dataset without the images that ``data.exclude`` and ``data.unreadable`` leave out."""
     folder, limit = settings.cache.folder, settings.cache_limit
-    location = Location(settings.root, settings.download, settings.storage, folder, limit)
+    location = Location(
+        settings.root, settings.download, settings.storage, folder, limit, settings.group_column
+    )
     source = settings.kind.open(location)
     if settings.exclude is not None:
         source = excluding(source, settings.exclude, settings.stored_size)
@@ -335,10 +326,42 @@ def _shards(source: Source, parts: Sequence[str]) -> list[Shard]:
     return [shard for listing in listings for shard in listing.shards]
 
 
+def _cut(source: Source, settings: DataSettings) -> Cut:
+    """Return the splits that are held out of the training part.
+
+    Raises:
+        InvalidInput: if a share does not fit the dataset's parts, or with a line for each class with too few
+            images or groups.
+    """
+    part, shares = _training_part(source), _shares(source, settings)
+    cut = Cut(shares, settings.split_seed, settings.fold)
+    if settings.group and not shares:
+        reason = "the dataset has its splits, and none is drawn; set data.validation, or remove it"
+        raise InvalidInput(f"data.group: {settings.group!r}: {reason}")
+    if settings.group:
+        listing = source.listing(part) if isinstance(source, ListedSource) else None
+        groups = groups_of(listing, settings)
+        assert listing is not None
+        cut = dataclasses.replace(cut, labels=listing.labels.numpy(), groups=groups, group=settings.group)
+    cut.check(source.classes, source.class_counts(part))
+    return cut
+
+
 def _shares(source: Source, settings: DataSettings) -> dict[str, float]:
     """Return the share of each split that is held out of the training part."""
     shares: dict[str, float] = {}
     validation, test = settings.validation, settings.test
+    if settings.fold:
+        held = "validation" if "train" in source.parts else "test"
+        if getattr(settings, held) not in (None, AUTO):
+            reason = f"data.fold holds out the {held} images; remove one of the two"
+            raise InvalidInput(f"data.{held}: {getattr(settings, held)}: {reason}")
+        if "val" in source.parts:
+            reason = "the dataset has a part val; remove one of the two"
+            raise InvalidInput(f"data.fold: {list(settings.fold)}: {reason}")
+        if held == "validation" and test is None:
+            return {"val": 1 / settings.fold[1]}
+        test = test or 1 / settings.fold[1]
     if "train" not in source.parts:
         shares["test"] = TEST_SHARE if test is None else test
     elif test is not None:
@@ -351,32 +374,6 @@ def _shares(source: Source, settings: DataSettings) -> dict[str, float]:
     if validation is not None:
         shares["val"] = float(validation)
     return shares
-
-
-def _cut(size: int, shares: Mapping[str, float]) -> dict[str, int]:
-    """Return the number of a class's images in each split: at least one; ``train`` takes the rest."""
-    counts: dict[str, int] = {}
-    rest = size
-    for name, share in shares.items():
-        later = len(shares) - len(counts)  # the splits after this one, with ``train``, need an image each
-        counts[name] = max(1, min(round(rest * share), rest - later))
-        rest -= counts[name]
-    return {**counts, "train": rest}
-
-
-def _check_classes(source: Source, shares: Mapping[str, float]) -> None:
-    """Refuse classes with fewer images than there are splits."""
-    if not shares:
-        return
-    splits, sizes = len(shares) + 1, source.class_counts(_training_part(source))
-    errors = [
-        f"data.root: the class {name!r} has {size} image{'s' * (size != 1)}, too few for {splits} splits; add"
-        " some, or set data.validation to null"
-        for name, size in zip(source.classes, sizes, strict=True)
-        if size < splits
-    ]
-    if errors:
-        raise InvalidInput(errors)
 
 
 def _setting_errors(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,7 @@ from deepspeed_trial.errors import ErrorList, InvalidInput
 
 IMAGE_SIZE = 32  # of ``Net``, in pixels
 MOST_WORKERS = 64  # of a rank
+MOST_FOLDS = 1000
 DEVICES = ("auto", "cpu", "cuda")
 NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
 BALANCED = "balanced"
@@ -41,6 +43,7 @@ SAMPLINGS = ("shuffle", BALANCED)
 ONCE, STREAM = "once", "stream"
 FAIL, SKIP = "fail", "skip"
 ALL = "all"
+PARENT = "parent"
 AUTO = "auto"
 
 
@@ -49,6 +52,23 @@ def _share(or_word: str = "") -> Rule:
     return Rule(
         lambda value: value in (None, or_word or None) or (is_number(value) and 0 < value < 1),
         f"must be {or_word}{or_word and ' or '}a share between 0 and 1, e.g. 0.1",
+    )
+
+
+def _is_group(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and value != "" and re.compile(value).groups <= 1
+    except (re.error, RecursionError, OverflowError):
+        return False
+
+
+def _is_fold(value: Any) -> bool:
+    return (
+        isinstance(value, (list, tuple))
+        and len(value) == 2
+        and all(is_count(number, 1) for number in value)
+        and value[0] <= value[1]
+        and 2 <= value[1] <= MOST_FOLDS
     )
 
 
@@ -178,6 +198,24 @@ class DataSettings(Keyed):
         Rule(lambda value: value is None or PATH.is_valid(value), "must be the path of a file"),
         "A text file with the name of an image a line; the run leaves these images out, before it splits.",
     )
+    group: str | None = key(
+        None,
+        Rule(
+            lambda value: value is None or _is_group(value),
+            f"must be {PARENT}, a table's column, or a regular expression with one group, e.g. '/(.+)-[0-9]'",
+        ),
+        f"The group of each image, such as a person; it stays in one split. `{PARENT}`: the folder's name;"
+        " or a column of a table; or a regular expression with one group, searched in the path.",
+    )
+    fold: tuple[int, int] | None = key(
+        None,
+        Rule(
+            lambda value: value is None or _is_fold(value),
+            "must be [K, N], the number of a fold and of all folds, e.g. [1, 5]",
+        ),
+        "The fold that is held out, `[2, 5]` for the second of five: for the test, or for validations if the"
+        " dataset has test images.",
+    )
     unreadable: str = key(
         FAIL,
         Rule(lambda value: value in (FAIL, SKIP), f"must be {FAIL} or {SKIP}"),
@@ -196,6 +234,8 @@ class DataSettings(Keyed):
             object.__setattr__(self, "image_size", (self.image_size, self.image_size))
         elif isinstance(self.image_size, list):
             object.__setattr__(self, "image_size", tuple(self.image_size))
+        if isinstance(self.fold, list):
+            object.__setattr__(self, "fold", tuple(self.fold))
 
     @property
     def stored_size(self) -> tuple[int, int]:
@@ -205,6 +245,12 @@ class DataSettings(Keyed):
             return height, width
         scale = self.resize / min(height, width)
         return round(height * scale), round(width * scale)
+
+    @property
+    def group_column(self) -> str | None:
+        """The column of a table that ``group`` names; None if it names none."""
+        is_column = self.group is not None and self.group != PARENT and not re.compile(self.group).groups
+        return self.group if is_column else None
 
     @property
     def kind(self) -> Kind:

@@ -11,7 +11,7 @@ import os
 import pathlib
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from classify.images.listing import PARTS, WHOLE, FileListing, ListedSource, Location, is_remote
 from classify.images.sources.shard_index import classes_of, label_of
@@ -21,7 +21,22 @@ from deepspeed_trial.input_files import parsed, refused
 _PATHS, _LABELS = ("path", "file_name", "image", "url"), ("label", "class")  # columns
 _NO_URL = "download the images, or write them as shards (shards.py)"
 _TABLES = ("{}.csv", "{}.jsonl", "{}/metadata.csv", "{}/metadata.jsonl")
-Row = tuple[str, str, str]  # path, class as written, and the row's place in error lines
+
+
+class Row(NamedTuple):
+    """An image.
+
+    Attributes:
+        path: of its file.
+        label: its class as written.
+        where: its place in error lines.
+        group: its value of ``data.group``'s column; empty without one.
+    """
+
+    path: str
+    label: str
+    where: str
+    group: str = ""
 
 
 class NamedFiles(ListedSource):
@@ -42,7 +57,7 @@ class NamedFiles(ListedSource):
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
         """The class names: sorted, or numbers from 0."""
-        return classes_of({text: where for rows in self._rows.values() for _, text, where in rows})
+        return classes_of({row.label: row.where for rows in self._rows.values() for row in rows})
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -53,9 +68,12 @@ class NamedFiles(ListedSource):
         """Return the files of a part, in the order of their names in the table."""
         if part not in self._listings:
             index = {name: label for label, name in enumerate(self.classes)}
-            labels = [label_of(text, index) for _, text, _ in self._rows[part]]
-            paths = [path for path, _, _ in self._rows[part]]
+            rows = self._rows[part]
+            labels = [label_of(row.label, index) for row in rows]
+            paths = [row.path for row in rows]
             self._listings[part] = FileListing(paths, labels, self.classes, self.location.root)
+            if any(row.group for row in rows):
+                self._listings[part].column = [row.group for row in rows]
         return self._listings[part]
 
 
@@ -80,14 +98,14 @@ def table(location: Location) -> NamedFiles:
                 content = pathlib.Path(file).read_bytes() if os.path.isfile(file) else None
             if content is not None:
                 with parsed(f"{file}: not a readable table", "write CSV in UTF-8, or JSON lines"):
-                    rows[part] = list(_rows(content, file))
+                    rows[part] = list(_rows(content, file, location.column))
     if "train" not in rows and set(rows) != {WHOLE}:
         needs = "it needs train.csv or train.jsonl, and may have the same of val and test"
         raise InvalidInput(f"data.root: {root}: holds no table of training images; {needs}")
     return NamedFiles(location, rows)
 
 
-def _rows(content: bytes, file: str) -> Iterator[Row]:
+def _rows(content: bytes, file: str, column: str | None) -> Iterator[Row]:
     folder = os.path.dirname(file)
     text = io.StringIO(content.decode("utf-8-sig", errors="replace"), newline="")
     where = ""
@@ -96,7 +114,8 @@ def _rows(content: bytes, file: str) -> Iterator[Row]:
         path, label = _value(row, "path", _PATHS, where), _value(row, "label", _LABELS, where)
         if is_remote(path):
             raise InvalidInput(f"{where}: {path}: is a URL; {_NO_URL}")
-        yield os.path.join(folder, path), label, where
+        group = "" if column is None else _value(row, "group", (column,), where)
+        yield Row(os.path.join(folder, path), label, where, group)
     if not where:
         raise InvalidInput(f"{file}: has no rows; add some, or remove it")
 
@@ -160,7 +179,7 @@ def own_source(file: str, location: Location) -> Any:
         if not isinstance(result, Mapping):
             return _checked(result, key)
         rows = {
-            part: [(os.fsdecode(path), str(label), f"{file}, {part}") for path, label in pairs]
+            part: [Row(os.fsdecode(path), str(label), f"{file}, {part}") for path, label in pairs]
             for part, pairs in result.items()
         }
     except InvalidInput:
@@ -171,7 +190,7 @@ def own_source(file: str, location: Location) -> Any:
         place = f" in line {lines[-1]}" if lines else ""
         reason = f"fails{place} ({type(error).__name__}: {one_line(error)}); correct it"
         raise InvalidInput(f"{key}: {reason}") from error
-    urls = [path for pairs in rows.values() for path, _, _ in pairs if is_remote(path)]
+    urls = [row.path for named in rows.values() for row in named if is_remote(row.path)]
     if urls:
         raise InvalidInput(f"{key}: source(root) gives the URL {urls[0]}; {_NO_URL}")
     known = (*PARTS, WHOLE)

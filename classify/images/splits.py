@@ -1,0 +1,233 @@
+"""The splits of a part: shares of each class drawn by a seed, of single images or of whole groups."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from classify.images.listing import Listing
+from classify.images.settings import PARENT, DataSettings
+from deepspeed_trial.errors import InvalidInput
+
+_DRAW = 17  # separates these draws from others with the same seed
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """The splits that are cut out of a part. A class has at least one image in each split.
+
+    Attributes:
+        shares: the share of each held-out split in the images that the splits before it leave over; ``train``
+            takes the rest.
+        seed: draws the images.
+        fold: the number of a fold, from 1, and the number of folds; the fold is the first of the splits.
+        labels: int64 (N,) of all images, if they are in groups.
+        groups: int64 (N,), the group of each image, which one split has as a whole; None without groups.
+        group: ``data.group``, for error lines.
+    """
+
+    shares: Mapping[str, float] = field(default_factory=dict)
+    seed: int = 0
+    fold: tuple[int, int] | None = None
+    labels: np.ndarray | None = None
+    groups: np.ndarray | None = None
+    group: str | None = None
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits, the training images last."""
+        return (*self.shares, "train")
+
+    def count(self, split: str, sizes: Sequence[int]) -> int:
+        """Return the number of images in a split of a part with ``sizes`` images of each class."""
+        return sum(self.class_counts(split, sizes))
+
+    def class_counts(self, split: str, sizes: Sequence[int]) -> list[int]:
+        """Return the number of images of each class in a split; ``sizes`` as for ``count``."""
+        if self.groups is not None and self.labels is not None:
+            labels = self.labels[self._assigned == self.splits.index(split)]
+            return [int(count) for count in np.bincount(labels, minlength=len(sizes))]
+        return [self._counts(size, label)[split] for label, size in enumerate(sizes)]
+
+    def rows(self, split: str, labels: Tensor, classes: int) -> Tensor:
+        """Return the indices of a split's images, sorted, int64 (M,)."""
+        if self.groups is not None:
+            return torch.from_numpy(np.flatnonzero(self._assigned == self.splits.index(split)))
+        random, chosen = np.random.default_rng((self.seed, _DRAW)), []
+        for label in range(classes):
+            places, start = random.permutation(np.flatnonzero(labels.numpy() == label)), 0
+            if self.fold:
+                is_held = np.arange(len(places)) % self.fold[1] == self._first_of_fold(label)
+                places = np.concatenate([places[is_held], places[~is_held]])
+            for name, size in self._counts(len(places), label).items():
+                if name == split:
+                    chosen.append(places[start : start + size])
+                start += size
+        return torch.from_numpy(np.sort(np.concatenate(chosen)))
+
+    def check(self, classes: Sequence[str], sizes: Sequence[int]) -> None:
+        """Refuse classes with too few images or groups.
+
+        Raises:
+            InvalidInput: with a line for each of them.
+        """
+        if not self.shares:
+            return
+        if self.groups is not None:
+            return self._check_groups(classes)
+        splits, folds = len(self.splits), self.fold[1] if self.fold else 0
+        errors = list[str]()
+        for name, size in zip(classes, sizes, strict=True):
+            has = f"the class {name!r} has {size} image{'s' * (size != 1)}, too few for"
+            if not folds and size < splits:
+                remedy = "add some, or set data.validation to null"
+                errors.append(f"data.root: {has} {splits} splits; {remedy}")
+            elif folds and (size < folds or size - -(-size // folds) < splits - 1):
+                errors.append(f"data.fold: {has} {folds} folds; add some, or use fewer folds")
+        if errors:
+            raise InvalidInput(errors)
+
+    def _first_of_fold(self, label: int) -> int:
+        """Return the first of a class's images in the fold; classes begin in turn, so folds are as large."""
+        assert self.fold
+        return (self.fold[0] - 1 + label) % self.fold[1]
+
+    def _counts(self, size: int, label: int) -> dict[str, int]:
+        """Return the number of a class's images in each split."""
+        if self.fold is None:
+            return _divided(size, self.shares)
+        held = len(range(self._first_of_fold(label), size, self.fold[1]))
+        first, *others = self.shares
+        return {first: held, **_divided(size - held, {name: self.shares[name] for name in others})}
+
+    @functools.cached_property
+    def _folds(self) -> np.ndarray:
+        """The fold of each image, int64 (N,), from 0."""
+        assert self.fold and self.labels is not None and self.groups is not None
+        return _assign(self.labels, self.groups, [1 / self.fold[1]] * self.fold[1], self.seed)
+
+    @functools.cached_property
+    def _assigned(self) -> np.ndarray:
+        """The index of each image's split in ``splits``, int64 (N,)."""
+        assert self.labels is not None and self.groups is not None
+        if self.fold is None:
+            return _assign(self.labels, self.groups, _parts_of_all(list(self.shares.values())), self.seed)
+        assigned = np.zeros_like(self.labels)
+        rest = self._folds != self.fold[0] - 1
+        shares = _parts_of_all(list(self.shares.values())[1:])
+        assigned[rest] = 1 + _assign(self.labels[rest], self.groups[rest], shares, self.seed)
+        return assigned
+
+    def _check_groups(self, classes: Sequence[str]) -> None:
+        assert self.labels is not None and self.groups is not None
+        parts = [(self._assigned, len(self.splits), "splits")]
+        if self.fold:
+            parts.insert(0, (self._folds, self.fold[1], "folds"))
+        errors = dict[str, str]()
+        for assigned, number, what in parts:
+            for label, name in enumerate(classes):
+                is_of_class = self.labels == label
+                if len(np.unique(assigned[is_of_class])) == number or name in errors:
+                    continue
+                groups = len(np.unique(self.groups[is_of_class]))
+                has = f"the class {name!r} has {groups} group{'s' * (groups != 1)}"
+                reason = f"too few for {number} {what}; add some, or use fewer"
+                if groups >= number:
+                    reason = f"but not in each of {number} {what}; set another data.split_seed, or use fewer"
+                errors[name] = f"data.group: {self.group!r}: {has}, {reason}"
+        if errors:
+            raise InvalidInput(errors.values())
+
+
+def groups_of(listing: Listing | None, settings: DataSettings) -> np.ndarray:
+    """Return the group of each image as ``data.group`` says, int64 (N,).
+
+    Raises:
+        InvalidInput: if the images have no paths or no such column, or the pattern is not in a path.
+    """
+    group, key = settings.group or "", f"data.group: {settings.group!r}"
+    if listing is None or listing.shards:
+        raise InvalidInput(f"{key}: {settings.dataset} has no file for each image; split the files before")
+    paths = [listing.name(index) for index in range(len(listing.labels))]
+    paths = [path.removeprefix(settings.root).lstrip(os.sep) for path in paths]
+    if listing.column is not None:
+        names: Sequence[str | None] = listing.column
+    elif group == PARENT:
+        names = [os.path.basename(os.path.dirname(path)) for path in paths]
+    elif not (pattern := re.compile(group)).groups:
+        needs = f"give {PARENT}, or a regular expression with one group, e.g. '/(.+)-[0-9]'"
+        raise InvalidInput(f"{key}: {settings.dataset} has no columns; {needs}")
+    else:
+        names = [found[1] if (found := pattern.search(path)) else None for path in paths]
+    without = [path for path, name in zip(paths, names, strict=True) if not name]
+    if without:
+        reason = f"is not in the path {without[0]!r} and {len(without) - 1:,} others"
+        raise InvalidInput(f"{key}: {reason}; correct it, or rename the files")
+    numbers = {name: number for number, name in enumerate(sorted({name for name in names if name}))}
+    return np.array([numbers[name] for name in names if name], np.int64)
+
+
+def _divided(size: int, shares: Mapping[str, float]) -> dict[str, int]:
+    """Return the number of a class's images in each split: at least one; ``train`` takes the rest."""
+    counts: dict[str, int] = {}
+    rest = size
+    for name, share in shares.items():
+        later = len(shares) - len(counts)  # the splits after this one, with ``train``, need an image each
+        counts[name] = max(1, min(round(rest * share), rest - later))
+        rest -= counts[name]
+    return {**counts, "train": rest}
+
+
+def _parts_of_all(shares: Sequence[float]) -> list[float]:
+    """Return shares of all images, in sum 1, from shares of the rest after each split."""
+    parts, rest = list[float](), 1.0
+    for share in shares:
+        parts.append(rest * share)
+        rest -= parts[-1]
+    return [*parts, rest]
+
+
+def _assign(labels: np.ndarray, groups: np.ndarray, shares: Sequence[float], seed: int) -> np.ndarray:
+    """Assign whole groups to splits, so that each split has its share of each class as nearly as possible.
+
+    The groups with the largest shares of their classes are first. A group goes to the split where the squared
+    deviations from the shares, over all classes, grow least. scikit-learn's StratifiedGroupKFold does so with
+    folds of one size. The last groups of a class fill its empty splits.
+
+    Args:
+        labels: int64 (N,).
+        groups: int64 (N,).
+        shares: of each split, in sum 1.
+        seed: the order of groups of about the same weight.
+
+    Returns:
+        The index of each image's split, int64 (N,).
+    """
+    totals = np.bincount(labels)
+    wanted, counts = np.outer(shares, totals), np.zeros((len(shares), len(totals)))
+    order = np.argsort(groups, kind="stable")
+    members = np.split(order, np.flatnonzero(np.diff(groups[order])) + 1)
+    classes = [np.unique(labels[rows], return_counts=True) for rows in members]
+    left = np.bincount(np.concatenate([each for each, _ in classes]), minlength=len(totals))
+    turns = np.random.default_rng((seed, _DRAW)).permutation(len(members))
+    weights = np.array([((more / totals[those]) ** 2).sum() for those, more in classes])[turns]
+    weights = np.floor(np.log2(weights.round(9)))  # groups within a factor of 2 are in random order
+    assigned = np.empty_like(labels)
+    for turn in turns[np.argsort(-weights, kind="stable")].tolist():
+        those, more = classes[turn]
+        left[those] -= 1
+        before = counts[:, those] - wanted[:, those]
+        growth = (((before + more) ** 2 - before**2) / totals[those] ** 2).sum(1).round(9)
+        is_empty = counts[:, those] == 0
+        lacking = np.maximum(0, is_empty.sum(0) - is_empty - left[those]).sum(1)
+        split = np.lexsort((growth, lacking))[0]
+        counts[split, those] += more
+        assigned[members[turn]] = split
+    return assigned
