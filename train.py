@@ -8,6 +8,7 @@
     another value:     --set data.dataset=digits
                        --set hyperparameters.overwrite_deepspeed_args.optimizer.params.lr=0.01
     one batch:         --test
+    mean and spread:   --folds K [--slots N]  (cross-validation: OUTPUT/folds.csv and folds.html)
     find the fastest:  --tune [--slots N]      (ZeRO stages, micro-batches: OUTPUT/tuned.yaml)
     find the rate:     --find-lr               (a short ramp of the learning rate: OUTPUT/found-lr.yaml)
     look at steps:     --profile            (OUTPUT/profile.txt, and a trace for TensorBoard)
@@ -55,7 +56,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--profile", action="store_true", help="record a few steps with torch's profiler")
     add("--tune", action="store_true", help="try ZeRO stages and micro-batches, and write the fastest")
     add("--find-lr", action="store_true", help="train a short ramp of the learning rate, and write one rate")
-    add("--slots", type=int, metavar="N", help="with --check or --tune: for N processes")
+    add("--folds", type=int, metavar="K", help="train K times, with another K-th of the images held out")
+    add("--slots", type=int, metavar="N", help="with --check, --tune or --folds: for N processes")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher
     return parser.parse_args(argv)
 
@@ -198,6 +200,23 @@ def find_lr(args: argparse.Namespace) -> int:
     return 0
 
 
+def cross_validate(args: argparse.Namespace) -> int:
+    """Train once for each fold, and print the mean and the spread of their scores."""
+    from deepspeed_trial.errors import InvalidInput
+    from deepspeed_trial.local.folder import default_output
+
+    for option in ("resume", "test", "tune", "profile"):
+        if getattr(args, option):
+            what = "--output alone continues" if option == "resume" else "give one of the two"
+            raise InvalidInput(f"--folds: {args.folds}: does not go with --{option}; {what}")
+    experiment = load(args)
+    with command_line.importing():
+        from workbench import folds
+
+    folds.run(experiment, args.folds, slots_of(args, experiment), args.output or default_output(args.config))
+    return 0
+
+
 def notes(experiment: Experiment, config: TrialConfig) -> list[str]:
     """Return a line for each setting that works and may surprise."""
     steps = config.steps
@@ -219,8 +238,10 @@ def run(args: argparse.Namespace) -> int:
     from deepspeed_trial.errors import InvalidInput, printable
     from deepspeed_trial.local.folder import default_output
 
+    if args.folds is not None:
+        return cross_validate(args)
     if args.slots is not None:
-        remedy = "is for --check and --tune; torchrun or deepspeed starts the processes"
+        remedy = "is for --check, --tune and --folds; torchrun or deepspeed starts the processes"
         raise InvalidInput(f"--slots: {args.slots}: {remedy}")
     experiment = cluster_experiment() or load(args)
     if args.resume and not args.output:

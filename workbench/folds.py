@@ -1,0 +1,200 @@
+"""``train.py --folds K``: K trainings, each tested on another K-th of the images; their mean and spread.
+
+Each fold is a run of train.py in OUTPUT/folds/NUMBER. OUTPUT also holds folds.html, and folds.csv with a row
+for each fold. After an interrupt the same command with the same OUTPUT trains the remaining folds.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import pathlib
+import signal
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from classify.engine.trial_config import TrialConfig
+from classify.images.settings import MOST_FOLDS
+from classify.reports.summary import value_of
+from deepspeed_trial import redaction
+from deepspeed_trial.errors import InvalidInput, TrainingStopped, printable
+from deepspeed_trial.experiment import Experiment
+from deepspeed_trial.local.folder import locked_folder, shown
+from deepspeed_trial.processes import device_type
+from workbench.reports import page
+from workbench.search.trial_run import LAST_WORDS, TrialRun, wait_for
+
+CONFIG, TABLE, PAGE = "folds.yaml", "folds.csv", "folds.html"
+TEMPLATE = pathlib.Path(__file__).with_name("folds.html.jinja")
+POLL = 0.1  # seconds between two looks at a training
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A finished fold.
+
+    Attributes:
+        number: from 1.
+        score: the experiment's metric on the fold's images.
+        per_class: the accuracy of each class.
+        images: their number.
+        epochs: of the training.
+        seconds: of the training.
+        folder: in the cross-validation's folder.
+    """
+
+    number: int
+    score: float
+    per_class: dict[str, float | None]
+    images: int
+    epochs: float
+    seconds: float
+    folder: str
+
+
+def run(experiment: Experiment, folds: int, slots: int, output: pathlib.Path) -> None:
+    """Train the folds that have not finished, one after another; print, and write the table and the page.
+
+    Args:
+        experiment: the experiment.
+        folds: their number.
+        slots: processes of each training.
+        output: the folder.
+
+    Raises:
+        InvalidInput: if the configuration or the data is wrong, or the folder has another cross-validation.
+        TrainingStopped: if a training fails.
+    """
+    metric = experiment.metric
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        remedy = "run python3 train.py --folds K --slots N"
+        raise InvalidInput(f"--folds: {folds}: starts the processes itself; {remedy}")
+    if not 2 <= folds <= MOST_FOLDS:
+        raise InvalidInput(f"--folds: {folds}: must be from 2 to {MOST_FOLDS:,}")
+    section = {**(experiment.config.get("data") or {}), "fold": [1, folds]}
+    config = {**experiment.config, "data": section}
+    plan = TrialConfig.resolve(experiment.hyperparameters, config, slots, device_type()).source
+    part = "test" if plan.cut.splits[0] == "test" and plan.has_test else "validation"
+    with locked_folder(output, "cross-validation"):
+        file, whole = _write_config(config, output)
+        for split in plan.names:  # decode once for all folds
+            plan.load(split)
+        done = list[Fold]()
+        for number in range(1, folds + 1):
+            which, folder = f"fold {number} of {folds}", output / "folds" / str(number)
+            training = TrialRun(folder, file, [f"data.fold=[{number}, {folds}]"], slots, whole)
+            print(printable(f"{which}: trains in {shown(folder)}"), flush=True)
+            done.append(_fold(number, training, part, metric))
+            print(printable(f"{which}: {metric} {done[-1].score:.4f}"), flush=True)
+        _write_table(done, metric, output / TABLE)
+        page.write(page.render(TEMPLATE, _values(done, part, experiment, output)), output / PAGE)
+    Console(markup=False, emoji=False).print(_table(done, metric))
+    print(f"table {printable(shown(output / TABLE))}; page {printable(shown(output / PAGE))}")
+    print(printable(f"{metric} {_mean_and_spread(done)} (mean and standard deviation of {folds} folds)"))
+
+
+def _write_config(config: dict[str, Any], output: pathlib.Path) -> tuple[pathlib.Path, str]:
+    """Write the experiment without credentials; refuse a folder with another one.
+
+    Returns:
+        The file, and the whole experiment if the file hides credentials.
+    """
+    file, public = output / CONFIG, redaction.experiment(config)
+    text = json.dumps(public, indent=2)  # JSON is YAML
+    if file.exists() and file.read_text() != text:
+        raise InvalidInput(f"--output: {output}: holds another cross-validation; give another folder")
+    file.write_text(text)
+    return file, "" if public == config else json.dumps(config)
+
+
+def _fold(number: int, training: TrialRun, part: str, metric: str) -> Fold:
+    """Train a fold, or resume it; return its result at once if it has finished."""
+    handler = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        training.start({})
+        while not training.has_ended:
+            time.sleep(POLL)
+    except BaseException:
+        training.stop()
+        wait_for([training], LAST_WORDS)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    summary = training.summary
+    found = summary.get(part) or {}
+    score = value_of(found, metric)
+    if score is None:
+        outcome, reason = training.failure() if training.process else ("failed", "its summary is damaged")
+        raise (InvalidInput if outcome == "invalid" else TrainingStopped)(f"fold {number}: {reason}")
+    return Fold(
+        number,
+        score,
+        found.get("per_class_accuracy") or {},
+        found.get("images") or 0,
+        summary.get("epochs") or 0,
+        summary.get("seconds") or 0,
+        f"folds/{number}",
+    )
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _mean_and_spread(done: list[Fold]) -> str:
+    scores = [fold.score for fold in done]
+    return f"{statistics.mean(scores):.4f} ± {statistics.stdev(scores):.4f}"
+
+
+def _write_table(done: list[Fold], metric: str, file: pathlib.Path) -> None:
+    """Write a row for each fold, whole or not at all."""
+    partial = file.with_name(f".{file.name}")
+    with open(partial, "w", newline="") as out:
+        writer = csv.writer(out)
+        writer.writerow(["fold", metric, "images", "epochs", "seconds", "folder"])
+        for fold in done:
+            writer.writerow([fold.number, fold.score, fold.images, fold.epochs, fold.seconds, fold.folder])
+    os.replace(partial, file)
+
+
+def _table(done: list[Fold], metric: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("fold", metric, "images", "epochs", "seconds"):
+        table.add_column(printable(name), justify="right")
+    for fold in done:
+        cells = f"{fold.score:.4f}", f"{fold.images:,}", f"{fold.epochs:.4g}", f"{fold.seconds:,.1f}"
+        table.add_row(str(fold.number), *cells)
+    return table
+
+
+def _values(done: list[Fold], part: str, experiment: Experiment, output: pathlib.Path) -> dict[str, Any]:
+    """Return the template's values."""
+    classes = dict[str, list[float]]()
+    for fold in done:
+        for name, value in fold.per_class.items():
+            classes.setdefault(name, []).extend([] if value is None else [value])
+    scores = [fold.score for fold in done]
+    return {
+        "title": f"Cross-validation: {experiment.config.get('name') or output.resolve().name}",
+        "metric": experiment.metric,
+        "score": _mean_and_spread(done),
+        "part": part,
+        "lowest": f"{min(scores):.4f}",
+        "highest": f"{max(scores):.4f}",
+        "images": sum(fold.images for fold in done),
+        "seconds": sum(fold.seconds for fold in done),
+        "folds": done,
+        "classes": [
+            (name, statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+            for name, values in classes.items()
+            if values
+        ],
+        "config": page.as_yaml(experiment.shown),
+    }
