@@ -15,8 +15,10 @@ import checkpoint
 import search
 import shards
 import train
+from classify.__main__ import PROGRAMS, subcommands
 from classify.config.hyperparameters import Hyperparameters
 from classify.images.settings import DataSettings
+from workbench import photos
 
 PAGES = [PROJECT / "README.md", *sorted(PROJECT.glob("docs/*.md"))]
 SHORT = [
@@ -26,11 +28,20 @@ SHORT = [
     docs/look-and-use docs/memory docs/modes docs/networks docs/optimizers docs/photos docs/recipes
     docs/resume docs/search docs/sources docs/speed docs/storage docs/studies docs/time-budget docs/trackers""".split()
 ]
-# A file of DeepSpeed's examples, and two that a reader writes
-ELSEWHERE = ("cifar10_deepspeed.py", "plain.py", "trial.py")
+# A file of DeepSpeed's examples, and three that a reader or a run writes
+ELSEWHERE = ("cifar10_deepspeed.py", "experiment.yaml", "plain.py", "trial.py")
 PARSERS = {
     f"{program.__name__}.py": program.parse for program in (train, search, checkpoint, baseline, shards)
 }
+
+PARSERS["classify"] = lambda argv: photos.parser().parse_known_args(argv[1:])[0]  # after the folder
+
+
+def of_classify(words: list[str]) -> list[str]:
+    """Return the program that runs a command of ``classify``, and its arguments."""
+    if words[0] in PROGRAMS:
+        return [f"{words[0]}.py", *words[1:]]
+    return ["checkpoint.py" if words[0] in subcommands() else "classify", *words]
 
 
 def commands(page) -> list[list[str]]:
@@ -41,9 +52,11 @@ def commands(page) -> list[list[str]]:
     found = []
     for line in [*fenced, *re.findall(r"`([^`\n]+)`", text)]:
         words = shlex.split(line, comments=True)
-        starts = [index for index, word in enumerate(words) if word in PARSERS]
+        starts = [index for index, word in enumerate(words) if word in PARSERS and word != "classify"]
         if starts and words[0] in ("python3", "torchrun", "deepspeed"):
             found.append(["2" if word == "N" else word for word in words[starts[0] :]])
+        if words[:1] == ["classify"] and not words[-1].endswith("--help") and len(words) > 1:
+            found.append(of_classify(words[1:]))
     return found
 
 
