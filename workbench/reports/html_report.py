@@ -104,7 +104,7 @@ def _shown(run: RecordedRun, name: str, target: pathlib.Path) -> dict[str, Any]:
         "part": f"{run.part} images" if run.part == "test" else run.chosen_on,
         "classes": _class_table(run),
         "splits": list(run.classification.get("images") or {}),
-        "confusion": _confusion(classified, classes),
+        "confusion": _confusion(classified, classes) if classified else {},
         "calibration": _calibration(classified),
         "mistakes": _tiles(mistakes, classes, target, _heat(run, mistakes)),
         "unsure": _tiles(classified.get("unsure") or [], classes, target),
@@ -158,7 +158,7 @@ def _class_table(run: RecordedRun) -> list[dict[str, Any]]:
 
 def _confusion(classified: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     """Return the confusion matrix with shares of each row; of many classes, the most frequent confusions."""
-    matrix = np.array(classified.get("confusion", []), dtype=np.int64).reshape(len(classes), -1)
+    matrix = np.array(classified["confusion"], dtype=np.int64)
     if len(classes) <= MATRIX:
         shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
         return {

@@ -200,6 +200,18 @@ def test_a_page_of_a_run_that_trains_loads_again_until_the_run_ends(runs: Runs, 
         assert f"<b>{100 * score:.2f} %</b>" in text and ", so far" in text
 
 
+def test_a_run_without_a_validation_has_a_page(runs: Runs, tmp_path):
+    source, output = runs.straight("zero0", 1).output, tmp_path / "run"
+    output.mkdir()
+    shutil.copy(source / "run.json", output)
+    lines = (source / "metrics.jsonl").read_text().splitlines()
+    training = [line for line in lines if json.loads(line)["group"] == "training"]
+    (output / "metrics.jsonl").write_text("\n".join(training))
+    assert checkpoint.main(["report", str(output)]) == 0
+    page = (output / "report.html").read_text()
+    assert "no validation yet, after" in page and "training" in page and "Most certain mistakes" not in page
+
+
 def test_runs_of_the_same_name_are_told_apart():
     folders = ["/x/a/net", "/x/b/net"]
     runs = [dataclasses.replace(finished_run("net", [0.5]), folder=pathlib.Path(each)) for each in folders]
