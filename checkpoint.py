@@ -3,7 +3,7 @@
     a file for plain PyTorch:  python3 checkpoint.py export RUN_OR_CHECKPOINT net.pt [--format FORMAT]
     of integers of 8 bits:     python3 checkpoint.py export RUN net-int8.onnx --int8 --config FILE
     for the Hugging Face Hub:  python3 checkpoint.py export RUN FOLDER --format hf
-    classify images:           python3 checkpoint.py predict net.pt IMAGE_OR_FOLDER... [--json] [--unknown]
+    classify images:           python3 checkpoint.py predict net.pt IMAGE_OR_FOLDER... [--json] [--unknown] [--heat FILE]
     on a page of this machine: python3 checkpoint.py serve net.pt [--port N]
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
     by several views:          predict and evaluate with --tta mirror,shift=1 (test-time augmentation)
@@ -71,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print a JSON list with the probability of every class")
     meaning = "name images of no known class: less probable than THRESHOLD (99 %% of the validation images)"
     add("--unknown", nargs="?", const="", metavar="THRESHOLD", help=meaning)
+    add("--heat", metavar="FILE", help="write a page with the heat map of each image, e.g. heat.html", **path)
     _add_tta(command)
 
     command = commands.add_parser("serve", help="serve a page of this machine to drop images on")
@@ -153,6 +154,7 @@ def export(args: argparse.Namespace) -> None:
     from deepspeed_trial.checkpoints.files import locate
     from workbench.publish import forms, scoring
     from workbench.publish.network import Trained
+    from workbench.reports import recorded_run
 
     form = args.format or forms.by_ending(args.target)
     if args.target.suffix == ".json" or (args.target.is_dir() and form != "hf"):
@@ -174,6 +176,9 @@ def export(args: argparse.Namespace) -> None:
     net_file.build(description, state, str(whole))  # raises if the weights do not fit the description
     digest = state_dicts.sha256(dict(sorted(state.items())))
     description["provenance"].update(checkpoint=folder.name, weights_sha256=digest)
+    if scores := recorded_run.results(folder.resolve().parent.parent, description["provenance"]):
+        accuracy = {"value": scores[0].metrics["accuracy"], "images": scores[0].images}
+        description["provenance"]["accuracy"] = accuracy
     calibration = None
     if args.int8:
         images = scoring.open_images(args.config, args.overrides, "train", description, whole)
@@ -203,6 +208,10 @@ def predict(args: argparse.Namespace) -> None:
     asks = args.unknown is not None
     threshold = scoring.threshold_of(classifier, args.unknown, args.net) if asks else 0.0
     files, found, errors = scoring.answers(classifier, find_images(args.images), how, threshold)
+    if args.heat and files:
+        from workbench.publish import heat_page
+
+        heat_page.write(classifier, files, found.probabilities, args.heat)
     classes = classifier.description["classes"]
     if args.json:
         rows = [
@@ -231,7 +240,7 @@ def serve(args: argparse.Namespace) -> None:
     from workbench.publish import forms
     from workbench.publish import serve as page
 
-    page.run(forms.read(args.net), args.net.resolve().name, args.port)
+    page.run(forms.read(args.net), args.net, args.port)
 
 
 def _print_predictions(files: Sequence[pathlib.Path], found: Answers, classes: Sequence[str]) -> None:

@@ -18,16 +18,19 @@ from typing import Any
 import torch
 
 from classify.config.metric_table import THRESHOLD
+from classify.config.rules import NUMBER
 from classify.images.decode import MissingPackage, decode, open_image
+from classify.reports import classification_log
 from deepspeed_trial.errors import InvalidInput, one_line, printable
-from workbench.publish import scoring
+from workbench.publish import heat_maps, scoring
 from workbench.publish.network import Classifier
-from workbench.reports import page
+from workbench.reports import page, recorded_run
 
 HOST = "127.0.0.1"
 NAMES = (HOST, "localhost")  # this machine's, to a browser on it
 MOST_BYTES, MOST_MEGAPIXELS = 20 * 2**20, 50  # of an image
 AT_ONCE = 4  # images in memory
+EXAMPLES = 12
 PATIENCE = 20  # seconds that a client may be silent
 TEMPLATE = pathlib.Path(__file__).with_name("serve.html.jinja")
 HEADERS = {
@@ -39,12 +42,12 @@ HEADERS = {
 }
 
 
-def run(classifier: Classifier, title: str, port: int) -> None:
+def run(classifier: Classifier, net: pathlib.Path, port: int) -> None:
     """Serve the page to this machine until it is interrupted.
 
     Args:
         classifier: the network.
-        title: of the page.
+        net: its file; the page has images of the run in the same folder as examples.
         port: of 127.0.0.1.
 
     Raises:
@@ -53,7 +56,7 @@ def run(classifier: Classifier, title: str, port: int) -> None:
     if not 1 <= port <= 65535:
         raise InvalidInput(f"--port: {port}: must be from 1 to 65535; give another")
     try:
-        server = Server(classifier, title, port)
+        server = Server(classifier, net, port)
     except OSError as error:
         what = f"cannot be served on ({one_line(error)})"
         raise InvalidInput(f"--port: {port}: {what}; give another") from error
@@ -62,12 +65,13 @@ def run(classifier: Classifier, title: str, port: int) -> None:
         server.serve_forever()
 
 
-def answer(classifier: Classifier, content: bytes) -> tuple[dict[str, float], bool]:
-    """Classify the bytes of an image file.
+def answer(classifier: Classifier, content: bytes) -> dict[str, Any]:
+    """Return the answer to the bytes of an image file.
 
     Returns:
-        The probability of every class, the greatest first, and whether the image is of no known class: always
-        False for a network without a threshold.
+        ``classes``: pairs of a class and its probability, the greatest first. ``unknown``: whether the image
+        is of no known class, always False for a network without a threshold. ``heat``: the heat map of the
+        first class, a picture in base64; none of a network without gradients or a convolution.
 
     Raises:
         InvalidInput: if it has too many pixels, or cannot be read as an image.
@@ -84,10 +88,44 @@ def answer(classifier: Classifier, content: bytes) -> tuple[dict[str, float], bo
         raise InvalidInput(f"image: {much}; give a smaller image")
     size, fit = scoring.fitting(classifier.description)
     threshold = (classifier.description.get("confidence") or {}).get(THRESHOLD, 0.0)
-    image = torch.from_numpy(decode(content, size, "image", fit))[None]
-    (row,), (is_unknown,) = scoring.classify(classifier, image, threshold=threshold)
-    found = zip(classifier.description["classes"], row.tolist(), strict=True)
-    return dict(sorted(found, key=lambda each: -each[1])), bool(is_unknown)
+    images = torch.from_numpy(decode(content, size, "image", fit))[None]
+    (row,), (is_unknown,) = scoring.classify(classifier, images, threshold=threshold)
+    names = [printable(name) for name in classifier.description["classes"]]
+    found: dict[str, Any] = {
+        "classes": sorted(zip(names, row.tolist(), strict=True), key=lambda each: -each[1]),
+        "unknown": bool(is_unknown),
+    }
+    try:
+        ((_, heat),) = heat_maps.drawn(classifier, images, row.argmax()[None])
+        found["heat"] = classification_log.picture(heat)
+    except (InvalidInput, RuntimeError):  # RuntimeError: a layer without gradients
+        pass
+    return found
+
+
+def described(classifier: Classifier, net: pathlib.Path) -> dict[str, Any]:
+    """Return the page's values: name, classes and accuracy of a network, and images of its run."""
+    description = classifier.description
+    results = recorded_run.results(net.parent, description["provenance"])
+    examples: list[dict[str, Any]] = []
+    if results:
+        run = recorded_run.RecordedRun.read(net.parent)
+        if run.classification["classes"] == description["classes"]:
+            kinds = [run.classified.get(kind) or [] for kind in ("unsure", "mistakes")]
+            examples = [each for pair in zip(*kinds, strict=False) for each in pair]
+    exported = description["provenance"].get("accuracy")
+    if not results and isinstance(exported, dict) and NUMBER.is_valid(exported.get("value")):
+        results = [recorded_run.Result("", str(exported.get("images")), {"accuracy": exported["value"]})]
+    shown = [(each.metrics.get("accuracy"), each.images) for each in results]
+    return {
+        "title": net.resolve().name,
+        "name": description["net"]["name"],
+        "size": description["input"],
+        "classes": description["classes"],
+        "results": [(f"{accuracy:.2%}", images) for accuracy, images in shown if accuracy is not None],
+        "examples": [recorded_run.picture_of(each) for each in examples[:EXAMPLES]],
+        "most_bytes": MOST_BYTES,
+    }
 
 
 def is_of_this_page(host: str | None, origin: str | None) -> bool:
@@ -108,15 +146,15 @@ class Server(socketserver.ThreadingTCPServer):
 
     Args:
         classifier: the network.
-        title: of the page.
+        net: its file.
         port: of 127.0.0.1.
     """
 
     allow_reuse_address, daemon_threads = True, True
 
-    def __init__(self, classifier: Classifier, title: str, port: int) -> None:
+    def __init__(self, classifier: Classifier, net: pathlib.Path, port: int) -> None:
         self.classifier = classifier
-        self.page = page.render(TEMPLATE, {"title": title, "most_bytes": MOST_BYTES})
+        self.page = page.render(TEMPLATE, described(classifier, net))
         self.slots = threading.BoundedSemaphore(AT_ONCE)
         super().__init__((HOST, port), Handler)
 
@@ -152,11 +190,10 @@ class Handler(BaseHTTPRequestHandler):
             return self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, much)
         with self.server.slots:
             try:
-                found, is_unknown = answer(self.server.classifier, self.rfile.read(int(length)))
+                found = answer(self.server.classifier, self.rfile.read(int(length)))
             except InvalidInput as error:
                 return self._refuse(HTTPStatus.UNPROCESSABLE_ENTITY, error.errors[0])
-        shown = [(printable(name), probability) for name, probability in found.items()]
-        self._answer(HTTPStatus.OK, "application/json", json.dumps({"classes": shown, "unknown": is_unknown}))
+        self._answer(HTTPStatus.OK, "application/json", json.dumps(found))
 
     def log_message(self, *args: Any) -> None:
         """Print no line of a request."""
