@@ -12,7 +12,7 @@ from deepspeed_trial.errors import printable
 WIDTH, HEIGHT = 400, 250
 LEFT, TOP, RIGHT, BOTTOM = 46, 10, 392, 212  # edges of the area with the lines
 COLOURS = 8  # of ``page.html.jinja``
-DASHES = ("", "7 5", "2 4", "9 4 2 4")  # tell lines apart where one hides another
+DASHES = ("", "7 5", "2 4", "9 4 2 4", "14 4")  # tell lines apart where one hides another
 MOST_POINTS = 400  # of a line
 MOST_DOTS = 40
 

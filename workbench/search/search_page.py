@@ -14,12 +14,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.local import metrics_log
-from workbench.reports import page
+from workbench.reports import page, plots
 from workbench.search import specification
 from workbench.search.results import Results, Row, quiet_optuna, shown
 from workbench.search.space import Range
 
 TEMPLATE = pathlib.Path(__file__).with_name("search.html.jinja")
+MOST_CURVES = 24  # of trials; colours and dashes tell them apart
 SEARCHERS = {
     "single": "one trial",
     "random": "random trials",
@@ -91,8 +92,25 @@ def _values(results: Results, folder: pathlib.Path, chosen_on: str) -> dict[str,
         "command": best and results.command(best),
         "ranges": [(results.short(searched.name), _described(searched)) for searched in search.ranges],
         "trials": list(cells.values()),
+        "curves": _curves(results, rows, folder),
         "config": page.as_yaml(search.experiment.shown),
     }
+
+
+def _curves(results: Results, rows: Sequence[Row], folder: pathlib.Path) -> dict[str, Any] | None:
+    """Plot the validations of the first 24 trials; None without validations."""
+    lines = []
+    for row in rows:
+        reports = [each for each in metrics_log.read(folder / row.folder) if results.metric in each]
+        points = [
+            (each["steps_completed"], each[results.metric])
+            for each in reports
+            if each["group"] == "validation"
+        ]
+        if points:
+            steps, values = zip(*points, strict=True)
+            lines.append(plots.Line(f"trial {row.number}", steps, values, row.number))
+    return plots.plot(results.metric, lines[:MOST_CURVES]) if lines else None
 
 
 def _cells(row: Row, folder: pathlib.Path) -> dict[str, Any]:
