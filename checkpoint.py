@@ -3,7 +3,7 @@
     a file for plain PyTorch:  python3 checkpoint.py export RUN_OR_CHECKPOINT net.pt [--format FORMAT]
     of integers of 8 bits:     python3 checkpoint.py export RUN net-int8.onnx --int8 --config FILE
     for the Hugging Face Hub:  python3 checkpoint.py export RUN FOLDER --format hf
-    classify images:           python3 checkpoint.py predict net.pt IMAGE_OR_FOLDER... [--json] [--unknown] [--heat FILE]
+    classify images:           python3 checkpoint.py predict net.pt IMAGE_OR_FOLDER... [--unknown] [--heat FILE]
     on a page of this machine: python3 checkpoint.py serve net.pt [--port N]
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
     by several views:          predict and evaluate with --tta mirror,shift=1 (test-time augmentation)
