@@ -3,7 +3,7 @@
     a file for plain PyTorch:  python3 checkpoint.py export RUN_OR_CHECKPOINT net.pt [--format FORMAT]
     of integers of 8 bits:     python3 checkpoint.py export RUN net-int8.onnx --int8 --config FILE
     for the Hugging Face Hub:  python3 checkpoint.py export RUN FOLDER --format hf
-    classify images:           python3 checkpoint.py predict net.pt IMAGE_OR_FOLDER... [--unknown] [--heat FILE]
+    classify images:           python3 checkpoint.py predict net.pt IMAGES... [--unknown] [--heat FILE]
     on a page of this machine: python3 checkpoint.py serve net.pt [--port N]
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
     by several views:          predict and evaluate with --tta mirror,shift=1 (test-time augmentation)
@@ -198,7 +198,7 @@ def predict(args: argparse.Namespace) -> None:
     """Print the class of every image that can be read, and how sure the network is of it.
 
     Raises:
-        InvalidInput: after that, with a line for each file that cannot be read as an image.
+        InvalidInput: after printing, with a line for each file that is not a readable image.
     """
     from classify.images.sources.image_folder import find_images
     from workbench.publish import forms, scoring

@@ -44,7 +44,7 @@ def measure(config: str, overrides: Sequence[str], repeats: int) -> dict[str, An
 
 
 def start(request: dict[str, Any]) -> dict[str, Any]:
-    """Time a process that imports the libraries alone, and the start of ``train.py``."""
+    """Time a process that imports only the libraries, and the start of ``train.py``."""
     began = time.time()
     process = subprocess.Popen([sys.executable, "-c", LIBRARIES], stderr=subprocess.DEVNULL)
     used = os.wait4(process.pid, 0)[2]

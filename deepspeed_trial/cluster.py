@@ -104,6 +104,6 @@ def check_slots(processes: int) -> None:
     slots = sum(cluster_info().container_slot_counts)
     if slots and processes != slots:
         raise InvalidInput(
-            f"resources.slots_per_trial: {slots}: but {processes} processes were started; have"
-            " python3 -m deepspeed_trial.launch before the command in the file's entrypoint"
+            f"resources.slots_per_trial: {slots}: the launcher started {processes} processes; put"
+            " 'python3 -m deepspeed_trial.launch' before the command in the file's entrypoint"
         )

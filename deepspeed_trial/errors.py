@@ -41,7 +41,7 @@ class InvalidInput(ValueError):
 
 
 class UnreadableData(InvalidInput):
-    """Data that one rank alone cannot read during a training.
+    """Data that one rank cannot read, though others may, during a training.
 
     On a cluster the trial starts again: a server may be back by then.
     """

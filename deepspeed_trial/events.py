@@ -72,9 +72,9 @@ class TrialHooks(Callback):
         return {}
 
     def layer_names(self) -> Sequence[str] | None:
-        """Return the plain network's names of a pipeline's layers, or None for their numbers.
+        """Return the names of a pipeline's layers in the plain network; None to use the layers' numbers.
 
-        With these names a pipeline resumes from the plain network's checkpoints, and the reverse.
+        With these names, a pipeline and the plain network can each resume from checkpoints of the other.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Paths that a user names: looked at before they are read, and named where they cannot be."""
+"""Paths from a user: checked before they are read, and named in error lines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line
 
 
 def regular_file(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Gives the path back if it is a file's, which can be read to its end.
+    """Return the path of a regular file.
 
     Raises:
-        OSError: if there is none, or it may not be looked at; also for a pipe, which may wait for ever, and a
-            device, which may never end.
-        ValueError: if no file can have such a name.
+        OSError: if the file is missing or not accessible, or if it is a folder, a pipe or a device. Reading a
+            pipe or a device may never end.
+        ValueError: if the path has a null character.
     """
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
@@ -46,7 +46,7 @@ def small_file(path: str | os.PathLike[str], most: int) -> bytes:
     """Return the bytes of a file.
 
     Raises:
-        OSError: if there is none, or it is not regular, or has more than ``most`` bytes.
+        OSError: if the file is missing, is not a regular file, or has more than ``most`` bytes.
     """
     file = regular_file(path)
     if (size := file.stat().st_size) > most:

@@ -92,7 +92,7 @@ def build(trial: Any, context: Any, steps: int) -> Data:
 
 
 def _test(trial: Any, context: Any, builds: bool) -> Batches | None:
-    """Return the test data, if the trial has any; reading its first batch leaves the generators alone."""
+    """Return the test data, if any; reading the first batch does not change the random generators."""
     build = getattr(trial, "build_test_data_loader", None)
     loader = build() if build and builds else None
     if not any(context.distributed.allgather(loader is not None)):

@@ -301,7 +301,7 @@ class Loop:
             self.validate()
 
     def choose_weights(self) -> None:
-        """Load the best checkpoint if the last one is not the best, or say that it stays behind."""
+        """Load the best checkpoint if the settings ask for it; else print that an earlier one is better."""
         best = None if self.settings.test_mode else self.services.best_checkpoint()
         best = self.context.distributed.broadcast(best)
         if best is None or best[1] == self.steps:

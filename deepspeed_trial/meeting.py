@@ -31,7 +31,7 @@ def check_ranks() -> None:
     """Check the environment variables that a launcher sets for its ranks.
 
     Raises:
-        InvalidInput: with a line for each that is no such number.
+        InvalidInput: with a line for each variable that is not a number in its range.
     """
     given = {name: os.environ[name] for name in LEAST if name in os.environ}
     errors = [
@@ -47,7 +47,7 @@ def check_ranks() -> None:
 
 
 def local_size() -> int:
-    """How many ranks this host has."""
+    """Return the number of ranks on this host."""
     return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
@@ -60,10 +60,11 @@ def is_launchers_store() -> bool:
 
 
 def meet(mine: str = "") -> None:
-    """Let ranks of one host meet on its loopback alone, which no other host reaches; else at an address.
+    """Set the network addresses at which the ranks meet.
 
-    Rank 0 opens the store, unless torchrun has. By default torch's store listens for every host, and gloo at
-    the hostname's address.
+    The ranks of one host use its loopback interface, which other hosts cannot reach. By default torch's store
+    would listen on all interfaces, and gloo at the hostname's address. Rank 0 opens the store, unless
+    torchrun has opened it.
 
     Args:
         mine: the address of this host for ranks of other hosts; looked up if empty.

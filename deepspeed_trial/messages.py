@@ -40,10 +40,10 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(content: bytes) -> Any:
-    """Return the value that ``pack`` made bytes of; tensors lie on the CPU.
+    """Return the value that ``pack`` encoded, with tensors on the CPU.
 
     Raises:
-        ValueError: if these are no such bytes.
+        ValueError: if ``pack`` cannot have made the bytes.
     """
     return msgpack.unpackb(content, ext_hook=_value, strict_map_key=False)
 
@@ -78,7 +78,7 @@ def _value(kind: int, content: bytes) -> Any:
         return np.frombuffer(numbers, np.dtype(name)).reshape(shape).copy()[()]
     dtype = getattr(torch, name, None) if kind == TENSOR else None
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is no type of numbers")
+        raise ValueError(f"{name!r} is not a numeric type")
     flat = torch.frombuffer(bytearray(numbers), dtype=dtype) if numbers else torch.empty(0, dtype=dtype)
     return flat.reshape(shape)
 

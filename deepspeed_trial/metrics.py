@@ -56,7 +56,7 @@ def fetched(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def averaged_over_ranks(
     metrics: list[dict[str, Any]], distributed: core.DistributedContext
 ) -> list[dict[str, Any]]:
-    """Return the mean of each micro-batch's metrics over the ranks that report any; on rank 0 alone.
+    """Return the mean of each micro-batch's metrics over the ranks that report any; on rank 0 only.
 
     Every rank calls it. Arrays become one number, their mean.
 
@@ -140,7 +140,7 @@ def evaluated(trial: Any, context: Any, batches: Batches, most: int | None) -> l
 def reduced_over_ranks(
     metrics: list[dict[str, Any]], reducer: Any, distributed: core.DistributedContext
 ) -> dict[str, Any]:
-    """Reduce an evaluation's metrics over batches and ranks; the result is on rank 0 alone.
+    """Reduce an evaluation's metrics over batches and ranks; only rank 0 gets the result.
 
     Every rank calls it; ranks without metrics are left out.
 

@@ -1,8 +1,8 @@
 """Redaction: the parts of a configuration, a command and a text that files, pages and logs may show.
 
-A list names the fields that pass. ``MARK`` takes the place of every other value, so names alone remain of
-storage options, environment variables and registry credentials. Text that passes loses what may be a
-credential in a URL: the user, the password, the query and the fragment.
+A list names the fields that are shown. ``MARK`` replaces the value of every other field: of storage options,
+environment variables and registry credentials only the names are shown. URLs in shown text lose the parts
+that may be a credential: the user, the password, the query and the fragment.
 """
 
 from __future__ import annotations

@@ -131,10 +131,10 @@ class Saving:
                     state.check(engine, shards.folder_of(path, index), self.hooks.layer_names())
 
     def load_budget(self, path: pathlib.Path, name: str, steps: int, budget: TimeBudget) -> None:
-        """Continue the plan of a length in minutes; schedules follow it, so it comes before the engines.
+        """Restore the plan of a length in minutes, before the engines, whose schedules follow the plan.
 
         Raises:
-            InvalidInput: if the checkpoint has no such plan, or a damaged one.
+            InvalidInput: if the checkpoint has no plan of minutes, or a damaged one.
         """
         file, plan = path / identity.FILE, identity.read(path, name)["progress"].get(BUDGET)
         if plan is None:

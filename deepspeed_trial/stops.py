@@ -157,7 +157,7 @@ class Signals:
     def _stop_with_launcher(self) -> None:
         if not self.requested:  # a second signal would end the process at once
             if self.is_chief:
-                print("the program that started this one is gone; so this ends", file=sys.stderr)
+                print("the launcher of this process is gone; stopping", file=sys.stderr)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _request(self, number: int, frame: object) -> None:

@@ -229,7 +229,13 @@ def _length_errors(length: Any, searcher: Mapping[str, Any], search: bool) -> li
 
 
 def take_constants(path: str, section: dict[str, Any], search: bool) -> list[str]:
-    """Replace every ``{type: const, val: VALUE}`` by its value; only a search may have ranges."""
+    """Replace every ``{type: const, val: VALUE}`` by its value, and return errors.
+
+    Args:
+        path: the key of the section, named in errors.
+        section: changed in place.
+        search: whether ranges of hyperparameters are allowed.
+    """
     errors = []
     for key, value in section.items():
         if not isinstance(value, dict):

@@ -83,7 +83,7 @@ def read(
 
 
 class _Constructor(SafeConstructor):
-    """Read a date as text, as Determined's master, which stores JSON."""
+    """A YAML constructor that reads dates as text: Determined's master stores JSON, which has no dates."""
 
 
 _Constructor.add_constructor("tag:yaml.org,2002:timestamp", SafeConstructor.construct_yaml_str)
@@ -118,7 +118,7 @@ def _check_size(events: Iterable[Any]) -> None:
             known[anchor] = values
         inner[-1] = inner[-1][0], inner[-1][1] + values
         if inner[-1][1] > MOST:
-            raise ValueError(f"more than {MOST:,} values, aliases written out")
+            raise ValueError(f"more than {MOST:,} values with all aliases expanded")
 
 
 def _reason(error: Exception) -> str:

@@ -155,7 +155,12 @@ def is_metric(value: object) -> bool:
 
 
 def metrics_for(classes: Sequence[str], has_views: bool) -> list[str]:
-    """Return the metrics that validations of these classes report, without or with test-time augmentation."""
+    """Return the names of the metrics that a validation reports.
+
+    Args:
+        classes: the names of the classes.
+        has_views: whether the validation uses test-time augmentation.
+    """
     views, top5 = 0 if has_views else None, 0 if len(classes) > 5 else None
     nothing = np.zeros((len(classes),) * 2, dtype=np.int64)
     return list(computed(Counts(nothing, 0.0, views, top5, np.zeros((3, 1))), classes))

@@ -101,11 +101,11 @@ def number(least: float, below: float) -> Rule:
 
 
 def list_of(rule: Rule, length: int | None = None) -> Rule:
-    """Return the rule of lists of valid values.
+    """Return a rule for lists whose values all pass another rule.
 
     Args:
-        rule: of a value.
-        length: of the list; any if None.
+        rule: for one value.
+        length: the required length of the list; None allows any.
     """
 
     def is_valid(value: Any) -> bool:
@@ -115,7 +115,7 @@ def list_of(rule: Rule, length: int | None = None) -> Rule:
 
 
 def mapping_of(rule: Rule) -> Rule:
-    """Return the rule of mappings to valid values."""
+    """Return a rule for mappings whose values all pass another rule."""
     return Rule(
         lambda value: isinstance(value, Mapping) and all(map(rule.is_valid, value.values())),
         f"must be a mapping; each value {rule.message}",

@@ -96,14 +96,14 @@ def network_errors(hyper: Hyperparameters, processes: int) -> list[str]:
 
 
 def _net_errors(hyper: Hyperparameters) -> Iterator[str]:
-    """Yield the conflicts of the network, from the name of the hyperparameter on."""
+    """Yield the conflicts of the network, each as ``KEY: value: reason; remedy`` without the section."""
     name, smaller = hyper.net, "use smaller micro-batches"
     if hyper.moe and name not in ("net", MOE):
         yield f"moe: True: {name} has no experts; use net: {MOE}, or moe: false"
     if hyper.moe is False and name == MOE:
         yield f"moe: False: but net is {MOE}; use net: net"
     if hyper.net_args and hyper.has_experts:
-        yield "net_args: experts have hyperparameters of their own, such as num_experts; use those"
+        yield "net_args: experts read other hyperparameters, such as num_experts; use them"
     if hyper.layer_decay and hyper.head_only is True:
         yield f"layer_decay: {hyper.layer_decay}: does nothing with head_only: true; remove one"
     if hyper.checkpoint_activations and hyper.has_experts:
@@ -272,7 +272,7 @@ def _device_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: st
         if value := section_at(config, *sections).get(key):
             yield f"{path}: {value!r}: needs a GPU; remove it to train on a CPU"
     if hyper.sync_batchnorm:
-        yield f"{HYPER}sync_batchnorm: True: torch computes it on GPUs alone; set it to false"
+        yield f"{HYPER}sync_batchnorm: True: torch computes it only on GPUs; set it to false"
     name = _optimizer_name(config)
     if name.lower() in DEEPSPEED_OPTIMIZERS and optimizer_class(name) is None and not is_muon(config):
         yield f"optimizer.type: {name!r}: needs a GPU; on a CPU use one of {', '.join(optimizer_names())}"

@@ -69,7 +69,7 @@ class Merged(NamedTuple):
 
 
 def merge(hyper: Hyperparameters) -> Merged:
-    """Merge any of the three forms into one configuration, and check every key and value alone.
+    """Merge any of the three forms into one configuration, and check each key and value.
 
     Raises:
         InvalidInput: with one line for each error.

@@ -31,7 +31,7 @@ REMOVED = """amp autotuning compression_training curriculum_learning eigenvalue 
     nebula progressive_layer_drop quantize_training sparse_attention sparse_gradients""".split()
 # Keys that DeepSpeed ignores or cannot train with here, and the remedy.
 REPLACED = {
-    "autotuning": "DeepSpeed's launcher alone reads it; use search.py --config experiments/search-speed.yaml",
+    "autotuning": "only DeepSpeed's launcher reads it; use search.py --config experiments/search-speed.yaml",
     "fp32_allreduce": "write communication_data_type: fp32",
     "allgather_size": "write zero_optimization.allgather_bucket_size",
     "aio.thread_count": "write intra_op_parallelism",
@@ -124,13 +124,13 @@ def errors_of_whole(config: Mapping[str, Any]) -> list[str]:
     try:
         DeepSpeedConfig({**whole, MICRO_BATCH: 1})
     except Exception as error:
-        reason = "DeepSpeed refuses the combination of keys that are right alone"
+        reason = "DeepSpeed refuses this combination of valid keys"
         return [f"deepspeed_config: {reason} ({one_line(error)}); change the keys in this message"]
     return []
 
 
 def key_errors(config: Mapping[str, Any], path: str = "") -> list[str]:
-    """Check every key and value alone, at every level.
+    """Check each key and value, at every level, without their combinations.
 
     Args:
         config: the configuration.
@@ -207,7 +207,7 @@ def _unknown_in(section: str, key: str, value: Any, known: frozenset[str] | list
 
 
 def _refused_alone(key: str, value: Any) -> list[str]:
-    """Return DeepSpeed's refusal of a configuration with this key alone."""
+    """Return DeepSpeed's error for a configuration with only this key."""
     try:
         DeepSpeedConfig({MICRO_BATCH: 1, key: value})
     except pydantic.ValidationError as error:

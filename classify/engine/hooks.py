@@ -30,7 +30,7 @@ from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.events import Code, TrialHooks, steps_done
 from deepspeed_trial.full_weights import gather_full_state_dict
 
-NOT_EXPORTED = ("ep_world_size", "noisy_gate_policy")  # settings of a training alone
+NOT_EXPORTED = ("ep_world_size", "noisy_gate_policy")  # settings that only a training uses
 
 
 class ClassifierHooks(TrialHooks):
@@ -67,7 +67,7 @@ class ClassifierHooks(TrialHooks):
         self.mean, self.std = map(list, normalization)
         self.images_on_gpu = images_on_gpu
         if config.hyper.minutes and config.plan is not getattr(context, "plan", None):
-            reason = "deepspeed_trial.trainer alone ends a training by time; use {epochs: N} or {batches: N}"
+            reason = "only deepspeed_trial.trainer ends a training by time; use {epochs: N} or {batches: N}"
             raise InvalidInput(f"hyperparameters.max_length: {config.hyper.max_length}: {reason}")
         self._validation = contextlib.ExitStack()
         self.confidence: Mapping[str, float] = {}
@@ -104,7 +104,7 @@ class ClassifierHooks(TrialHooks):
 
     @override
     def on_checkpoint_load_end(self, checkpoint_dir: pathlib.Path) -> None:
-        """Load the temperature, and the average of a checkpoint without shards; shards hold the average."""
+        """Load the temperature; also the weight average, unless the checkpoint's shards held it."""
         if net_file.beside(path := checkpoint_dir / net_file.NAMES[0]).exists():
             self.confidence = net_file.read_description(path).get("confidence") or {}
         if not self.average:

@@ -132,7 +132,7 @@ def _rule(name: str, default: Any) -> Rule:
 
 
 def _like(default: Any) -> Rule:
-    """Return the rule that a value is of its default's kind."""
+    """Return the rule for a parameter, by the type of its default value."""
     if isinstance(default, bool):
         return BOOL
     if isinstance(default, (int, float)):

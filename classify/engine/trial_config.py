@@ -42,7 +42,7 @@ VALIDATION_PIXELS = 512 * 32**2  # of a micro-batch: a forward pass needs little
 
 
 class Sections:
-    """The sections of an experiment, each parsed and checked alone.
+    """The sections of an experiment, each parsed and checked independently.
 
     Attributes:
         errors: the errors of all sections; if there are none, every other attribute is set.
@@ -79,7 +79,7 @@ class Sections:
 
 
 def section_errors(hparams: Mapping[str, Any], experiment: Mapping[str, Any]) -> list[str]:
-    """Return the errors of the sections, each checked alone, of an experiment that has other errors."""
+    """Return the errors of the sections, each checked independently, of an experiment with other errors."""
     prepare_process()
     return list(dict.fromkeys(Sections(hparams, experiment, None).errors.lines))
 

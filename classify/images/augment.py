@@ -1,4 +1,4 @@
-"""Random changes of training images, drawn for each image and epoch from the seed alone.
+"""Random changes of training images, drawn for each image and epoch, only from the seed.
 
 An image is changed in the same way for any number of processes, any accumulation, and after a resume. Flips,
 crops and cutouts take whole micro-batches, torchvision's transforms one image at a time.

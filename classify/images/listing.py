@@ -243,7 +243,7 @@ class ListedSource(abc.ABC):
     @property
     @abc.abstractmethod
     def parts(self) -> tuple[str, ...]:
-        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
+        """``train`` with ``test``, ``val`` or both, or only ``all``."""
 
     @abc.abstractmethod
     def listing(self, part: str) -> Listing:

@@ -147,7 +147,7 @@ class GrowingFile:
         return np.take(self._images, indices, axis=0)
 
     def write(self, indices: np.ndarray, images: Iterable[np.ndarray]) -> None:
-        """Write images (3, H, W) uint8 while the disk has room; the last missing one completes the file."""
+        """Write images (3, H, W) uint8 unless the disk is full; complete the file once it has every image."""
         if not self.has_room:
             return
         try:

@@ -152,7 +152,7 @@ def write_described(
 
 
 def write_description(path: pathlib.Path, description: Mapping[str, Any]) -> None:
-    """Write the JSON file alone; a checkpoint has the weights in shards."""
+    """Write only the JSON file; a checkpoint has the weights in shards."""
     beside(path).write_text(json.dumps(redacted(description), indent=2) + "\n")
 
 

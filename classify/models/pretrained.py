@@ -119,7 +119,9 @@ def fetch(net: str, weights: str) -> dict[str, Tensor]:
                 state = chosen.get_state_dict(progress=progress, check_hash=True, weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, http.client.HTTPException) as error:
             what = f"{chosen.url} cannot be downloaded ({one_line(error)})"
-            remedy = f"put the file into {folder / 'checkpoints'}, or give the path of a state_dict, or null"
+            remedy = (
+                f"put the file into {folder / 'checkpoints'}, or set a state_dict's path, or null for none"
+            )
             raise InvalidInput(f"hyperparameters.weights: {weights}: {what}; {remedy}") from error
     if net.startswith("densenet"):  # its file has names from before torchvision 0.2
         state = {_OLD_DENSE_LAYER.sub(r"\1\2", key): value for key, value in state.items()}

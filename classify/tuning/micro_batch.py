@@ -40,7 +40,7 @@ class Choice:
     error: InvalidInput | TrainingStopped | None = None
 
     def give(self, context: TrialContext) -> None:
-        """Give the trial the smallest choice of all ranks, and write the tries into the run's folder.
+        """Set the trial's micro-batch to the smallest choice of all ranks, and write the tries to a file.
 
         Raises:
             InvalidInput: if every micro-batch was refused.

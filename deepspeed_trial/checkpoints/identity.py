@@ -148,5 +148,5 @@ def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
     if errors:
         if is_other_mode and not converts:
             made = "made by an earlier version, on NVMe, or by a trial's own save"
-            errors.append(f"--resume: {name}: holds files for one mode alone ({made}); resume in that mode")
+            errors.append(f"--resume: {name}: holds files of one mode only ({made}); resume in that mode")
         raise InvalidInput(errors)

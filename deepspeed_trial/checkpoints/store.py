@@ -105,10 +105,11 @@ class LocalCheckpoints:
         """Return the UUID of a checkpoint with undamaged files.
 
         Args:
-            which: ``latest``, a UUID, or ``auto``: the latest that is whole; names a later, damaged one.
+            which: ``latest``, a UUID, or ``auto``: the latest undamaged one. A line names a
+                later, damaged one.
 
         Raises:
-            InvalidInput: if there is none such; the line offers the last one that is whole.
+            InvalidInput: if there is no such checkpoint; the line names the last undamaged one.
         """
         known, unreadable = files.known(self.folder), files.unreadable(self.folder)
         candidates = [*unreadable[:1], *list(known)[:1]]

@@ -102,7 +102,9 @@ def own_folder(
     writes: Sequence[str] = (),
     stored: StoredRun | None = None,
 ) -> Iterator[bool]:
-    """Make and lock a run's folder on the chief; the block gets whether the run continues the folder's run.
+    """Create and lock a run's folder on the chief while the block runs.
+
+    Yields whether the folder has a run that this run continues.
 
     Args:
         output: the folder.

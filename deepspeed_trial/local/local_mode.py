@@ -49,7 +49,7 @@ class _TestController:
     def from_trial(
         cls, trial_inst: Any, context: Any, env: det.EnvContext, workloads: Any
     ) -> _TestController:
-        """Make the controller; the workloads have no meaning any more."""
+        """Return the controller. Determined still passes ``workloads``, but no longer uses them."""
         return cls(trial_inst, context)
 
     def run(self) -> None:

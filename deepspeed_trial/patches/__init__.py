@@ -141,7 +141,7 @@ def digest(functions: tuple[str, ...]) -> str:
 
 @functools.cache  # once a process
 def warn_of_unknown_release() -> None:
-    """Warn of a release of DeepSpeed that the patches do not know; rank 0 alone warns."""
+    """Warn of a release of DeepSpeed that the patches do not know; only rank 0 warns."""
     for package, known in KNOWN.items():
         is_known = any(installed(package) in SpecifierSet(f"=={release}") for release in known)
         if not is_known and os.environ.get("RANK", "0") == "0":

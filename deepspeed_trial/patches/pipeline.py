@@ -27,7 +27,7 @@ ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
     digests=("4f2d2a0cbc35",),
 )
 def clip_stages_together(stage: torch.nn.Module) -> None:
-    """DeepSpeed takes a pipeline's parameters for replicated ones, and clips by the first stage's norm alone.
+    """DeepSpeed takes a pipeline's parameters for replicated ones, and clips only by the first stage's norm.
 
     Args:
         stage: the stage's module, before its engine is made.

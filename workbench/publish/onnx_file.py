@@ -103,10 +103,10 @@ def read(path: pathlib.Path) -> Classifier:
         seen = description["input"]
         wanted = [3, seen["height"], seen["width"]], [len(description["classes"])]
         if (given.shape[1:], scores.shape[1:]) != wanted:
-            raise ValueError(f"takes {given.shape} and gives {scores.shape}")
+            raise ValueError(f"its input has the shape {given.shape}, its output {scores.shape}")
         tried = session.run(None, {given.name: np.zeros((2, *wanted[0]), np.float32)})[0]
         if (tried.shape, tried.dtype) != ((2, *wanted[1]), np.float32):
-            raise ValueError(f"gives {tried.dtype} of {tried.shape} for 2 images")
+            raise ValueError(f"for 2 images its output is {tried.dtype} of shape {tried.shape}")
     except Exception as error:  # ONNX Runtime's have no common class
         what = f"is not the classifier that its JSON file describes ({one_line(error)[:300]})"
         raise InvalidInput(f"{path}: {what}; export the network again") from error

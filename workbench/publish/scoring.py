@@ -159,9 +159,7 @@ def open_images(
     splits = DataPlan.resolve(settings)
     split = split or splits.names[-1]
     if split not in splits.names:
-        raise InvalidInput(
-            f"--split: {split}: the data has {', '.join(splits.names)} alone; use one of these"
-        )
+        raise InvalidInput(f"--split: {split}: the data has only {', '.join(splits.names)}; use one of these")
     source = splits.load(split)
     if list(source.classes) != description["classes"]:
         differ = f"its classes ({', '.join(source.classes[:12])}) differ from the classes of {net}"

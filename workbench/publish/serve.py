@@ -1,4 +1,4 @@
-"""A page of this machine alone: a person drops an image on it and sees the image's classes.
+"""A web page that only this machine reaches: a person drops an image on it and sees the image's classes.
 
 A request brings the bytes of an image, which stay in memory: no request can name a file or an address.
 """

@@ -43,7 +43,7 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
     """
     if len(folders) > 1:
         names = ", ".join(map(str, folders))
-        raise InvalidInput(f"report: {names}: a page shows one search; give its folder alone")
+        raise InvalidInput(f"report: {names}: a page shows one search; give only the folder of one")
     results, chosen_on = read(folders[0])
     page.write(page.render(TEMPLATE, _values(results, folders[0], chosen_on)), target)
 

@@ -188,7 +188,7 @@ def _range_errors(path: str, spec: Mapping[str, Any], grid: bool) -> list[str]:
             errors.append(f"{path}.{key}: {value!r}: must be a number below 1e300")
     low, high = ends.values()
     if is_finite(low) and is_finite(high) and low >= high:
-        mend = "exchange them" if low > high else "write the value alone"
+        mend = "exchange them" if low > high else "write the value without a range"
         errors.append(f"{path}.minval: {low!r}: must be below maxval, which is {high!r}; {mend}")
     if kind == "log":
         base: Any = spec.get("base")

@@ -37,7 +37,7 @@ class DecodedSource(Protocol):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
+        """``train`` with ``test``, ``val`` or both, or only ``all``."""
         ...
 
     def count(self, part: str) -> int:

@@ -15,7 +15,7 @@ from deepspeed_trial.errors import ErrorList, InvalidInput
 from deepspeed_trial.input_files import refused
 
 _LIKE_PARTS = ("train", "training", "test", "testing", "val", "valid", "validation")
-_NEEDS = "it needs train/<class>/* with test/<class>/* or val/<class>/*, or <class>/* alone, to be split"
+_NEEDS = "it needs train/<class>/* with test/<class>/* or val/<class>/*, or only <class>/*, to be split"
 Files = list[tuple[str, int]]  # path and label
 
 
@@ -40,7 +40,7 @@ class ImageFolder(ListedSource):
 
     @functools.cached_property
     def parts(self) -> tuple[str, ...]:
-        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
+        """``train`` with ``test``, ``val`` or both, or only ``all``."""
         with refused(f"data.root: {self.root}"):
             return _find_parts(self.root)
 

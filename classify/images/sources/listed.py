@@ -61,7 +61,7 @@ class NamedFiles(ListedSource):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
+        """``train`` with ``test``, ``val`` or both, or only ``all``."""
         return tuple(self._rows)
 
     def listing(self, part: str) -> FileListing:

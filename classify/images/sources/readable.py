@@ -40,7 +40,7 @@ class Readable(ListedSource):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
+        """``train`` with ``test``, ``val`` or both, or only ``all``."""
         return self.source.parts
 
     @functools.cached_property

@@ -131,9 +131,9 @@ def _array(file: zipfile.ZipFile, name: str, kind: np.dtype) -> np.ndarray:
 def _shard(about: Mapping[str, object]) -> Shard:
     """Return a shard whose fields have their types."""
     if not isinstance(about, dict) or not about.keys() <= _TYPES.keys():
-        raise ValueError("it names a shard that is none")
+        raise ValueError("the fields of a shard are unknown")
     if not all(type(value) is _TYPES[key] for key, value in about.items()):
-        raise ValueError("it names a shard with fields of other types")
+        raise ValueError("the fields of a shard have the wrong types")
     return Shard(**about)
 
 
@@ -144,7 +144,7 @@ def _check(part: Part, classes: int) -> None:
     if entries["label"].max() >= classes:
         raise ValueError(f"it has the label {entries['label'].max()}, but {classes} classes")
     if entries["size"].max() > MOST_BYTES:
-        raise ValueError(f"it has an image of {entries['size'].max():,} bytes")
+        raise ValueError(f"it lists an image of {entries['size'].max():,} bytes; the limit is {MOST_BYTES:,}")
     positions = entries["position"]
     if positions.max() >= count or (np.bincount(positions, minlength=count) != 1).any():
         raise ValueError("its positions do not name every image once")
@@ -200,7 +200,9 @@ def classes_of(texts: Mapping[str, str], given: Sequence[str] | None = None) -> 
     for text, where in texts.items():
         if text not in known and not (given and text.isdecimal() and _number(text) < len(names)):
             what = f"the dataset names {len(names)} classes" if given else "other labels are names"
-            raise InvalidInput(f"{where}: the label {text!r} is no class: {what}; correct one of them")
+            raise InvalidInput(
+                f"{where}: the label {text!r} is not a class: {what}; correct the label or the class names"
+            )
     if len(names) < 2:
         raise InvalidInput(
             f"{next(iter(texts.values()))}: there is only the class {names[0]!r}; give two or more"

@@ -131,7 +131,7 @@ class ShardSource(ListedSource):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
+        """``train`` with ``test``, ``val`` or both, or only ``all``."""
         return tuple(self._index.parts)
 
     def listing(self, part: str) -> ShardListing:

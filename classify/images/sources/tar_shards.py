@@ -192,7 +192,7 @@ class _Tar(tarfile.TarFile):
 
 
 class _Member(tarfile.TarInfo):
-    """A member whose headers are few and small, and which has no holes."""
+    """A tar member; refuses sparse files, and headers that are too large or too many."""
 
     def _proc_member(self, tar: _Tar) -> tarfile.TarInfo:
         """Check a header before tarfile reads the bytes that it announces."""
@@ -205,7 +205,7 @@ class _Member(tarfile.TarInfo):
         return super()._proc_member(tar)  # type: ignore[misc]
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise tarfile.ReadError("a member is sparse; write it without holes")
+        raise tarfile.ReadError("a member is a sparse file; run tar without --sparse")
 
     _proc_sparse = _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse
 

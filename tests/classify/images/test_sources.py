@@ -279,7 +279,7 @@ def without_index(change, names=True):
     many=(lambda root: (root / "index.npz").write_bytes(b"PK\1\2" * 10**6), ["it holds too many files"]),
     far=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["position"][:1].__ior__(2**31)), ["its positions do not name every image once"]),
     elsewhere=(lambda root: rewrite_index(root, lambda about, _: about["parts"]["train"][0].update(url="../x.tar")), ["index.npz: names the shard '../x.tar', which is not in its folder"]),
-    field=(lambda root: rewrite_index(root, lambda about, _: about["parts"]["train"][0].update(size="9")), ["it names a shard with fields of other types"]),
+    field=(lambda root: rewrite_index(root, lambda about, _: about["parts"]["train"][0].update(size="9")), ["the fields of a shard have the wrong types"]),
     part=(lambda root: rewrite_index(root, lambda about, _: about["parts"].update({"../x": []})), ["it has no parts of all, test, train, val"]),
     long_name_of_array=(lambda root: overwrite(root / "index.npz", 26, b"\xff\xff"), ["index.npz: is no index of these shards (File name in directory 'about.npy' and header"]),
     nested_index=(rewrite_array("about", array((10**5,), "|u1", b"[" * 10**5)), ["index.npz: is no index of these shards (maximum recursion depth exceeded"]),

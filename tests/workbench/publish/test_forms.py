@@ -266,7 +266,11 @@ def test_a_truncated_changed_or_foreign_file_is_one_line(form, error):
 @table(
     "form, damage, line",
     no_onnx=("onnx", replace_and_describe, "is not the classifier that its JSON file describes ("),
-    another_onnx=("onnx", other_onnx, "is not the classifier that its JSON file describes (takes [1] and"),
+    another_onnx=(
+        "onnx",
+        other_onnx,
+        "is not the classifier that its JSON file describes (its input has the shape [1], its output",
+    ),
     onnx_of_other_files=("onnx", move_weights_out, "describes (weights are in other files)"),
     onnx_of_one_image=("onnx", onnx_of_one_image, "is not the classifier that its JSON file describes ("),
     onnx_of_other_classes=(

@@ -217,4 +217,4 @@ def test_a_search_has_a_page_at_any_time(guided, tmp_path, capsys):
     assert f"{tmp_path}/search.db: holds no search that can be read" in capsys.readouterr().err
     assert not list(tmp_path.glob("*report*"))
     assert checkpoint.main(["report", str(output), str(tmp_path)]) == 2
-    assert "a page shows one search; give its folder alone" in capsys.readouterr().err
+    assert "a page shows one search; give only the folder of one" in capsys.readouterr().err
