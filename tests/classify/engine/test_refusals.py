@@ -213,7 +213,7 @@ BAD = {
     "experts of another network": (["hyperparameters.net=resnet18", "hyperparameters.moe=true"], 1, ["hyperparameters.", "resnet18 has no experts"]),
     "stages of no sequence": (["hyperparameters.net=resnet18", "hyperparameters.pipe_parallel_size=2"], 2, ["no sequence of layers"]),
     "blocks in a pipeline": (["hyperparameters.net=alexnet", "data.image_size=64", "hyperparameters.pipe_parallel_size=2", "hyperparameters.checkpoint_activations=true"], 2, ["does not go with a pipeline"]),
-    "arguments of experts": (["hyperparameters.net=net-moe", "hyperparameters.net_args={a: 1}"], 1, ["experts have hyperparameters of their own"]),
+    "arguments of experts": (["hyperparameters.net=net-moe", "hyperparameters.net_args={a: 1}"], 1, ["experts read other hyperparameters"]),
     "blocks of experts": (["hyperparameters.net=net-moe", "hyperparameters.checkpoint_activations=true"], 1, ["does not go with experts"]),
     "more processes than images": (["D.train_batch_size=3000"], 3000, ["train_batch_size", "1437"]),
 }  # fmt: skip
