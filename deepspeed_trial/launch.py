@@ -92,7 +92,7 @@ def master_port(info: det.ClusterInfo) -> int:
 
 
 def patch_for_several_hosts(layer: Any, info: Any) -> None:
-    """Replace functions of ``determined.launch.deepspeed``, except any that a release lacks.
+    """Replace functions of ``determined.launch.deepspeed``; skip functions that the installed release lacks.
 
     Args:
         layer: the module.

@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet: one store, which of one host's ranks only that host can reach."""
+"""The store of a run's ranks; other hosts cannot reach it if all ranks are on one host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys and sections: each key once, with its default, rule, unit and documentation.
+"""The keys of an experiment file by section: the default, rule, unit and documentation of each key.
 
 Every section of an experiment file is checked by ``key_errors``. ``reference.py`` documents the same keys.
 """

@@ -259,7 +259,7 @@ class DataPlan:
 
     @functools.cached_property
     def _sizes(self) -> Sequence[int]:
-        """The number of images of each class in the part that is cut."""
+        """The number of images of each class in the part from which images are held out."""
         return self.source.class_counts(_training_part(self.source))
 
     def part_of(self, split: str) -> str:
@@ -278,7 +278,7 @@ def devices(sizes: Sequence[int], settings: DataSettings, device: torch.device) 
     """Return the device that keeps each set of images, as ``data.device`` says.
 
     Args:
-        sizes: the bytes of each set, training images first; these stay on the host if it transforms them.
+        sizes: the bytes of each set, training images first; images that the host transforms stay on the host.
         settings: the checked ``data`` section.
         device: the one that trains.
 

@@ -32,8 +32,8 @@ def forward(net: nn.Module, size: tuple[int, int]) -> int | None:
 def training(net: nn.Module, size: tuple[int, int], frozen: Collection[str] = ()) -> int | None:
     """Return the operations of a forward and backward pass over an image, without activation checkpointing.
 
-    They are at most three times the operations of a forward pass, the number if all layers are trained.
-    torch counts too many for the backward pass of grouped convolutions.
+    The limit is three times the operations of a forward pass, as if all layers were trained: torch counts too
+    many operations for the backward pass of grouped convolutions.
 
     Args:
         net: on the meta device.
@@ -41,7 +41,7 @@ def training(net: nn.Module, size: tuple[int, int], frozen: Collection[str] = ()
         frozen: names of parameters that are not trained.
 
     Returns:
-        The operations, or None if the network cannot run without values.
+        The operations, or None if the network cannot run on the meta device.
     """
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in frozen)

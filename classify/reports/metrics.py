@@ -26,8 +26,8 @@ SHOWN = 16  # images of each kind in the report
 class Throughput(pytorch.MetricReducer):
     """Images trained a second of wall time, over all ranks, without validations and checkpoints.
 
-    Determined resets it when training starts or resumes. It reduces it when it reports, after it has fetched
-    the losses: the steps in the device's queue count, too.
+    Determined resets the reducer when training starts or resumes. For a report it fetches the losses
+    before it reduces, so the time includes all steps in the device's queue.
     """
 
     def __init__(self) -> None:

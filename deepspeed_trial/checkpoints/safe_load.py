@@ -103,7 +103,7 @@ def is_count(value: Any) -> bool:
 
 
 def _plain_values(content: bytes) -> Any:
-    """Return the plain values of a small pickle; one of a few bytes may ask for gigabytes, and is refused."""
+    """Return the plain values of a small pickle; refuse one whose memo indices would allocate gigabytes."""
     for code, number, _ in pickletools.genops(content):
         if code.name in ("PUT", "LONG_BINPUT") and (number or 0) > len(content):  # makes a list so long
             raise pickle.UnpicklingError(f"object {number:,} of {len(content):,} bytes")
