@@ -130,17 +130,16 @@ def test_a_store_that_is_away_changes_no_bit(s3, straight, tmp_path, monkeypatch
         start_response("403 Forbidden", [])
         return []
 
+    def go(step):
+        if step == 6:
+            server(s3).app = away
+
     def back(self, patience):
         threading.Timer(0.5, lambda: setattr(server(s3), "app", here)).start()
         finish(self, patience)
 
     monkeypatch.setattr(uploads.Uploads, "_finish", back)
-
-    def leave(step):
-        if step == 6:
-            server(s3).app = away
-
-    weights, done = fit(tmp_path / "run", section, watch=leave)
+    weights, done = fit(tmp_path / "run", section, watch=go)
     assert_same(weights, straight)
     assert "the run waits up to 300 seconds for it" in caplog.text
     assert done.checkpoint in names_in(held(section, tmp_path / "there"))
