@@ -96,7 +96,7 @@ def test_the_page_says_unknown_below_the_threshold(threshold, network, tmp_path)
     classifier = forms.read(network)
     classifier.description["confidence"]["confidence_threshold"] = threshold
     photo = save(tmp_path / "photo.png", Image.new("RGB", (40, 40)))
-    assert serve.answer(classifier, photo.read_bytes())[1] == bool(threshold)
+    assert serve.answer(classifier, photo.read_bytes())["unknown"] == bool(threshold)
 
 
 def test_the_page_loads_nothing_and_is_framed_by_none(port):
