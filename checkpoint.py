@@ -10,6 +10,7 @@
     look at runs, or a search: python3 checkpoint.py report RUN [RUN...] [--output report.html] [--follow]
     look for wrong images:     python3 checkpoint.py audit FOLDER [--net net.pt]  (or --config FILE)
     a new head, in a minute:   python3 checkpoint.py head net.pt new.pt --config FILE
+    continue from a cluster:   python3 checkpoint.py import CHECKPOINT RUN
     images and shards kept:    python3 checkpoint.py caches [FOLDER...] [--clear]
 
 RUN is the folder of a run of train.py; a checkpoint is a folder in its checkpoints/, or a folder of
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="export|predict|serve|evaluate|report|audit|head|caches"
+        dest="command", required=True, metavar="export|predict|serve|evaluate|report|audit|head|import|caches"
     )
     path = {"type": pathlib.Path}
 
@@ -112,6 +113,11 @@ def parser() -> argparse.ArgumentParser:
     add("target", metavar="FILE", help="the new network, e.g. new.pt", **path)
     command_line.add_experiment_options(command, CONFIG, "whose training images the head learns")
 
+    command = commands.add_parser("import", help="make a run of a Determined cluster's checkpoint")
+    add = command.add_argument
+    add("source", metavar="CHECKPOINT", help="a folder of det checkpoint download", **path)
+    add("output", metavar="RUN", help="the new run's folder", **path)
+
     command = commands.add_parser("caches", help="list or remove decoded images and fetched shards")
     add = command.add_argument
     folders = "data.root or data.cache.folder of a run (data, and the user's cache)"
@@ -129,6 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     args = parse(argv)
     commands = {"export": export, "predict": predict, "evaluate": evaluate, "report": report}
+    commands["import"] = import_
     try:
         with explain_out_of_memory(lambda: f"in {args.command}", lambda: "use a machine with more memory"):
             {**commands, "serve": serve, "caches": caches, "audit": audit, "head": head}[args.command](args)
@@ -349,6 +356,14 @@ def _data_section(args: argparse.Namespace) -> dict[str, Any]:
         raise InvalidInput(f"--config: {args.config}: {folder} is given, too; remove one of the two")
     images = [f"data={json.dumps({'dataset': 'imagefolder', 'root': str(folder), 'image_size': 64})}"]
     return dict(experiment_file.read(args.config, [*images, *args.overrides])["data"])
+
+
+def import_(args: argparse.Namespace) -> None:
+    """Make the folder of a run with a checkpoint of a Determined cluster."""
+    from workbench.imported import import_checkpoint
+
+    steps, output = import_checkpoint(args.source, args.output), printable(args.output)
+    print(f"{output}: {steps:,} steps; continue: train.py --config FILE --output {output} --resume latest")
 
 
 def caches(args: argparse.Namespace) -> None:

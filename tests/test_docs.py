@@ -24,9 +24,10 @@ PAGES = [PROJECT / "README.md", *sorted(PROJECT.glob("docs/*.md"))]
 SHORT = [
     PROJECT / f"{name}.md"
     for name in """README CHANGELOG CONTRIBUTING SECURITY docs/audit docs/baseline docs/cluster docs/configure docs/data-and-nets
-    docs/evaluation docs/from-pytorch docs/hangs docs/hosts docs/kubernetes docs/large-data
-    docs/look-and-use docs/memory docs/modes docs/networks docs/optimizers docs/photos docs/recipes
-    docs/resume docs/search docs/sources docs/speed docs/storage docs/studies docs/time-budget docs/trackers""".split()
+    docs/evaluation docs/from-determined docs/from-pytorch docs/hangs docs/hosts docs/kubernetes
+    docs/large-data docs/look-and-use docs/memory docs/modes docs/networks docs/optimizers docs/photos
+    docs/recipes docs/resume docs/search docs/sources docs/speed docs/storage docs/studies docs/time-budget
+    docs/trackers""".split()
 ]
 # A file of DeepSpeed's examples, and three that a reader or a run writes
 ELSEWHERE = ("cifar10_deepspeed.py", "experiment.yaml", "plain.py", "trial.py")

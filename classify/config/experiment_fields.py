@@ -85,8 +85,8 @@ SECTIONS = {
         experiment_seed=_key(whole(0, 2**31), "The seed of weights, order and augmentation.", 0)
     ),
     "resources": _keys(
-        """agent_label devices is_single_node max_slots native_parallel priority resource_pool shm_size slots
-        weight""",
+        """agent_label devices is_single_node max_slots native_parallel prefer_gpu_topology priority
+        resource_pool shm_size slots weight""",
         slots_per_trial=_key(whole(1), "The processes of a trial on a cluster, one a slot.", 1),
     ),
     "checkpoint_storage": _keys(

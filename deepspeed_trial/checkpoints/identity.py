@@ -19,6 +19,7 @@ from deepspeed_trial.input_files import regular_file
 
 FILE = "identity.json"
 GROUPS = ("net", "mode", "position")
+IMPORTED = "imported"  # in the progress: Determined's own trainer saved it, so only its mode is known
 STAGE, PROCESSES = "zero_optimization.stage", "processes"
 Identity = Mapping[str, Mapping[str, Any]]
 Progress = Mapping[str, Any]
@@ -135,6 +136,8 @@ def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
     errors = []
     for group in GROUPS if same_trial else GROUPS[:2]:
         for key, value in mine[group].items():
+            if key not in known and saved["progress"].get(IMPORTED):
+                continue
             was = known.get(key)
             is_fixed = group != "mode" or key.endswith(("precision", "optimizer.type"))
             if value != was and (is_fixed or not converts):
