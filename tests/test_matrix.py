@@ -18,8 +18,9 @@ from classify.models import state_dicts
 TRAINED = {name: row for name, row in ROWS.items() if row.program == "train.py"}
 IMAGES = {name: (29, 48) if name == "photos" else (48, None) if "photos" in str(row) or "shards" in str(row) else (360, None)
           for name, row in TRAINED.items()}  # fmt: skip
-# The lines that a training on a folder prints to stderr: of its cache, and Determined's of uneven batches
-NOTES = ("144 images of", "48 images of", "Validation batch size inconsistent")
+# Lines on stderr: of a folder's cache, Determined's of uneven batches, and the advice of ZeRO 0 for one process
+ADVICE = "train.py: note: zero_optimization.stage: "
+NOTES = ("144 images of", "48 images of", "Validation batch size inconsistent", ADVICE)
 SCALARS = {
     "loss/train", "loss/validation", "accuracy/validation", "learning_rate", "gradient_norm", "loss_scale", "images_per_second",
 }  # fmt: skip
