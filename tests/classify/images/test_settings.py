@@ -23,7 +23,7 @@ def test_defaults_and_sizes():
     ("section", "parts"),
     [
         ("digits", ["data: 'digits'", "mapping"]),
-        ({"zzz": 1}, ["data.zzz", "augment, cache, dataset, decode, device, download, exclude, fit, fold, group, image_size, normalize, resize, root, sampling, split_seed, storage, test, unreadable, validation, window, workers"]),
+        ({"zzz": 1}, ["data.zzz: ", "unknown key; remove it"]),
         ({7: 1}, ["data.7", "unknown key"]),
         ({"dataset": "mnist"}, ["data.dataset", "'mnist'", "cifar10", "digits", "imagefolder"]),
         ({"dataset": None}, ["data.dataset", "None"]),
