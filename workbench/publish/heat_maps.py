@@ -21,6 +21,7 @@ from workbench.publish import scoring
 from workbench.publish.network import Classifier
 
 BATCH = 16
+GRID = 7  # places of a map in each direction, at most; max pooling gives a finer one isolated dots
 
 # Red, green and blue, and the opacity, of the least and the greatest heat
 HEAT = np.array(
@@ -50,8 +51,8 @@ def drawn(classifier: Classifier, images: Tensor, classes: Tensor) -> Iterator[t
 def heat_maps(classifier: Classifier, inputs: Tensor, classes: Tensor) -> Tensor:
     """Return the heat of every pixel for a class: (B, H, W) float32, 0 to 1; zeros if nothing speaks for it.
 
-    A map has the resolution of the last convolution whose output is larger than a pixel. For a transformer it
-    is the convolution that cuts the image into patches.
+    A map is that of the last convolution whose output is larger than a pixel, averaged to 7x7 places. For a
+    transformer it is the convolution that cuts the image into patches.
 
     Args:
         classifier: of weights.
@@ -67,7 +68,9 @@ def heat_maps(classifier: Classifier, inputs: Tensor, classes: Tensor) -> Tensor
     if seen is None:
         raise InvalidInput("heat map: the network has no convolution with an output larger than a pixel")
     features, gradients = seen
-    heat = (gradients * features).sum(1, keepdim=True).clamp(min=0)
+    heat = (gradients * features).sum(1, keepdim=True)
+    height, width = (min(side, GRID) for side in heat.shape[2:])
+    heat = F.adaptive_avg_pool2d(heat, (height, width)).clamp(min=0)
     heat = F.interpolate(heat, inputs.shape[2:], mode="bilinear", align_corners=False)[:, 0]
     return heat / heat.amax((1, 2), keepdim=True).clamp(min=1e-12)
 

@@ -18,7 +18,7 @@ from net import Net
 from workbench.publish import forms, heat_maps, serve
 from workbench.publish.network import Classifier
 
-SIDE = 8
+SIDE = 6
 
 
 class Halves(nn.Module):
