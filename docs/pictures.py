@@ -26,7 +26,7 @@ from workbench.publish import forms, serve  # noqa: E402
 from workbench.reports import html_report  # noqa: E402
 
 WIDTH, HEIGHT = 1280, 1500
-COLOURS = 96  # of a picture: a third of the bytes
+COLOURS = 224  # of a picture: a third of the bytes
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
             page = browser.new_page(viewport={"width": width, "height": HEIGHT}, color_scheme=scheme)
             page.goto(report.as_uri())
             _save(page, name)
-        page = browser.new_page(viewport={"width": WIDTH, "height": 860}, color_scheme="light")
+        page = browser.new_page(viewport={"width": WIDTH, "height": 1090}, color_scheme="light")
         page.goto(f"http://127.0.0.1:{server.server_address[1]}")
         for number in range(4):
             page.locator(".examples button").nth(number).click()
