@@ -51,8 +51,8 @@ def drawn(classifier: Classifier, images: Tensor, classes: Tensor) -> Iterator[t
 def heat_maps(classifier: Classifier, inputs: Tensor, classes: Tensor) -> Tensor:
     """Return the heat of every pixel for a class: (B, H, W) float32, 0 to 1; zeros if nothing speaks for it.
 
-    A map is that of the last convolution whose output is larger than a pixel, averaged to 7x7 places. For a
-    transformer it is the convolution that cuts the image into patches.
+    The map shows the output of the last convolution with more than one place, averaged to 7x7 places. For a
+    transformer this convolution cuts the image into patches.
 
     Args:
         classifier: of weights.

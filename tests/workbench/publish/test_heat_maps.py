@@ -22,7 +22,7 @@ SIDE = 6
 
 
 class Halves(nn.Module):
-    """The logit of class 0 is the red of the left half, that of class 1 the red of the right half."""
+    """Adds up the red of the left half for class 0, and of the right half for class 1."""
 
     def __init__(self) -> None:
         super().__init__()
