@@ -23,6 +23,7 @@ from classify.images.pixels import ImageSet
 from classify.images.plan import DataPlan
 from classify.reports.metrics import SHOWN, ClassificationMetrics
 from classify.reports.summary import CLASSIFICATION
+from deepspeed_trial import redaction
 from deepspeed_trial.events import Callback
 
 AS_PNG = 64  # pixels of the longer side; larger images are JPEG files
@@ -148,6 +149,6 @@ def picture(image: Any) -> str:
 
 
 def _whole(name: str) -> str:
-    """Return the absolute path of an image that is a file; another name as it is."""
+    """Return the absolute path of an image that is a file; another name without credentials."""
     path = pathlib.Path(name)
-    return str(path.absolute()) if not is_remote(name) and path.is_file() else name
+    return str(path.absolute()) if not is_remote(name) and path.is_file() else redaction.text(name)
