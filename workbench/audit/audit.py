@@ -149,7 +149,7 @@ def _values(result: Audit, features: str) -> dict[str, Any]:
             f"probably wrong; held-out accuracy {100 * result.accuracy:.1f} %",
         ),
         ("in a split", result.count(COPY), "pairs of near-duplicates"),
-        ("small classes", sum(row.is_small for row in result.classes), "with few images in a part"),
+        ("small classes", sum(row.is_small for row in result.classes), "with few images in a split"),
     ]
     return {
         "title": "Audit of the images",

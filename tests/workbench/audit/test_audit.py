@@ -125,6 +125,7 @@ def test_a_head_scores_as_its_file_does(net, main, tmp_path):
     assert float(accuracy) > 0.8
     evaluated = json.loads("\n".join(main("evaluate", target, *DIGITS, "--json")))
     assert f"{evaluated['accuracy']:.4f}" == accuracy and evaluated["images"] == 360
+    assert evaluated["loss"] < 1  # the network divides the head's outputs by 32
     before, after = (torch.load(path) for path in (net, target))
     assert [name for name in before if not torch.equal(before[name], after[name])] == ["head.weight"]
 
