@@ -259,7 +259,7 @@ class DataPlan:
 
     @functools.cached_property
     def _sizes(self) -> Sequence[int]:
-        """The number of images of each class in the part from which images are held out."""
+        """The number of images of each class in the training part."""
         return self.source.class_counts(_training_part(self.source))
 
     def part_of(self, split: str) -> str:
