@@ -276,7 +276,7 @@ def test_a_truncated_changed_or_foreign_file_is_one_line(form, error):
     onnx_of_other_classes=(
         "onnx",
         add_a_class,
-        "is not the classifier that its JSON file describes (takes [",
+        "is not the classifier that its JSON file describes (its input has the shape [",
     ),
     missing_onnx=("onnx", pathlib.Path.unlink, "net.onnx: cannot be used (["),
     missing_in_folder=("hf", pathlib.Path.unlink, "folder/model.safetensors: not a readable state_dict (["),
