@@ -1,8 +1,8 @@
 """The trial's hyperparameters: each once, with its type, default, rule and documentation.
 
 Every other hyperparameter is a key of DeepSpeed's, which ``classify/engine`` checks. Conflicts between keys
-are in ``classify/engine/combinations.py``; the values that a resume must repeat, in
-``ClassifierHooks.identity``.
+are in ``classify/engine/combinations.py``. A key that changes the loss or the order of the images gets
+``repeated=True``: a resume with another value is refused.
 """
 
 from __future__ import annotations
@@ -150,11 +150,13 @@ class Hyperparameters(Keyed):
         "cross_entropy",
         elsewhere("cross_entropy, bce, focal or a loss of net.py, or {NAME: {ARGUMENT: VALUE}}"),
         "The training loss; validations always report cross-entropy.",
+        repeated=True,
     )
     class_weights: str | Mapping[str, float] | None = key(
         None,
         elsewhere("balanced, or a mapping of classes to their weights, e.g. {cat: 2}"),
         "The weight of a class's images in the loss; `balanced`: inverse frequency, with a mean of 1.",
+        repeated=True,
     )
     label_smoothing: float = key(
         0.0,

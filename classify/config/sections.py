@@ -24,6 +24,7 @@ class Key(NamedTuple):
         default: the value if the file gives none.
         unit: of its number; empty if it has none.
         section: the keys of a value that is a mapping or a list of mappings; a ``Section`` also parses it.
+        repeated: a resume must repeat the value.
     """
 
     rule: Rule
@@ -31,6 +32,7 @@ class Key(NamedTuple):
     default: Any = None
     unit: str = ""
     section: type[Keyed] | None = None
+    repeated: bool = False
 
 
 def key(default: Any, rule: Rule, about: str, **more: Any) -> Any:
@@ -115,6 +117,15 @@ class Keyed:
         """Return the section's keys by name."""
         fields: Any = dataclasses.fields(cls)  # type: ignore[arg-type]  # every subclass is a dataclass
         return {field.name: field.metadata["key"] for field in fields if "key" in field.metadata}
+
+    def repeated(self) -> dict[str, Any]:
+        """Return the values that a resume must repeat, by key; None for a default.
+
+        A checkpoint may be older than a key. A resume finds no value there, and takes it for the default.
+        """
+        keys = {name: key for name, key in self.keys().items() if key.repeated}
+        values = {name: getattr(self, name) for name in keys}
+        return {name: None if value == keys[name].default else value for name, value in values.items()}
 
     @classmethod
     def read(

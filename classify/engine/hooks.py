@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
@@ -187,11 +186,6 @@ class ClassifierHooks(TrialHooks):
     @override
     def identity(self) -> Mapping[str, Mapping[str, Any]]:
         hyper, data = self.config.hyper, self.config.data
-        augment = json.loads(json.dumps(vars(data.augment)))
-        if data.augment.edge == "zeros":
-            del augment["edge"]  # older checkpoints lack it
-        if not data.augment.transforms:
-            del augment["transforms"]  # older checkpoints lack it
         net = {
             "hyperparameters.net": "net" if hyper.has_experts else hyper.net,
             "hyperparameters.net_args": dict(hyper.net_args or {}),
@@ -218,15 +212,14 @@ class ClassifierHooks(TrialHooks):
             "data.fold": list(data.fold) if data.fold else None,
             "data.unreadable": self.config.source.left_out_identity,
             "data.exclude": self.config.source.excluded_identity,
-            "data.augment": augment,
+            "data.augment": data.augment.identity(),
             "data.resize": list(data.stored_size),
             "data.fit": None if data.fit == CROP else data.fit,
             "data.normalize": [self.mean, self.std],
             "hyperparameters.label_smoothing": hyper.label_smoothing,
             "hyperparameters.mixup": hyper.mixup,
             "hyperparameters.cutmix": hyper.cutmix,
-            "hyperparameters.loss": None if hyper.loss == "cross_entropy" else hyper.loss,
-            "hyperparameters.class_weights": hyper.class_weights,
+            **{f"hyperparameters.{name}": value for name, value in hyper.repeated().items()},
             "hyperparameters.teacher": self._teacher,
         }
         return {"net": net, "mode": mode, "position": position}

@@ -6,6 +6,7 @@ crops and cutouts take whole micro-batches, torchvision's transforms one image a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from classify.config.sections import Keyed, key
 from classify.images import transforms
 from deepspeed_trial.errors import ErrorList, InvalidInput
 
+OLDEST_KEYS = ("flip", "crop", "resized_crop", "cutout")  # in every checkpoint
 PIXELS = elsewhere("a whole number of pixels, at most the image's smaller side")
 
 
@@ -74,6 +76,18 @@ class Augmentation(Keyed):
         elsewhere(transforms.FORM.removeprefix("must be ").replace("a name", "a list of names", 1)),
         "torchvision's transforms v2, after crops and before `cutout`.",
     )
+
+    def identity(self) -> dict[str, Any]:
+        """Return the JSON values that a resume must repeat.
+
+        A checkpoint may be older than a key, so the default of a newer key is left out.
+        """
+        values = {
+            name: getattr(self, name)
+            for name, each in self.keys().items()
+            if name in OLDEST_KEYS or getattr(self, name) != each.default
+        }
+        return json.loads(json.dumps(values))
 
     @classmethod
     def parse(cls, section: Mapping[str, Any] | None, sides: tuple[int, int]) -> Augmentation:

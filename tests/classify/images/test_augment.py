@@ -52,6 +52,14 @@ def test_flips_mirror_a_half_and_alternating_ones_the_other_half_in_every_second
     assert torch.equal(second, first.flip(3)) and torch.equal(third, first) and torch.equal(fourth, second)
 
 
+def test_a_checkpoint_older_than_a_key_has_the_identity_of_its_default():
+    oldest = {"flip": False, "crop": 0, "resized_crop": None, "cutout": 0}
+    assert Augmentation().identity() == oldest
+    newer = Augmentation(crop=2, edge="reflection", transforms=({"RandAugment": {}},)).identity()
+    assert newer == {**oldest, "crop": 2, "edge": "reflection", "transforms": [{"RandAugment": {}}]}
+    assert Augmentation(resized_crop=(0.5, 1)).identity() == {**oldest, "resized_crop": [0.5, 1]}
+
+
 @table(
     "edge, crop, size, flip",
     zeros=("constant", 2, (SIZE, SIZE), False),
