@@ -44,6 +44,8 @@ class Row:
         tolerance: relative; the losses differ by rounding.
         onward: rows, with ranks, that continue the row's stopped run of two ranks.
         resumed_with: further arguments of the resumed run, which change nothing.
+        of_ranks: the losses depend on the number of ranks, beyond rounding: each rank draws numbers (the gate's
+            noise, the shares of mixed images) or normalizes its micro-batches.
         program: what trains.
         stage: of ZeRO.
         dtype: of the engine.
@@ -57,6 +59,7 @@ class Row:
     tolerance: float = 1e-5
     onward: tuple[tuple[str, int], ...] = ()
     resumed_with: tuple[str, ...] = ()
+    of_ranks: bool = False
     program: str = "train.py"
     stage: int = 0
     dtype: str = "float32"
@@ -75,7 +78,7 @@ def row(config: str, stage: int | None = None, *, steps: int = STEPS, stop: int 
     }
     if stage is not None:
         chosen[f"{DEEPSPEED}zero_optimization__stage"] = stage
-    fields = {"ranks", "like", "tolerance", "onward", "resumed_with"} & values.keys()
+    fields = {"ranks", "like", "tolerance", "onward", "resumed_with", "of_ranks"} & values.keys()
     of_row = {name: values.pop(name) for name in fields}
     for name, value in values.items():
         path = f"{DEEPSPEED}{name[3:]}" if name.startswith("ds_") else name
@@ -206,8 +209,8 @@ ROWS: dict[str, Row] = {
     "accumulate": row("accumulate", like="zero0", onward=(("zero0", 1),)),
     "accumulate zero2": row("accumulate", 2, like="zero0"),
     "offload": row("offload", like="zero0", onward=(("zero2", 2),)),
-    "moe": row("moe", onward=(("experts", 2),)),
-    "moe-residual": row("moe-residual"),
+    "moe": row("moe", of_ranks=True, onward=(("experts", 2),)),
+    "moe-residual": row("moe-residual", of_ranks=True),
     "experts": row("moe", 2, ep_world_size=2, ranks=(2,), onward=(("moe", 1),)),
     "pipeline": row("pipeline", like="zero0", ranks=(2,), onward=(("zero2", 1),)),
     "pipeline zero0": row("pipeline", 0, like="zero0", ranks=(2,), onward=(("pipeline of layers", 2),)),
@@ -231,7 +234,7 @@ ROWS: dict[str, Row] = {
     "groups zero2": row("digits", 2, **GROUPS, **FROM_FILE, like="groups", onward=(("groups", 1),)),
     "groups zero3": row("digits", 3, **GROUPS, **FROM_FILE, like="groups", onward=(("groups zero2", 1),)),
     "groups bf16": row("bf16", 3, **GROUPS, **FROM_FILE, ranks=(2,)),
-    "groups moe": row("moe", 2, **GROUPS),
+    "groups moe": row("moe", 2, of_ranks=True, **GROUPS),
     "groups pipeline": row("pipeline", 1, **GROUPS, **FROM_FILE, like="groups", ranks=(2,)),
     "head": row("digits", 0, **HEAD, **FROM_FILE),
     "head zero2": row("digits", 2, **HEAD, **FROM_FILE, like="head", ranks=(2,)),
@@ -269,7 +272,7 @@ ROWS: dict[str, Row] = {
         "digits", 3, weight_average={"decay": 0.9, "every": 3, "lookahead": True, "rising": True}, ranks=(2,)
     ),
     # Losses, mixed and changed images, images of files and shards
-    "mixup": row("digits", 1, mixup=0.2, cutmix=1, label_smoothing=0.1),
+    "mixup": row("digits", 1, of_ranks=True, mixup=0.2, cutmix=1, label_smoothing=0.1),
     "focal": row("digits", 0, loss={"focal": {"gamma": 1}}, class_weights="balanced", mixup=0.2, ranks=(1,)),
     "bce": row("digits", 2, loss="bce", ranks=(2,)),
     "teacher": row("digits", 0, teacher="{teacher}", onward=(("teacher zero3", 2),)),
@@ -291,7 +294,7 @@ ROWS: dict[str, Row] = {
     "shards": row("digits", 0, **PHOTO_ROW, data=STREAMED, like="folder", ranks=(1,)),
     "windows": row("digits", 1, **PHOTO_ROW, data={**STREAMED, "window": 1}),
     # Networks
-    "resnet18": row("digits", 0, net="resnet18", **NETWORK),
+    "resnet18": row("digits", 0, of_ranks=True, net="resnet18", **NETWORK),
     "resnet18 zero3": row(
         "digits",
         3,
@@ -332,7 +335,7 @@ ROWS: dict[str, Row] = {
         "digits", 3, net="timm/mobilenetv3_small_050", checkpoint_activations=True, **NETWORK, ranks=(2,)
     ),
     # The recipes of CIFAR-10
-    "recipe": row("cifar10-90", **{**AIRBENCH, **AUTOCAST}),
+    "recipe": row("cifar10-90", of_ranks=True, **{**AIRBENCH, **AUTOCAST}),
     "recipe zero0": row("cifar10-90", 0, **AIRBENCH, ds_gradient_accumulation_steps=2, ranks=(1,)),
     "recipe zero2": row("cifar10-90", 2, **AIRBENCH, like="recipe zero0", tolerance=1e-4, ranks=(2,)),
     "recipe zero3": row(

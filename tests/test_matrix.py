@@ -103,12 +103,14 @@ def test_losses_are_those_of_another_row(runs: Runs, name, ranks):
     assert losses(runs.straight(name, ranks)) == pytest.approx(losses(reference), rel=row.tolerance)
 
 
-# Ranks draw noise of the experts' gate and shares of mixed images, and normalise their micro-batches
-OF_RANKS = ("moe", "mixup", "resnet", "recipe")
-EQUAL = {name: row for name, row in TRAINED.items() if row.ranks == (1, 2) and row.dtype == "float32"}
+EQUAL = {
+    name: row
+    for name, row in TRAINED.items()
+    if row.ranks == (1, 2) and row.dtype == "float32" and not row.of_ranks
+}
 
 
-@each({name: row for name, row in EQUAL.items() if not any(part in name for part in OF_RANKS)}, most=True)
+@each(EQUAL, most=True)
 def test_two_ranks_have_the_losses_of_one(runs: Runs, name, ranks):
     one, two = (losses(runs.straight(name, number)) for number in (1, 2))
     assert two == pytest.approx(one, rel=ROWS[name].tolerance)
