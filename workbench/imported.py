@@ -10,6 +10,7 @@ import pathlib
 import pickle
 import shutil
 import uuid
+from dataclasses import asdict
 from typing import Any
 
 from deepspeed_trial.checkpoints import files, identity, safe_load, shards
@@ -48,12 +49,12 @@ def import_checkpoint(source: pathlib.Path, output: pathlib.Path) -> int:
         partial = output / "checkpoints" / f".partial-{name}"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(source, partial, ignore=lambda folder, names: {files.METADATA} & {*names})
-        (partial / "trial_state.pkl").write_bytes(pickle.dumps({**state, "trial_id": 0}))
+        (partial / "trial_state.pkl").write_bytes(pickle.dumps({**asdict(state), "trial_id": 0}))
         if not (partial / identity.FILE).exists():
             identity.write(partial, _identity_of(partial), {identity.IMPORTED: True})
-        files.write_metadata(partial, {"steps_completed": state["batches_trained"]})
+        files.write_metadata(partial, {"steps_completed": state.batches_trained})
         os.rename(partial, output / "checkpoints" / name)
-    return state["batches_trained"]
+    return state.batches_trained
 
 
 def _identity_of(checkpoint: pathlib.Path) -> identity.Identity:

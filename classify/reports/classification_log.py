@@ -27,6 +27,7 @@ from deepspeed_trial import redaction
 from deepspeed_trial.events import Callback
 
 AS_PNG = 64  # pixels of the longer side; larger images are JPEG files
+MOST_PIXELS = 2**20  # of the training images in the report
 
 
 class Images(Protocol):
@@ -127,7 +128,8 @@ class ClassificationLog(Callback):
         """Return training images as the network sees them; none of shards that have to be fetched."""
         if any(is_remote(shard.url) for shard in self.images.plan.shards):
             return []
-        images, labels = self.images.augmented(SHOWN)
+        height, width = self.config.data.stored_size
+        images, labels = self.images.augmented(min(SHOWN, max(4, MOST_PIXELS // (height * width))))
         inputs, hyper = images.float(), self.config.hyper
         names = [[label] for label in labels.tolist()]
         if mixup := make_mixup(hyper.mixup, hyper.cutmix, self.config.net.num_classes):

@@ -209,7 +209,8 @@ def test_a_loss_that_is_no_number_ends_the_training(tmp_path):
         *runs.values(),
         *support.train_many(tmp_path / "two", {"nan": [*DIGITS, *overrides(**BURST)]}, 2).values(),
     ):
-        assert ended.code == 1 and len(ended.stderr.splitlines()) == 1, ended.stderr
+        errors = [line for line in ended.stderr.splitlines() if ": note: " not in line]
+        assert ended.code == 1 and len(errors) == 1, ended.stderr
     nan = runs["nan"]
     bad = [entry for entry in nan.metrics if not math.isfinite(entry["loss"])]
     ((good, folder),) = checkpoints(nan).items()

@@ -172,7 +172,9 @@ rank = os.environ["RANK"]
 os.environ |= {"MASTER_PORT": sys.argv[1], "TORCHELASTIC_USE_AGENT_STORE": "False"}
 os.environ["TORCHELASTIC_RESTART_COUNT"] = "01"[rank == "0"]
 from deepspeed_trial.processes import join_local_processes
-assert join_local_processes(60).allgather(rank) == ["0", "1"]
+ranks = join_local_processes(60)
+assert ranks.allgather(rank) == ["0", "1"]
+ranks.close()
 """
 
 

@@ -216,10 +216,11 @@ def test_hyperparameters_and_known_fields_pass_and_all_others_are_names(tmp_path
     config = experiment_file.load("experiments/digits.yaml").config
     assert redaction.experiment(config) == config
     fields = {field.name for field in dataclasses.fields(DataSettings)} - {"storage"}
-    storage = {"type": "s3", "secret_key": "planted_", "save_trial_best": 2}
+    storage = {"type": "s3", "secret_key": "planted_", "connection": "planted_", "save_trial_best": 2}
     assert redaction.field("checkpoint_storage", storage) == {
         "type": "s3",
         "secret_key": "***",
+        "connection": "***",
         "save_trial_best": 2,
     }
     section = dict.fromkeys(fields, 1)

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -68,7 +69,7 @@ def test_a_checkpoint_of_determined_s_own_trainer_continues(stage, tmp_path):
     done = run(words, tmp_path, processes=1, cwd=tmp_path / "code", **places)
     assert done.code == 0, done.stderr
     state = safe_load.read_trial_state(source)
-    (source / "trial_state.pkl").write_bytes(pickle.dumps({**state, "trial_id": 7}))
+    (source / "trial_state.pkl").write_bytes(pickle.dumps({**asdict(state), "trial_id": 7}))
     (source / "metadata.json").write_text(json.dumps(METADATA))
     assert checkpoint.main(["import", str(source), str(tmp_path / "run")]) == 0
     (name,) = known(tmp_path / "run/checkpoints")
@@ -88,7 +89,7 @@ def test_a_cluster_s_checkpoint_continues_to_the_same_bits(tmp_path):
     """The trial on the cluster had this package; its metadata has no digests there, and its trial a number."""
     fit(tmp_path / "cluster", max_length=pytorch.Batch(10), checkpoint_policy="all")
     (saved,) = (tmp_path / "cluster/checkpoints").glob("[!.]*")
-    state = {**safe_load.read_trial_state(saved), "trial_id": 7}
+    state = {**asdict(safe_load.read_trial_state(saved)), "trial_id": 7}
     (saved / "trial_state.pkl").write_bytes(pickle.dumps(state))
     (saved / "metadata.json").write_text(json.dumps(METADATA))
     assert import_checkpoint(saved, tmp_path / "run") == 10
