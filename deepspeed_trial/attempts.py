@@ -81,7 +81,7 @@ class Group:
 
 
 def rank_of_all(number: int) -> Group:
-    """Return this process's rank of an attempt of all ranks, each of which calls it.
+    """Return this process's rank of an attempt of all ranks. Every rank calls it.
 
     Args:
         number: number of the attempt, equal on all ranks.
@@ -104,7 +104,7 @@ def local_ranks(count: int) -> Group:
 
 
 def _meeting_in(store: TCPStore) -> dict[str, str]:
-    """Return the variables by which ranks meet in an open store, as in the one of torchrun."""
+    """Return the variables that let ranks meet in an open store, as torchrun's ranks do."""
     return {
         "MASTER_ADDR": store.host,
         "MASTER_PORT": str(store.port),

@@ -24,7 +24,7 @@ from classify.engine.weight_average import WeightAverage
 from classify.models import net_file
 from classify.models.registry import MOE
 from deepspeed_trial import machine
-from deepspeed_trial.checkpoints import pieces, shards
+from deepspeed_trial.checkpoints import shards
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.events import Code, TrialHooks, steps_done
 from deepspeed_trial.full_weights import gather_full_state_dict
@@ -119,9 +119,10 @@ class ClassifierHooks(TrialHooks):
     @override
     def on_checkpoint_write_end(self, checkpoint_dir: str) -> None:
         path = pathlib.Path(checkpoint_dir, net_file.NAMES[0])
-        if not pieces.are_known(self.engine):  # then no shards have the weights
+        rank = self.context.distributed.rank
+        if not shards.has_written(path.parent, rank):
             self.write_network(path)
-        elif self.context.distributed.rank == 0:
+        elif rank == 0:
             net_file.write_description(path, self.describe_network())
 
     def write_network(self, path: pathlib.Path) -> dict[str, Tensor]:

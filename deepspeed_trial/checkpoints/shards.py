@@ -58,6 +58,11 @@ def are_in(checkpoint: pathlib.Path) -> bool:
     return (folder_of(checkpoint) / RECORD).exists()
 
 
+def has_written(checkpoint: pathlib.Path, rank: int) -> bool:
+    """Return whether a rank has written its parts into a checkpoint; other ranks may still be writing."""
+    return (folder_of(checkpoint) / NAME.format(rank + 1)).exists()
+
+
 def write(folder: pathlib.Path, rank: int, parts: Mapping[str, Part]) -> None:
     """Write this rank's parts by the tensors' keys. Every rank calls it.
 

@@ -12,7 +12,7 @@ from PIL import Image
 from support import DIGITS, overrides
 
 import checkpoint
-from benchmarks import planted_images
+from benchmarks import audit
 from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from classify.models import net_file, registry, state_dicts
@@ -32,7 +32,7 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def planted(tmp_path_factory) -> tuple[pathlib.Path, planted_images.Planted]:
+def planted(tmp_path_factory) -> tuple[pathlib.Path, audit.Planted]:
     """300 striped images, a class for each direction, with 6 copies across splits and 8 wrong labels."""
     source, target = tmp_path_factory.mktemp("stripes"), tmp_path_factory.mktemp("planted") / "images"
     random = np.random.default_rng(0)
@@ -45,7 +45,7 @@ def planted(tmp_path_factory) -> tuple[pathlib.Path, planted_images.Planted]:
         image = np.clip(128 + 40 * stripes * random.uniform(0.3, 1, 3) + spots, 0, 255).astype(np.uint8)
         (source / "abcd"[label]).mkdir(exist_ok=True)
         Image.fromarray(image).save(source / "abcd"[label] / f"{number:04}.png")
-    return target, planted_images.plant(source, target, 306, seed=0, copies=6, wrong=8)
+    return target, audit.plant(source, target, 306, seed=0, copies=6, wrong=8)
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_planted_copies_and_wrong_labels_are_in_the_first_rows(planted, main, tm
     root, faults = planted
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*.*") if path.name[0] != "."}
     said = main("audit", root, *SIZE, "--output", tmp_path)
-    copies, wrong = planted_images.found(faults, tmp_path / "audit.csv", 20)
+    copies, wrong = audit.found(faults, tmp_path / "audit.csv", 20)
     assert copies == 6 and wrong >= 7
     assert said[1].startswith("features  whitened patches: 2,048 numbers an image, ")
     page = (tmp_path / "audit.html").read_text()

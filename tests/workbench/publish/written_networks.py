@@ -31,7 +31,7 @@ def write_checkpoint(folder, name, net, classes, resize=(32, 32), arguments=None
         "classes": classes,
         "input": {"height": 32, "width": 32, "resize": list(resize), "mean": MEAN, "std": STD, **seen},
         "dtype": "float32",
-        "confidence": {"temperature": 1.5, "confidence_threshold": 0.3},
+        "confidence": {"temperature": 0.5, "confidence_threshold": 0.3},
         "provenance": {"steps": 1, "data": {"dataset": "imagefolder", "root": "/of/this/machine/digits"}},
     }
     folder.mkdir()

@@ -1,6 +1,6 @@
 """Plant near-duplicates and wrong labels among labelled images, and count the faults that the audit finds.
 
-    python3 -m benchmarks.planted_images IMAGES [--net net.pt] [--images 2000] [--seeds 3]
+    python3 -m benchmarks.audit IMAGES [--net net.pt] [--images 2000] [--seeds 3]
 
 IMAGES is a folder with a folder of images for each class; the same number is taken of each class, a fifth of
 them to test. Among them are 20 copies in ``test`` of training images (as JPEG, mirrored, or cropped by 5 %)
