@@ -93,9 +93,20 @@ def parser() -> argparse.ArgumentParser:
     add("runs", metavar="RUN", nargs="+", **path)
     add("--output", metavar="FILE", help="(report.html in the first run's folder)", **path)
     add("--follow", action="store_true", help="write the page again while a run trains")
+    _add_commands_of_images(commands)
 
-    command = commands.add_parser("audit", help="look for near-duplicates, wrong labels and outliers")
+    command = commands.add_parser("import", help="make a run of a Determined cluster's checkpoint")
     add = command.add_argument
+    add("source", metavar="CHECKPOINT", help="a folder of det checkpoint download", **path)
+    add("output", metavar="RUN", help="the new run's folder", **path)
+    return parser
+
+
+def _add_commands_of_images(commands: Any) -> None:
+    """Add the subcommands about an experiment's images."""
+    path = {"type": pathlib.Path}
+    command = commands.add_parser("audit", help="look for near-duplicates, wrong labels and outliers")
+    add: Any = command.add_argument
     add("folder", metavar="FOLDER", nargs="?", help="of images; or --config", **path)
     add("--net", metavar="NET", help="whose features tell images apart (whitened patches)", **path)
     add(
@@ -113,17 +124,11 @@ def parser() -> argparse.ArgumentParser:
     add("target", metavar="FILE", help="the new network, e.g. new.pt", **path)
     command_line.add_experiment_options(command, CONFIG, "whose training images the head learns")
 
-    command = commands.add_parser("import", help="make a run of a Determined cluster's checkpoint")
-    add = command.add_argument
-    add("source", metavar="CHECKPOINT", help="a folder of det checkpoint download", **path)
-    add("output", metavar="RUN", help="the new run's folder", **path)
-
     command = commands.add_parser("caches", help="list or remove decoded images and fetched shards")
     add = command.add_argument
     folders = "data.root or data.cache.folder of a run (data, and the user's cache)"
     add("folders", metavar="FOLDER", nargs="*", help=folders, **path)
     add("--clear", action="store_true", help="remove them")
-    return parser
 
 
 def _add_tta(parser: argparse.ArgumentParser) -> None:

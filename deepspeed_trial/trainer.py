@@ -93,9 +93,7 @@ class Trainer:
         """
         context = self.context
         if not isinstance(max_length, pytorch.Batch | pytorch.Epoch) or not isinstance(max_length.value, int):
-            raise TypeError(
-                f"max_length: {max_length}: must be pytorch.Batch(int), pytorch.Epoch(int) or Minutes"
-            )
+            raise TypeError(f"max_length: {max_length}: must be pytorch.Batch or Epoch of an int, or Minutes")
         context.resumed_from = self._steps_of(latest_checkpoint)
         policy = "all" if checkpoint_policy == "best" and not context.experiment.metric else checkpoint_policy
         if best_weights and on_cluster() and context.distributed.rank == 0:

@@ -123,6 +123,11 @@ class ExcludedFiles(ListedSource):
         """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
         return self._source.parts
 
+    @property
+    def passed_over(self) -> Mapping[str, int]:
+        """The number of files in the folder that are no images of a class, by their extensions."""
+        return self._source.passed_over
+
     def listing(self, part: str) -> Listing:
         """Return the other images of a part."""
         if part not in self._parts:
