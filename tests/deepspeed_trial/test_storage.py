@@ -4,6 +4,7 @@ import json
 import pathlib
 import shutil
 import threading
+import uuid
 from typing import Any
 
 import pytest
@@ -33,13 +34,13 @@ def server(section):
 
 @pytest.fixture(scope="module")
 def s3():
-    """An object store."""
+    """An object store, with a bucket of its own: all of moto's servers in one process share their buckets."""
     moto = pytest.importorskip("moto.server").ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
     moto.start()
     url = f"http://127.0.0.1:{moto.get_host_and_port()[1]}"
-    section = {"type": "s3", "bucket": "box", "endpoint_url": url, **ACCOUNT}
+    section = {"type": "s3", "bucket": f"box-{uuid.uuid4()}", "endpoint_url": url, **ACCOUNT}
     SERVERS[url] = moto._server
-    place_of(section).open().mkdir("box")
+    place_of(section).open().mkdir(section["bucket"])
     yield section
     moto.stop()
 
