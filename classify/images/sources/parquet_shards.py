@@ -142,8 +142,11 @@ def _features(schema: pyarrow.Schema) -> tuple[str | None, str | None, list[str]
     return column("Image", _IMAGES), label, names or None
 
 
+_Version = tuple[int, int, int]
+
+
 @functools.lru_cache(16)
-def _about(file: pathlib.Path) -> tuple[pyarrow.parquet.FileMetaData, str, np.ndarray]:
+def _about(file: pathlib.Path, version: _Version) -> tuple[pyarrow.parquet.FileMetaData, str, np.ndarray]:
     """Return a file's metadata, its column of images, and the row after each row group."""
     metadata = pyarrow.parquet.read_metadata(file)
     rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
@@ -152,17 +155,19 @@ def _about(file: pathlib.Path) -> tuple[pyarrow.parquet.FileMetaData, str, np.nd
 
 def _content(file: pathlib.Path, row: int) -> Any:
     """Return the bytes in a row of the column of images."""
-    _, _, ends = _about(file)
+    status = file.stat()
+    version = (status.st_ino, status.st_mtime_ns, status.st_size)  # a replaced file is read again
+    _, _, ends = _about(file, version)
     group = int(np.searchsorted(ends, row, side="right"))
-    images = _group(file, group)
+    images = _group(file, version, group)
     value = images[row - (int(ends[group - 1]) if group else 0)].as_py()
     return value.get("bytes") if isinstance(value, dict) else value
 
 
 @functools.lru_cache(4)
-def _group(file: pathlib.Path, group: int) -> pyarrow.ChunkedArray:
+def _group(file: pathlib.Path, version: _Version, group: int) -> pyarrow.ChunkedArray:
     """Return the images of a row group; the file is closed, so that an evicted shard frees its room."""
-    metadata, column, _ = _about(file)
+    metadata, column, _ = _about(file, version)
     paths = [metadata.schema.column(number).path for number in range(len(metadata.schema))]
     dictionaries = [path for path in paths if path.partition(".")[0] == column]
     batches, size = [], 0

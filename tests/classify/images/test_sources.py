@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -35,7 +36,8 @@ from sources import (
 )
 
 import shards
-from classify.images.sources import remote
+from classify.images.listing import Listing, Location
+from classify.images.sources import kind_of, remote
 from classify.images.sources.shards import expand
 
 
@@ -315,6 +317,16 @@ def parquet(folder: pathlib.Path, label=(0, 0, 1, 1), **columns) -> None:
     folder.mkdir()
     columns["label"] = list(label)
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / "train.parquet")
+
+
+def test_a_replaced_parquet_file_is_read_again(tmp_path):
+    source = kind_of("parquet")
+    assert source
+    for images in ([b"a", b"b", b"c", b"d"], [b"e", b"f", b"g", b"h"]):
+        shutil.rmtree(tmp_path / "p", ignore_errors=True)
+        parquet(tmp_path / "p", image=images)
+        listing = source.open(Location(str(tmp_path / "p"), cache=str(tmp_path / "cache"))).listing("all")
+        assert isinstance(listing, Listing) and listing.read(range(4)) == images
 
 
 def parquet_of(folder: pathlib.Path, columns: list[str], values: list[Any], names: object = None) -> None:
