@@ -9,9 +9,10 @@ import re
 import signal
 
 import optuna
+import psutil
 import pytest
 from optuna.trial import TrialState
-from support import PROJECT, error_line, run, started, wait_until
+from support import PROJECT, error_line, run, started, time_limit, wait_until
 
 import checkpoint
 import train
@@ -132,9 +133,9 @@ CHANGES = [
     "searcher.max_trials=2",
     f"name={json.dumps(NAME)}",
     f"{STAGE}=0",
-    "hyperparameters.max_length={batches: 60}",
-    "min_validation_period={batches: 30}",
-    "scheduling_unit=5",
+    "hyperparameters.max_length={batches: 200}",  # the second half of a trial outlasts the look at its first
+    "min_validation_period={batches: 100}",
+    "scheduling_unit=25",
 ]
 
 
@@ -142,7 +143,7 @@ CHANGES = [
 def guided(tmp_path_factory):
     """(folder, page after the kill, continued run) of a search.
 
-    SIGKILL ends it while it takes its first trial, and in its second trial.
+    SIGKILL ends it while it takes its first trial, and ends it and its second trial halfway.
     """
     output = tmp_path_factory.mktemp("guided") / "search"
     output.mkdir()
@@ -152,10 +153,13 @@ def guided(tmp_path_factory):
     begun.study.ask()  # it runs, and has no hyperparameters yet
     sets = [part for change in CHANGES for part in ("--set", change)]
     arguments = ["search.py", "--config", RANDOM, "--output", str(output), *sets]
-    second = output / "trials/001/metrics.jsonl"
     with started(arguments) as program:
-        wait_until(lambda: second.exists() and "validation" in second.read_text(), program)
+        wait_until(lambda: [*output.glob("trials/001/checkpoints/*/metadata.json")], program)
+        killed = psutil.Process(program.pid).children(recursive=True)
         program.send_signal(signal.SIGKILL)
+        for each in killed:
+            each.kill()
+        psutil.wait_procs(killed, time_limit())
     assert checkpoint.main(["report", str(output)]) == 0
     return output, (output / "report.html").read_text(), run(arguments, output)
 
@@ -172,7 +176,7 @@ def test_a_killed_search_continues_with_the_same_trials(guided):
         assert next(results.search.draws(results.trials[:number])) == each.params
         lines = (output / f"trials/{number:03}/metrics.jsonl").read_text().splitlines()
         trained = [entry for entry in map(json.loads, lines) if entry["group"] == "validation"]
-        assert [entry["steps_completed"] for entry in trained] == [30, 60]
+        assert [entry["steps_completed"] for entry in trained] == [100, 200]
     assert (output / "trials/000.log").read_text().count("starting: ") == 1  # it has not run again
     assert (output / "trials/001.log").read_text().count("starting: ") == 2
 
@@ -190,7 +194,7 @@ def test_a_search_has_a_page_at_any_time(guided, tmp_path, capsys):
     output, before, made = guided
     cells = [row for row, _ in rows(before)]
     assert [row[-1] for row in cells] == ["complete", "running"]
-    assert "1 of 2" in before and 30 <= int(cells[1][-4]) <= 60  # steps
+    assert "1 of 2" in before and 100 <= int(cells[1][-4]) < 200  # steps
     assert checkpoint.main(["report", str(output)]) == 0
     page = (output / "report.html").read_text()
     assert page.count("<script") == 1 and html.escape("<script>alert(") in page and r"\x1b[31m" in page
@@ -199,14 +203,14 @@ def test_a_search_has_a_page_at_any_time(guided, tmp_path, capsys):
     results, _ = search_page.read(output)
     (found,) = re.findall(r"data-lines='(.*?)'", page)
     assert [(line["name"], [point[2] for point in line["points"]]) for line in json.loads(found)] == [
-        ("trial 0", ["30", "60"]),
-        ("trial 1", ["30", "60"]),
+        ("trial 0", ["100", "200"]),
+        ("trial 1", ["100", "200"]),
     ]
     best = results.best(results.trials)
     assert best
     for each, (row, kind) in zip(results.trials, rows(page), strict=True):
         assert row[0] == str(each.number) and f"{results.score(each):.4g}" in row
-        assert [f"{each.params[RATE]:.4g}", "60", "complete"] == [row[1], row[-4], row[-1]]
+        assert [f"{each.params[RATE]:.4g}", "200", "complete"] == [row[1], row[-4], row[-1]]
         assert ("best" in kind) == (each.number == best.number)
     (shown,) = re.findall(r"^train with them: (.*)", made.stdout, re.M)
     assert html.unescape(re.findall(r'<pre class="framed">(.*?)</pre>', page)[0]) == shown
