@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-import json
 import os
-import pathlib
-import re
 import statistics
 import subprocess
 import sys
@@ -16,10 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.steps import most_processes, run, spread
-from classify.config.project import PROJECT
 
 LIBRARIES = "import torch, deepspeed, determined"
-IMPORTS = 5  # packages that are named
 
 
 def measure(config: str, overrides: Sequence[str], repeats: int) -> dict[str, Any]:
@@ -28,16 +22,14 @@ def measure(config: str, overrides: Sequence[str], repeats: int) -> dict[str, An
     Returns:
         ``start``: for every repeat, wall seconds since the command and processor seconds at three ends: of a
         process that imports the ``libraries`` alone, of the ``imports`` of ``train.py``, and of its
-        ``first_step``, with empty caches of compiled operators; ``packages``: seconds of the packages that
-        ``train.py`` imports beyond the libraries; ``validation``: seconds of the trial's validations, and of
-        bare forward passes by batch size; ``images``: bytes of the cache files (0 for embedded images), and
-        the ranks' proportional shares of them.
+        ``first_step``, with empty caches of compiled operators; ``validation``: seconds of the trial's
+        validations, and of bare forward passes by batch size; ``images``: bytes of the cache files (0 for
+        embedded images), and the ranks' proportional shares of them.
     """
     request = {"config": config, "overrides": list(overrides), "repeats": repeats}
     doubled = [*overrides, "hyperparameters.overwrite_deepspeed_args.train_batch_size=16", "data.device=cpu"]
     return {
         "start": [start(request) for _ in range(min(5, repeats))],
-        "packages": packages(request),
         "validation": run(["benchmarks.probes", "validation"], request),
         "images": run(["benchmarks.probes", "images"], {**request, "overrides": doubled}, most_processes()),
     }
@@ -55,28 +47,6 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
         return {"libraries": libraries, **run(["benchmarks.start"], request, environment=caches)}
 
 
-def packages(request: dict[str, Any]) -> dict[str, float]:
-    """Return the import seconds of ``train.py`` beyond the libraries, by package."""
-    with tempfile.TemporaryDirectory() as folder:
-        asked = pathlib.Path(folder, "request.json")
-        asked.write_text(json.dumps({**request, "began": 0}))
-        start = [sys.executable, "-m", "benchmarks.start", str(asked), str(asked.with_name("answer.json"))]
-        alone, more = import_times([sys.executable, "-c", LIBRARIES]), import_times(start)
-    sums: dict[str, float] = collections.defaultdict(float)
-    for module, seconds in more.items():
-        if module not in alone:
-            sums[module.partition(".")[0]] += seconds
-    return dict(sums)
-
-
-def import_times(command: Sequence[str]) -> dict[str, float]:
-    """Return a command's import seconds by module, without nested imports."""
-    variables = {**os.environ, "PYTHONPATH": str(PROJECT), "PYTHONPROFILEIMPORTTIME": "1"}
-    done = subprocess.run(command, cwd=PROJECT, env=variables, capture_output=True, text=True, check=True)
-    lines = re.findall(r"^import time: +(\d+) \| +\d+ \| +(\S+)$", done.stderr, re.MULTILINE)
-    return {module: int(microseconds) / 1e6 for microseconds, module in lines}
-
-
 def validation_ratio(costs: dict[str, Any]) -> tuple[float, int, float]:
     """Return the trial's seconds over the best bare forward pass's, that pass's batch size, the spread."""
     seconds = {name: statistics.median(times) for name, times in costs["validation"]["seconds"].items()}
@@ -85,7 +55,7 @@ def validation_ratio(costs: dict[str, Any]) -> tuple[float, int, float]:
     return trial / seconds[best], int(best), spread(costs["validation"]["seconds"]["trial"])
 
 
-def start_lines(costs: dict[str, Any]) -> list[str]:
+def start_line(costs: dict[str, Any]) -> str:
     """Describe the start."""
 
     def times(name: str) -> str:
@@ -96,14 +66,11 @@ def start_lines(costs: dict[str, Any]) -> list[str]:
 
     rows = costs["start"]
     over = [statistics.median(row["first_step"][at] / row["libraries"][at] for row in rows) for at in (0, 1)]
-    largest = sorted(costs["packages"].items(), key=lambda each: -each[1])[:IMPORTS]
-    named = ", ".join(f"`{package}` {seconds:.2f} s" for package, seconds in largest)
-    return [
+    return (
         f"Start: `python3 -c '{LIBRARIES}'` takes {times('libraries')}; `python3 train.py` ends its"
         f" imports after {times('imports')}, and its first step, with no operator ever compiled, after"
-        f" {times('first_step')}: {over[0]:.2f} times as long ({over[1]:.2f} times by the processor's time).",
-        f"Imports beyond those three, by package: {named}.",
-    ]
+        f" {times('first_step')}: {over[0]:.2f} times as long ({over[1]:.2f} times by the processor's time)."
+    )
 
 
 def lines(costs: dict[str, Any]) -> list[str]:
@@ -119,7 +86,7 @@ def lines(costs: dict[str, Any]) -> list[str]:
     )
     copies = f": {held / mapped:.2f} copies" if mapped else "; no file holds them"
     return [
-        *start_lines(costs),
+        start_line(costs),
         f"Validation of {validation['images']:,} images: {seconds:.2f} s, {ratio:.2f} times the best bare"
         f" forward pass over float tensors in memory (batches of {batch}); spread {width:.0%}.",
         f"Decoded images: {images['ranks']} ranks hold {kept}{copies}.",

@@ -144,17 +144,8 @@ def speeds(file: str, batch: int, args: argparse.Namespace) -> dict[str, float]:
     """
     own = {"config": str(PROJECT / file), "overrides": args.overrides, "steps": max(4, 5000 // batch)}
     wide = {**own, "overrides": [*args.overrides, *PLAIN]}
-    rates: dict[str, list[float]] = {"trial": [], "recipe": [], "full": []}
-    with (
-        steps.contender("trial", own, 1) as trial,
-        steps.contender("recipe", own, 1) as recipe,
-        steps.contender("recipe", wide, 1) as full,
-    ):
-        for repeat in range(args.repeats + 1):  # the first warms up
-            for name, segment in (("trial", trial), ("recipe", recipe), ("full", full)):
-                images, seconds = segment()
-                if repeat:
-                    rates[name].append(images / seconds)
+    contenders = {"trial": ("trial", own), "recipe": ("recipe", own), "full": ("recipe", wide)}
+    rates = steps.take_turns(contenders, 1, args.repeats)
     ratio = [one / other for one, other in zip(rates["trial"], rates["recipe"], strict=True)]
     middle = {name: statistics.median(each) for name, each in rates.items()}
     return {**middle, "ratio": statistics.median(ratio), "peak": multiplications()}

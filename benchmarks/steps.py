@@ -75,18 +75,28 @@ def measure(
     if steps > period / 4:
         steps = period  # small steps take no longer than a report: report at the trial's period
     row: dict[str, Any] = {"processes": processes, "stage": stage, "micro_batch": micro_batch, "steps": steps}
-    row["rates"] = {name: [] for name in CONTENDERS}
-    with contextlib.ExitStack() as stack:
-        request = {"config": config, "overrides": overrides, "steps": steps}
-        workers = {name: stack.enter_context(contender(name, request, processes)) for name in CONTENDERS}
-        for repeat in range(repeats + 1):  # the first warms up
-            for name, segment in workers.items():
-                images, taken = segment()
-                if repeat:
-                    row["rates"][name].append(images / taken)
+    request = {"config": config, "overrides": overrides, "steps": steps}
+    row["rates"] = take_turns({name: (name, request) for name in CONTENDERS}, processes, repeats)
     row["images_per_second"] = {name: statistics.median(rates) for name, rates in row["rates"].items()}
     row["spread"] = {name: spread(rates) for name, rates in row["rates"].items()}
     return row
+
+
+def take_turns(
+    contenders: dict[str, tuple[str, dict[str, Any]]], processes: int, repeats: int
+) -> dict[str, list[float]]:
+    """Return the images a second of contenders and their requests in each repeat, after one that warms up."""
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    with contextlib.ExitStack() as stack:
+        workers = {
+            name: stack.enter_context(contender(*each, processes)) for name, each in contenders.items()
+        }
+        for repeat in range(repeats + 1):
+            for name, segment in workers.items():
+                images, taken = segment()
+                if repeat:
+                    rates[name].append(images / taken)
+    return rates
 
 
 @contextlib.contextmanager
