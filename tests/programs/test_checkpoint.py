@@ -313,35 +313,20 @@ def test_a_report_shows_names_as_text(run, main, tmp_path):
     "arguments, line",
     no_such_folder=(["export", "{tmp}/none", "{tmp}/out.pt"], "none: no such folder;"),
     no_checkpoint=(["export", "{tmp}", "{tmp}/out.pt"], "holds no checkpoint;"),
-    unknown_checkpoint=(
-        ["export", "{run}", "{tmp}/out.pt", "--checkpoint", "x"],
-        "--checkpoint: x: not found in",
-    ),
+    unknown_checkpoint=(["export", "{run}", "{tmp}/out.pt", "--checkpoint", "x"], "--checkpoint: x: not found in"),
     no_net=(["predict", "{tmp}/none.pt", "{tmp}"], "none.pt: not a readable state_dict"),
     no_such_image=(["predict", "{run}/net.pt", "{tmp}/none.png"], "none.png: no such file"),
-    a_threshold_of_two=(
-        ["predict", "{run}/net.pt", "{tmp}", "--unknown", "2"],
-        "--unknown: 2: must be a probability",
-    ),
-    no_threshold=(
-        ["predict", "{run}/net.pt", "{tmp}", "--unknown", "{tmp}"],
-        "must be a probability from 0 to 1; write",
-    ),
+    a_threshold_of_two=(["predict", "{run}/net.pt", "{tmp}", "--unknown", "2"], "--unknown: 2: must be a probability"),
+    no_threshold=(["predict", "{run}/net.pt", "{tmp}", "--unknown", "{tmp}"], "must be a probability from 0 to 1; write"),
     an_empty_folder=(["predict", "{run}/net.pt", "{tmp}"], "holds no image"),
     no_image=(["predict", "{run}/net.pt", f"{PROJECT}/README.md"], "README.md: not a readable image"),
-    other_classes=(
-        ["evaluate", "{run}/net.pt", *DIGITS],
-        "its classes (0, 1, 2, 3, 4, 5, 6, 7, 8, 9) differ from the classes of",
-    ),
+    other_classes=(["evaluate", "{run}/net.pt", *DIGITS], "its classes (0, 1, 2, 3, 4, 5, 6, 7, 8, 9) differ from the classes of"),
     no_run=(["report", "{tmp}", "--output", "{tmp}/out.pt"], "is not the folder of a run"),
     no_name=(["report", "{run}", "--output", ""], "--output: .: must be the name of a file"),
     json=(["export", "{run}", "{tmp}/net.json"], "must be the name of a file"),
     unwritable_file=(["export", "{run}", "/proc/out.pt"], "a path cannot be used ([Errno 2]"),
-    unwritable_folder=(
-        ["report", "{run}", "--output", "/proc/none/x.html"],
-        "a path cannot be used ([Errno 2]",
-    ),
-)
+    unwritable_folder=(["report", "{run}", "--output", "/proc/none/x.html"], "a path cannot be used ([Errno 2]"),
+)  # fmt: skip
 def test_a_refusal_is_one_line(arguments, line, run, main, tmp_path):
     (said,) = main(*(each.format(run=run.output, tmp=tmp_path) for each in arguments), code=2)
     assert said.startswith("checkpoint.py: ") and line in said
@@ -420,35 +405,15 @@ HUGE = {"hidden_dim": 60000, "num_heads": 1, "mlp_dim": 60000}  # 690 GB
     half_a_size=("input resize", [32], "input.resize: [32]: must be a list of 2; each value"),
     small=("input resize", [32, 16], "input.resize: [32, 16]: must be at least input.height and"),
     other_height=("input height", 16, "input: 16x32: net fails on such images (mat1 and mat2 shapes"),
-    other_size=(
-        "input",
-        {"height": 64, "width": 64, "resize": [64, 64], "mean": [0] * 3, "std": [1] * 3},
-        "input: 64x64:",
-    ),
-    huge_arguments=(
-        "net net_args",
-        {"width": 10**9},
-        "net.net_args: {'width': 1000000000}: must be a mapping with",
-    ),
-    endless_arguments=(
-        "net net_args",
-        {"w": float("nan")},
-        "net.net_args: {'w': nan}: must be a mapping with",
-    ),
+    other_size=("input", {"height": 64, "width": 64, "resize": [64, 64], "mean": [0] * 3, "std": [1] * 3}, "input: 64x64:"),
+    huge_arguments=("net net_args", {"width": 10**9}, "net.net_args: {'width': 1000000000}: must be a mapping with"),
+    endless_arguments=("net net_args", {"w": float("nan")}, "net.net_args: {'w': nan}: must be a mapping with"),
     huge_network=("net", {"name": "vit_b_16", "num_classes": 4, "net_args": HUGE}, "in this network, and "),
-    endless_network=(
-        "net",
-        {"name": "timm/vit_tiny_patch16_224", "num_classes": 4, "net_args": {"depth": 20000, "embed_dim": 3}},
-        "net.net_args: a network of more than 10 weights, which its file has; export the network again",
-    ),
+    endless_network=("net", {"name": "timm/vit_tiny_patch16_224", "num_classes": 4, "net_args": {"depth": 20000, "embed_dim": 3}}, "net.net_args: a network of more than 10 weights, which its file has; export the network again"),
     mean_as_text=("input mean", ["a", 0, 0], "input.mean: ['a', 0, 0]: must be a list of 3"),
     mean_of_two=("input mean", [0, 0], "input.mean: [0, 0]: must be a list of 3"),
     no_mean=("input mean", None, "input.mean: None: must be a list of 3"),
-    no_deviation=(
-        "input std",
-        [0, 1, 1],
-        "input.std: [0, 1, 1]: must be a list of 3; each value must be a",
-    ),
+    no_deviation=("input std", [0, 1, 1], "input.std: [0, 1, 1]: must be a list of 3; each value must be a"),
     infinite=("input std", [float("inf")] * 3, "input.std: [inf, inf, inf]: must be"),
     no_number=("input mean", [float("nan")] * 3, "input.mean: [nan, nan, nan]: must be"),
     no_temperature=("confidence temperature", 0, "must be a mapping with a temperature above 0"),
@@ -456,7 +421,7 @@ HUGE = {"hidden_dim": 60000, "num_heads": 1, "mlp_dim": 60000}  # 690 GB
     a_large_threshold=("confidence confidence_threshold", 1e9, "must be a mapping with a temperature"),
     no_origin=("provenance", None, "provenance.steps: None: must be a whole number"),
     steps_as_text=("provenance steps", "9", "provenance.steps: '9': must be a whole number"),
-)
+)  # fmt: skip
 def test_a_wrong_description_is_refused(place, value, line, root, copy, main):
     change(copy / "net.json", *place.split(), value=value)
     for said in refusals(main, copy, root):
@@ -498,32 +463,17 @@ def test_weights_of_another_form_are_refused(change, line, root, copy, main):
     summary=("summary.json", "", {}, "{}: must be a mapping with validation.accuracy, "),
     steps=("summary.json", "steps", "9", "steps: '9': must be a whole number"),
     validation=("summary.json", "validation", [1], "validation.accuracy: None: must be a number"),
-    each_class=(
-        "summary.json",
-        "validation per_class_accuracy",
-        {"a": "b"},
-        "validation.per_class_accuracy: {'a': 'b'}: must be a",
-    ),
+    each_class=("summary.json", "validation per_class_accuracy", {"a": "b"}, "validation.per_class_accuracy: {'a': 'b'}: must be a"),
     memory=("summary.json", "peak_memory_mib", [], "peak_memory_mib: []: must be a list of numbers"),
     run=("run.json", "", [], "[]: must be a mapping with config, "),
     config=("run.json", "config", None, "config: None: must be a mapping"),
     command=("run.json", "command", "train.py", "command: 'train.py': must be a list"),
     machine=("run.json", "machine", 5, "machine.gpus: None: must be a list"),
     classification=("classification.json", "", 5, "5: must be a mapping with classes, "),
-    confusion=(
-        "classification.json",
-        "confusion",
-        [[1]],
-        "confusion: must have a row and a column for each of 4 classes",
-    ),
-    mistakes=(
-        "classification.json",
-        "mistakes",
-        [{}],
-        "mistakes: [{}]: must be a list; each value must have image, predicted, label, loss and picture",
-    ),
+    confusion=("classification.json", "confusion", [[1]], "confusion: must have a row and a column for each of 4 classes"),
+    mistakes=("classification.json", "mistakes", [{}], "mistakes: [{}]: must be a list; each value must have image, predicted, label, loss and picture"),
     classes=("classification.json", "classes", [1, 2, 3, 4], "classes: [1, 2, 3, 4]: must be a list"),
-)
+)  # fmt: skip
 def test_a_report_names_the_unreadable_file(file, place, value, line, run, main, tmp_path):
     for name in ("metrics.jsonl", "summary.json", "run.json", "classification.json"):
         shutil.copy(run.output / name, tmp_path)

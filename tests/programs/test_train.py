@@ -267,10 +267,7 @@ def test_images_are_decoded_after_all_other_checks(tmp_path, folder, capsys):
 
 @table(
     "arguments, parts",
-    no_network=(
-        ["--set=data.dataset=cifar10", "--set=data.root={tmp}/none"],
-        ["data.root", "{tmp}/none", "missing"],
-    ),
+    no_network=(["--set=data.dataset=cifar10", "--set=data.root={tmp}/none"], ["data.root", "{tmp}/none", "missing"]),
     no_folder=(["--set=data.dataset=imagefolder", "--set=data.root={tmp}/none"], ["data.root", "{tmp}/none"]),
     unknown_dataset=(["--set=data.dataset=mnist"], ["data.dataset", "'mnist'", "digits"]),
     unknown_data_key=(["--set=data.rot=x"], ["data.rot", "'root'"]),
@@ -285,7 +282,7 @@ def test_images_are_decoded_after_all_other_checks(tmp_path, folder, capsys):
     seed=(["--set=reproducibility.experiment_seed=x"], ["reproducibility.experiment_seed", "'x'"]),
     slots_to_train_on=(["--slots", "4"], ["--slots", "4", "--check"]),
     no_checkpoint=(["--resume", "latest"], ["--resume", "latest", "no checkpoint"]),
-)
+)  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(arguments, parts, tmp_path, capsys):
     arguments, parts = (
         [each.replace("{tmp}", str(tmp_path)) for each in those] for those in (arguments, parts)

@@ -266,25 +266,17 @@ def test_a_truncated_changed_or_foreign_file_is_one_line(form, error):
 @table(
     "form, damage, line",
     no_onnx=("onnx", replace_and_describe, "is not the classifier that its JSON file describes ("),
-    another_onnx=(
-        "onnx",
-        other_onnx,
-        "is not the classifier that its JSON file describes (its input has the shape [1], its output",
-    ),
+    another_onnx=("onnx", other_onnx, "is not the classifier that its JSON file describes (its input has the shape [1], its output"),
     onnx_of_other_files=("onnx", move_weights_out, "describes (weights are in other files)"),
     onnx_of_one_image=("onnx", onnx_of_one_image, "is not the classifier that its JSON file describes ("),
-    onnx_of_other_classes=(
-        "onnx",
-        add_a_class,
-        "is not the classifier that its JSON file describes (its input has the shape [",
-    ),
+    onnx_of_other_classes=("onnx", add_a_class, "is not the classifier that its JSON file describes (its input has the shape ["),
     missing_onnx=("onnx", pathlib.Path.unlink, "net.onnx: cannot be used (["),
     missing_in_folder=("hf", pathlib.Path.unlink, "folder/model.safetensors: not a readable state_dict (["),
     undescribed_onnx=("onnx", remove_description, "net.onnx.json: is missing"),
     a_compressed_archive=("pt", compress, "net.pt: not a readable state_dict (its archive is compressed)"),
     endless_weights=("pt", repeat_a_weight, "net.pt: holds no state_dict"),
     undescribed_folder=("hf", remove_description, "folder/config.json: is missing"),
-)
+)  # fmt: skip
 def test_another_or_a_missing_file_is_one_line(form, damage, line, error):
     assert line in error(form, damage)
 
@@ -297,11 +289,8 @@ def test_another_or_a_missing_file_is_one_line(form, damage, line, error):
     full=(["full", "--format", "hf"], "full: is not an empty folder; give another"),
     a_file=(["full/kept", "--format", "hf"], "full/kept: is not an empty folder; give another"),
     a_folder=(["full"], "full: must be the name of a file"),
-    classes=(
-        ["net.onnx", "--int8", *DIGITS, "--set", "data={dataset: imagefolder, root: ROOT}"],
-        "its classes (a, b) differ from the classes of",
-    ),
-)
+    classes=(["net.onnx", "--int8", *DIGITS, "--set", "data={dataset: imagefolder, root: ROOT}"], "its classes (a, b) differ from the classes of"),
+)  # fmt: skip
 def test_impossible_exports_are_refused(arguments, line, digits, tmp_path, capsys):
     save(tmp_path / "full/kept", Image.new("1", (1, 1)), format="png")
     for name in ("train/a", "train/b", "test/a", "test/b"):
