@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import torch
-from support import error_line
+from support import contents, error_line
 
 from classify.images.pixels import ImageSet
 from classify.images.plan import DataPlan
@@ -49,12 +49,8 @@ def copied(root: pathlib.Path, target: pathlib.Path) -> pathlib.Path:
     return pathlib.Path(shutil.copytree(root, target, ignore=shutil.ignore_patterns(".*")))
 
 
-def files_in(folder: pathlib.Path) -> dict[str, bytes]:
-    return {str(each.relative_to(folder)): each.read_bytes() for each in folder.rglob("*") if each.is_file()}
-
-
 def plain(folder: pathlib.Path) -> dict[str, bytes]:
-    return {name: content for name, content in files_in(folder).items() if not name.startswith(".")}
+    return {name: content for name, content in contents(folder).items() if not name.startswith(".")}
 
 
 def pictures(root: pathlib.Path, part: str) -> list[tuple[bytes, int, str]]:

@@ -169,19 +169,17 @@ def losses(run: Run) -> list[float]:
     return [entry["loss"] for entry in run.metrics if entry["group"] == "training"]
 
 
+def rates(run: Run) -> list[float]:
+    """Return the learning rate of each report."""
+    return [entry["learning_rate"] for entry in run.metrics if entry["group"] == "training"]
+
+
 def overrides(**values: object) -> list[str]:
     """``--set`` arguments; two underscores stand for a dot."""
     return [part for key, value in values.items() for part in ("--set", f"{key.replace('__', '.')}={value}")]
 
 
 DIGITS = ["--config", "experiments/digits.yaml"]
-
-
-# One machine computes as CPUs of other kinds do: by what torch, oneDNN and MKL ask of it.
-INSTRUCTIONS: dict[str, dict[str, Any]] = {
-    "SSE": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_CBWR": "COMPATIBLE"},
-    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_CBWR": "AVX2"},
-}
 
 
 def error_line(call, *arguments) -> str:
@@ -243,8 +241,5 @@ TWO += overrides(hyperparameters__overwrite_deepspeed_args__scheduler__params__w
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
     """Every byte of a folder, by file."""
-    return {
-        str(path): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name != ".lock"
-    }
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

@@ -2,11 +2,10 @@
 
 import json
 import math
-import sys
 
 import pytest
 import torch
-from support import DIGITS, INSTRUCTIONS, Run, execute, losses, overrides, run
+from support import DIGITS, Run, losses, overrides, run
 
 import baseline
 from classify.config import experiment_file
@@ -28,11 +27,6 @@ def run_baseline(output, *arguments):
     return Run(code, "", "", output)
 
 
-def run_new(arguments, output, **env):
-    """Run a program in a new process, where torch chooses its kernels again."""
-    return execute([sys.executable, *arguments], output, **env)
-
-
 def weights_of(run):
     return torch.load(run.output / "net.pt", weights_only=True)
 
@@ -43,15 +37,8 @@ def assert_same_weights(one, other, tolerance):
         assert torch.allclose(one[name], other[name], rtol=0, atol=tolerance), name
 
 
-@pytest.mark.parametrize(
-    ("start", "environment"),
-    [
-        pytest.param(run, {}, id="native"),
-        *(pytest.param(run_new, env, id=name, marks=pytest.mark.soak) for name, env in INSTRUCTIONS.items()),
-    ],
-)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_trial_has_the_losses_and_weights_of_the_baseline(tmp_path, start, environment, name):
+def test_the_trial_has_the_losses_and_weights_of_the_baseline(tmp_path, name):
     options, optimizer = OPTIMIZERS[name]
     hyperparameters = {
         "train_batch_size": 16,
@@ -63,11 +50,7 @@ def test_the_trial_has_the_losses_and_weights_of_the_baseline(tmp_path, start, e
     settings = overrides(scheduling_unit=1, hyperparameters=json.dumps(hyperparameters))
     steps = ["--batch-size", "16", "--max-steps", "100", "--optimizer", name, *options]
     trial, plain = (
-        start(
-            [program, *DIGITS, *arguments, "--output", str(tmp_path / program)],
-            tmp_path / program,
-            **environment,
-        )
+        run([program, *DIGITS, *arguments, "--output", str(tmp_path / program)], tmp_path / program)
         for program, arguments in (("train.py", settings), ("baseline.py", steps))
     )
     assert (trial.code, plain.code) == (0, 0), trial.stderr + plain.stderr

@@ -1,7 +1,6 @@
 """Muon on a network with a convolution, a head and a class token, against a reference implementation of its step."""
 
 import json
-import math
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from test_matrix import losses
 from torch.nn import functional as F
 
 import data
+from benchmarks.bare_recipe import orthogonal
 from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from classify.models import registry
@@ -22,16 +22,6 @@ MATRICES = {"conv_proj.weight": 0.5}
 for layer in (0, 1):
     for part in ("self_attention.out_proj", "mlp.0", "mlp.3"):
         MATRICES[f"encoder.layers.encoder_layer_{layer}.{part}.weight"] = 1
-
-
-def orthogonal(matrix):
-    """Five Newton-Schulz steps towards the nearest matrix whose singular values are all 1."""
-    x = matrix.double() / (matrix.norm() + 1e-7)
-    x = x.T if len(x) > len(x.T) else x
-    for _ in range(5):
-        a = x @ x.T
-        x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
-    return (x if x.shape == matrix.shape else x.T).float()
 
 
 def reference(net):
@@ -65,7 +55,6 @@ def reference(net):
             grad: Any = weight.grad
             momenta[name] = momentum * momenta[name] + (1 - momentum) * grad
             update = orthogonal((momentum * momenta[name] + (1 - momentum) * grad).flatten(1))
-            update *= math.sqrt(max(1, len(update) / len(update.T)))
             with torch.no_grad():
                 weight.mul_(1 - rate * PARAMS["weight_decay"]).sub_(rate * update.view(weight.shape))
     return lost

@@ -7,7 +7,7 @@ import pytest
 import torch
 from matrix import DEEPSPEED, GROUPS, LINE, ROWS, STEPS
 from ruamel.yaml import YAML
-from support import DIGITS, LATEST, checkpoints, error_line, overrides, run, train_many
+from support import DIGITS, LATEST, checkpoints, error_line, overrides, rates, run, train_many
 from test_matrix import each, losses
 
 from classify.config.hyperparameters import Hyperparameters
@@ -110,8 +110,7 @@ def rows_like(word):
 @rows_like("groups")
 def test_groups_in_every_mode(runs, name, ranks):
     straight, stopped = runs.straight(name, ranks), runs.stopped(name, ranks)
-    rates = [entry["learning_rate"] for entry in straight.metrics if entry["group"] == "training"]
-    assert rates == pytest.approx([LR * (1 - step / STEPS) for step in range(STEPS)])
+    assert rates(straight) == pytest.approx([LR * (1 - step / STEPS) for step in range(STEPS)])
     assert straight.summary["parameter_groups"][0].startswith("others: ")
     ((step, checkpoint),) = checkpoints(stopped).items()
     before, after = net_file.of_checkpoint(checkpoint), torch.load(straight.output / "net.pt")

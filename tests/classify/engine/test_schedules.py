@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import DIGITS, PROJECT, checkpoints, error_line, overrides, train_many
+from support import rates as reported_rates
 
 import train
 from classify.config import experiment_fields, experiment_file
@@ -95,8 +96,7 @@ def test_every_schedule_peaks_at_the_optimizers_learning_rate(tmp_path, form):
         chosen = overrides(hyperparameters=json.dumps(hyper_in(form, kind, tmp_path)), scheduling_unit=1)
         (made,) = train_many(tmp_path, {kind: [*DIGITS, *chosen]}).values()
         assert made.code == 0, made.stderr
-        found = [entry["learning_rate"] for entry in made.metrics if entry["group"] == "training"]
-        assert found == pytest.approx(rates[kind]), kind
+        assert reported_rates(made) == pytest.approx(rates[kind]), kind
 
 
 def test_the_least_rate_keeps_its_share_of_the_peak():
@@ -242,7 +242,7 @@ def test_a_run_of_seconds_says_its_plan_and_keeps_it(tmp_path, capsys):
     assert stopped.code == 130 and "plan: " in stopped.stdout
     (checkpoint,) = checkpoints(stopped).values()
     kept = json.loads((checkpoint / "identity.json").read_text())["progress"]["budget"]
-    begun = [each["learning_rate"] for each in stopped.metrics if each["group"] == "training"]
+    begun = reported_rates(stopped)
     runs = train_many(tmp_path, {"run": [*row, "--resume", "latest"], "test": [*row, "--test"]})
     assert runs["test"].code == runs["run"].code == 0, runs["test"].stderr + runs["run"].stderr
     assert "budget" not in runs["test"].summary
@@ -250,7 +250,7 @@ def test_a_run_of_seconds_says_its_plan_and_keeps_it(tmp_path, capsys):
     plans = [[plan["after"], plan["steps"]] for plan in summary["budget"]["plans"]]
     assert plans[: len(kept["plan"]["plans"])] == kept["plan"]["plans"] and plans[-1][1] == summary["steps"]
     assert 0 < kept["seconds"] < summary["budget"]["seconds"] and summary["test"]["images"] > 0
-    rates = [each["learning_rate"] for each in runs["run"].metrics if each["group"] == "training"]
+    rates = reported_rates(runs["run"])
     assert len(rates) == summary["steps"] and rates[:3] == begun and rates[0] == 0
     counted = schedule_maker(planned(config, summary["steps"]))
     last = rates_of(GroupSchedule(adam(0.002), 0.002, counted), summary["steps"])[-1][0]

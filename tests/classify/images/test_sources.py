@@ -26,7 +26,6 @@ from sources import (
     assert_same,
     copied,
     everything,
-    files_in,
     load,
     made,
     plain,
@@ -34,6 +33,7 @@ from sources import (
     served,
     write_parquet,
 )
+from support import contents
 
 import shards
 from classify.images.listing import Listing, Location
@@ -56,14 +56,14 @@ def test_shards_hold_the_files_of_the_folder_and_their_classes(photos, written, 
     assert sorted(images_in(written)) == sorted(wanted)
     again = tmp_path / "again"
     assert shards.main(["write", str(photos), str(again), "--size-limit", "40KB"]) == 0
-    assert files_in(again) == plain(written)
+    assert contents(again) == plain(written)
     with tarfile.open(next(iter(sorted(written.glob("train-*.tar"))))) as tar:
         keys = [name.partition(".") for name in (re.sub("^.*/", "", each) for each in tar.getnames())]
         assert [each[0] for each in keys[::2]] == [each[0] for each in keys[1::2]]
         assert {each[2] for each in keys[1::2]} == {"cls"}
     other = tmp_path / "other"
     assert shards.main(["write", str(photos), str(other), "--size-limit", "40KB", "--seed", "1"]) == 0
-    assert files_in(other) != plain(written)
+    assert contents(other) != plain(written)
     capsys.readouterr()
     assert shards.main(["write", str(photos), str(other), "--seed=-1"]) == 2
     assert capsys.readouterr().err == "shards.py: --seed: -1: must be 0 or more\n"
@@ -86,7 +86,7 @@ def test_interrupted_writing_continues(photos, written, tmp_path, capsys):
     assert f"({len(files) - 2} were there already)" in capsys.readouterr().out
     changed = {file.name for file in files if file.stat().st_ino != before[file.name]}
     assert changed <= {files[1].name, files[2].name}
-    assert files_in(target) == plain(written)
+    assert contents(target) == plain(written)
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
