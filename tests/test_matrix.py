@@ -32,9 +32,9 @@ def each(rows: dict[str, Row], most: bool = False) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("name", "ranks"), pairs, ids=[f"{name}-{ranks}" for name, ranks in pairs])
 
 
-def loss_scales(run) -> list[float]:
+def scalars(run, name: str) -> list[float]:
     events = EventAccumulator(str(run.output), size_guidance={"scalars": 0}).Reload()
-    return [event.value for event in events.Scalars("loss_scale")]
+    return [event.value for event in events.Scalars(name)]
 
 
 def of_group(run, group: str) -> list[dict]:
@@ -129,7 +129,7 @@ def test_a_stopped_run_goes_on_in_another_mode(runs: Runs, name, other, ranks):
     assert onward.summary["validation"]["loss"] == pytest.approx(
         expected, rel=None if rough else 1e-4, abs=rough
     )
-    assert loss_scales(onward)[-1] == loss_scales(straight)[-1]
+    assert scalars(onward, "loss_scale")[-1] == scalars(straight, "loss_scale")[-1]
 
 
 def evaluated(made: Run, name: str, folder: pathlib.Path) -> dict:

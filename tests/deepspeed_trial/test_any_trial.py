@@ -107,14 +107,6 @@ def test_ranks_test_on_as_many_batches_as_each_has(tmp_path, batches, code, word
     assert done.code == code and words in done.stderr, done.stderr
 
 
-def test_test_data_without_a_batch_are_refused(tmp_path):
-    class Trial(LineTrial):
-        def build_test_data_loader(self):
-            return pytorch.DataLoader(torch.utils.data.Subset(Points(), []), MICRO_BATCH)
-
-    assert error_line(fit, tmp_path, Trial).startswith("test data: a rank gets no batch; use more")
-
-
 @pytest.mark.parametrize("form", ["plain", "pipeline"])
 def test_the_test_at_the_end_changes_nothing(tmp_path, form):
     periods: dict[str, Any] = {"validation_period": pytorch.Batch(5), "form": form}

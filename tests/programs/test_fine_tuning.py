@@ -15,15 +15,14 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from support import DIGITS, LATEST, checkpoints, overrides, train_many
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_matrix import of_group
 
 import train
 
 
 def chosen(run):
     """Everything that a run validates and decides, without the tests and the clock."""
-    timed = ("time", "images_per_second", "flops_per_second")
-    entries = [entry for entry in run.metrics if entry["group"] != "test"]
-    kept = [{key: value for key, value in entry.items() if key not in timed} for entry in entries]
+    kept = [of_group(run, group) for group in ("training", "validation")]
     return kept, run.summary["weights_sha256"], run.summary["validation"], sorted(checkpoints(run))
 
 
@@ -75,24 +74,14 @@ FIRST_IS_BEST: dict[str, Any] = {
 }
 EVERY_4 = overrides(min_validation_period="{batches: 4}")
 MODES = {
-    "zero0": row("digits", 0, **FIRST_IS_BEST),
-    "zero2": row("digits", 2, **FIRST_IS_BEST),
     "zero3": row("digits", 3, weight_average={"decay": 0.5}, **FIRST_IS_BEST),
-    "bf16": row("bf16", 1, **FIRST_IS_BEST),
     "fp16": row("fp16", 2, **FIRST_IS_BEST),
     "muon": row("digits", 1, ds_optimizer=matrix.MUON, ds_gradient_clipping=0, **FIRST_IS_BEST),
-    "experts": row("moe", 2, ep_world_size=2, **FIRST_IS_BEST),
     "pipeline": row("pipeline", 1, **FIRST_IS_BEST),
 }
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param(mode, marks=pytest.mark.soak if mode in ("zero0", "zero2", "bf16", "experts") else ())
-        for mode in MODES
-    ],
-)
+@pytest.mark.parametrize("mode", MODES)
 def test_the_best_weights_are_kept_and_tested(tmp_path, mode):
     """They are the weights of a run that ends there, and its validation and test."""
     long = [*MODES[mode].arguments, *EVERY_4]

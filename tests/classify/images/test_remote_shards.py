@@ -21,7 +21,7 @@ import pytest
 import torch
 from matrix import ROWS, Runs, train
 from sources import copied, everything, load, refused, served, write_parquet
-from support import DIGITS, LATEST, all_at_once, checkpoints, error_line, fork, losses, overrides, run
+from support import DIGITS, all_at_once, error_line, fork, losses, overrides, run
 
 import checkpoint
 from classify.images.listing import FileListing, Location, Shard
@@ -442,18 +442,3 @@ def test_ranks_end_with_one_line_for_a_lost_shard_or_a_missing_table(remote, tmp
     assert refusal.code == 2
     (line,) = [each for each in refusal.stderr.splitlines() if each.startswith("train.py: data.root: ")]
     assert f"{files['shards']}: a table must be in a folder; download the images" in line
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("step", [2, 6])
-def test_a_kill_of_ranks_that_read_from_a_server_costs_no_more_than_a_resume(
-    runs: Runs, remote, tmp_path, step
-):
-    _, files, limited, _ = remote
-    more = (*limited, *overrides(min_checkpoint_period="{batches: 1}"))
-    fault = {"FAULT": "SIGKILL", "RANK_AT_FAULT": "1", "STEP": str(step)}
-    killed = train(ROWS["windows"], 2, tmp_path / "run", files, more, **fault)
-    assert killed.code != 0 and checkpoints(killed)
-    last = train(ROWS["windows"], 2, tmp_path / "run", files, (*limited, *LATEST))
-    assert last.code == 0, last.stderr
-    assert last.summary["weights_sha256"] == runs.straight("windows", 2).summary["weights_sha256"]

@@ -14,6 +14,7 @@ from matrix import ROWS, Runs
 from support import overrides
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from test_matrix import scalars
 
 import checkpoint
 from classify.reports import summary
@@ -22,11 +23,6 @@ from workbench.reports import html_report
 from workbench.reports.recorded_run import RecordedRun
 
 DIGITS = ROWS["zero0"].arguments
-
-
-def scalars(run, name):
-    events = EventAccumulator(str(run.output), size_guidance={"scalars": 0}).Reload()
-    return [event.value for event in events.Scalars(name)]
 
 
 def test_a_run_writes_figures_and_a_profile(train):
