@@ -21,13 +21,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import steps
 from classify.config import experiment_file
 from classify.config.project import PROJECT
 from classify.engine.trial_config import TrialConfig
-from classify.models import registry
+from classify.models import flops, registry
 from classify.reports import summary
 from deepspeed_trial import machine
 from deepspeed_trial.errors import InvalidInput, print_errors
@@ -87,7 +86,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
     if not kept.exists():
         found = {
             **speeds(file, config.batch, args),
-            "operations": operations_of_an_image(config),
+            "operations": flops.training(registry.on_meta_device(config.net), config.input_size(0)),
             "images": config.source.count("train"),
             "what": f"width {(config.hyper.net_args or {}).get('width')}, batch {config.batch},"
             f" {experiment.hyperparameters['max_length']['epochs']} epochs",
@@ -149,15 +148,6 @@ def speeds(file: str, batch: int, args: argparse.Namespace) -> dict[str, float]:
     ratio = [one / other for one, other in zip(rates["trial"], rates["recipe"], strict=True)]
     middle = {name: statistics.median(each) for name, each in rates.items()}
     return {**middle, "ratio": statistics.median(ratio), "peak": multiplications()}
-
-
-def operations_of_an_image(config: TrialConfig) -> float:
-    """Floating-point operations of an image's passes in the first step, counted by torch."""
-    net = registry.build(config.net)
-    inputs = torch.randn(2, 3, *config.input_size(0))
-    with FlopCounterMode(display=False) as counter:
-        registry.logits(net(inputs)).sum().backward()
-    return counter.get_total_flops() / 2
 
 
 def multiplications(size: int = 3000, times: int = 10) -> float:

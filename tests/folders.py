@@ -1,5 +1,6 @@
 """Small real image folders and their contents."""
 
+import os
 import pathlib
 
 import pytest
@@ -16,6 +17,15 @@ TRAIN = [(10, 0), (20, 0), (30, 1), (40, 1)]
 def table(arguments: str, /, **rows):
     """Parametrise a test by name=(value, ...)."""
     return pytest.mark.parametrize(arguments, [pytest.param(*row, id=name) for name, row in rows.items()])
+
+
+def failing(number: int):
+    """A function that fails with an error of the system."""
+
+    def fail(*_) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
 
 
 def save(path: pathlib.Path, image: Image.Image | int, **options) -> pathlib.Path:

@@ -25,10 +25,13 @@ CLASSES = ("cat", "dog", "eel")
 NAMES = ("1.png", "2.JPG", "a.b.png", "ü 50%.png", "deep/er/4.png", "2.webp")
 
 
+def opened(root: object, **section: object) -> DataPlan:
+    """The plan of a folder of images, or of another dataset."""
+    return DataPlan.resolve(DataSettings.parse({"dataset": "imagefolder", "root": str(root), **section}))
+
+
 def load(dataset: str, root: object, split: str = "train", **section: object) -> ImageSet:
-    return DataPlan.resolve(DataSettings.parse({"dataset": dataset, "root": str(root), **section})).load(
-        split
-    )
+    return opened(root, dataset=dataset, **section).load(split)
 
 
 def refused(dataset: str, root: object, **section: Any) -> str:

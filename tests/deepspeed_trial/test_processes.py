@@ -43,14 +43,6 @@ def test_threads_sleep_while_they_wait_unless_the_environment_says_otherwise(tmp
     assert ("GOMP_SPINCOUNT = '7'" in done.stderr) == ("GOMP_SPINCOUNT" in chosen)
 
 
-def test_a_batch_that_does_not_divide_is_one_line(tmp_path):
-    row = [*DIGITS, *overrides(hyperparameters__overwrite_deepspeed_args__train_batch_size=16)]
-    refused = run(["train.py", *row, "--output", str(tmp_path / "run")], tmp_path / "run", processes=3)
-    line = "train.py: train_batch_size: 16: does not divide among 3 processes; use 15 or 18"
-    assert refused.code == 2 and refused.stderr.splitlines() == [line]
-    assert not refused.output.joinpath("checkpoints").exists()
-
-
 def test_a_port_in_use_is_one_line(tmp_path):
     """Rank 0 of a launcher without a store listens at the port itself."""
     output = tmp_path / "run"

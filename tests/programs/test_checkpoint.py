@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import support
 import torch
@@ -26,8 +25,7 @@ from support import DIGITS, LATEST, MODEL, PROJECT, overrides, train_many
 
 import checkpoint
 from classify.images.decode import decode_image
-from classify.models import net_file, state_dicts
-from net import Net
+from classify.models import net_file
 from workbench.publish import forms, scoring
 
 
@@ -127,6 +125,7 @@ def test_every_export_has_the_temperature_of_its_weights(form, read, which, step
     assert net_file.read_description(target)["confidence"] == wanted
     assert json.loads(read(target).get("confidence", json.dumps(wanted))) == wanted
     assert form not in ("net.safetensors", "net.onnx") or "confidence" in read(target)
+    assert form != "net.onnx" or json.loads(read(target)["classes"])[0] == "digit 0"
 
 
 def test_a_resumed_run_of_no_step_keeps_the_temperature(run, main, tmp_path):
@@ -214,18 +213,6 @@ def test_the_export_needs_torch_and_net_py_alone(run, main, tmp_path):
     )
     python = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
     assert (python.returncode, python.stdout.strip()) == (0, "(2, 4)"), python.stderr
-
-
-def test_onnx_gives_the_same_scores(run, main, tmp_path):
-    main("export", run.output, tmp_path / "net.onnx")
-    session = onnxruntime.InferenceSession(str(tmp_path / "net.onnx"), providers=["CPUExecutionProvider"])
-    net = Net(4)
-    net.load_state_dict(state_dicts.read(str(run.output / "net.pt")))
-    for count in (1, 5):
-        images = torch.rand(count, 3, 32, 32)
-        (logits,) = session.run(None, {"images": images.numpy()})
-        assert logits == pytest.approx(net(images).detach().numpy(), abs=1e-4)
-    assert json.loads(session.get_modelmeta().custom_metadata_map["classes"])[0] == "digit 0"
 
 
 @pytest.mark.parametrize(("which", "steps"), [("latest", 60), ("best", 20)])

@@ -230,6 +230,7 @@ def test_200_classes_of_three_grey_images_of_any_size_train_by_one_command(tmp_p
     small = overrides(
         data__image_size=32,
         data__resize=36,
+        data__fit="pad",
         data__normalize="dataset",
         hyperparameters__weights="null",
         hyperparameters__layer_decay=0.7,
@@ -243,3 +244,5 @@ def test_200_classes_of_three_grey_images_of_any_size_train_by_one_command(tmp_p
         assert run.summary[part]["images"] == 200 == len(run.summary[part]["per_class_precision"])
         assert 0 <= run.summary[part]["accuracy"] <= run.summary[part]["top5_accuracy"] < 0.2
     assert len(run.summary["parameter_groups"]) == 5
+    seen = json.loads((run.output / "net.json").read_text())["input"]
+    assert (seen["height"], seen["resize"], seen["fit"]) == (32, [36, 36], "pad")

@@ -99,7 +99,6 @@ RISING = {"decay": 0.9, "every": 3, "lookahead": True, "rising": True}
 # Network, average, ZeRO stage and processes of a training that a plain loop repeats
 LOOPS: dict[str, tuple[str, dict, int, int]] = {
     "lookahead": ("net", LOOKAHEAD, 0, 0),
-    "lookahead zero3": ("net", LOOKAHEAD, 3, 2),
     "rising zero3": ("net", RISING, 3, 2),
     "statistics": ("shufflenet_v2_x0_5", {"decay": 0.9}, 0, 0),
     "statistics of lookahead": ("shufflenet_v2_x0_5", LOOKAHEAD, 0, 0),

@@ -6,12 +6,11 @@ import shutil
 import pytest
 import torch
 from folders import save, table
-from sources import everything, load
+from sources import everything, load, opened
 from support import DIGITS, overrides
 
 import train as program
 from classify.images.plan import DataPlan
-from classify.images.settings import DataSettings
 from classify.images.sources.excluded import image_names
 
 
@@ -43,8 +42,7 @@ def test_a_folder_is_split_as_if_the_files_had_never_been_there(decode, unreadab
 
 def test_an_image_of_a_shard_is_named_by_its_place(written, tmp_path):
     def plan(**section) -> DataPlan:
-        settings = {"dataset": "webdataset", "root": str(written), "image_size": 8, **section}
-        return DataPlan.resolve(DataSettings.parse(settings))
+        return opened(written, dataset="webdataset", image_size=8, **section)
 
     every = plan()
     names = list(image_names(every.source, "train"))

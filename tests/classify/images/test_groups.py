@@ -7,7 +7,7 @@ import pytest
 import torch
 from folders import save, table
 from sklearn.model_selection import StratifiedGroupKFold
-from sources import copied
+from sources import copied, opened
 from support import error_line
 
 from classify.images.plan import DataPlan
@@ -28,10 +28,6 @@ def people(tmp_path):
                 name = f"{chr(97 + person)}x{label}-{number}.bmp"
                 save(root / "abc"[label] / name, person * 20 + label)
     return root
-
-
-def opened(root, **section) -> DataPlan:
-    return DataPlan.resolve(DataSettings.parse({"dataset": "imagefolder", "root": str(root), **section}))
 
 
 def people_in(plan: DataPlan, split: str) -> list[int]:

@@ -11,7 +11,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from folders import TRAIN, caches, greys, read, save, table
+from folders import TRAIN, caches, failing, greys, read, save, table
 from PIL import Image
 from support import all_at_once, error_line, fork
 
@@ -200,10 +200,7 @@ def test_missing_files_are_named_at_once(folder):
 )
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_each_error_of_the_cache_has_its_own_remedy(folder, monkeypatch, call, number, remedy):
-    def fail(*_):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(pixel_files.os, call, fail)
+    monkeypatch.setattr(pixel_files.os, call, failing(number))
     line = error_line(read, folder)
     assert line.startswith(f"{folder}/.images-train-32x32.pt: ")
     assert line.endswith(f" could not be written ([Errno {number}] {os.strerror(number)}); {remedy}")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from folders import LEFT, RIGHT, save
 from PIL import Image
+from sources import opened
 from support import error_line, overrides
 
 import train as program
@@ -54,8 +55,7 @@ def photos(tmp_path):
 
 
 def plan(root, **section) -> DataPlan:
-    section = {"dataset": "imagefolder", "root": str(root), "image_size": 32, "decode": "once", **section}
-    return DataPlan.resolve(DataSettings.parse(section))
+    return opened(root, **{"image_size": 32, "decode": "once", **section})
 
 
 def test_a_folder_of_photos_is_read_and_the_other_files_are_counted(photos, capsys):

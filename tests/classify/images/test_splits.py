@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from folders import caches, greys, save, table
+from sources import opened
 from support import error_line
 
 import data
@@ -23,21 +24,12 @@ def folder_of(root, **sizes):
     return root
 
 
-def settings_of(root, **section) -> DataSettings:
-    return DataSettings.parse({"dataset": "imagefolder", "root": str(root), **section})
-
-
-def opened(root, **section):
-    return DataPlan.resolve(settings_of(root, **section))
-
-
 def loaded(root, split, **section):
     """A (grey, label) for each image of a split."""
-    settings = settings_of(root, **section)
-    kept = DataPlan.resolve(settings).load(split)
+    kept = opened(root, **section).load(split)
     images = kept.select(torch.arange(len(kept)))
     assert (images == images[:, :1, :1, :1]).all()
-    assert len(kept) == DataPlan.resolve(settings).count(split) == len(images)
+    assert len(kept) == opened(root, **section).count(split) == len(images)
     return list(zip(images[:, 0, 0, 0].tolist(), kept.labels.tolist(), strict=True))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from folders import caches, table
+from folders import caches, failing, table
 from sources import copied, everything, load, refused
 from support import fork
 
@@ -115,10 +115,7 @@ def test_a_full_disk_ends_only_the_cache(photos, root, tmp_path, capfd):
 
 
 def test_no_room_for_a_cache_is_told_as_that(root, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(pixel_files.os, "truncate", fail)
+    monkeypatch.setattr(pixel_files.os, "truncate", failing(errno.ENOSPC))
     line = refused("imagefolder", root, decode="stream")
     assert line.endswith(
         ".growing: cannot be used ([Errno 28] No space left on device); free some disk space"
@@ -126,10 +123,7 @@ def test_no_room_for_a_cache_is_told_as_that(root, monkeypatch):
 
 
 def test_a_cache_that_cannot_be_completed_ends_only_the_cache(root, monkeypatch, capfd):
-    def fail(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(pixel_files.os, "fsync", fail)
+    monkeypatch.setattr(pixel_files.os, "fsync", failing(errno.EIO))
     images = stream("imagefolder", root)
     assert torch.equal(everything(images), everything(images))
     (line,) = [each for each in capfd.readouterr().err.splitlines() if "growing" in each]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from folders import TRAIN, greys, save, table
-from sources import copied, everything, load
+from sources import copied, everything, load, opened
 from support import all_at_once, error_line, overrides
 
 import checkpoint
@@ -27,12 +27,6 @@ def spoilt(folder) -> pathlib.Path:
     return folder
 
 
-def opened(root: pathlib.Path, **section):
-    return DataPlan.resolve(
-        DataSettings.parse({"dataset": "imagefolder", "root": str(root), **SKIP, **section})
-    )
-
-
 @pytest.fixture
 def scanned(monkeypatch) -> list[str]:
     """The parts whose images were tried."""
@@ -50,7 +44,7 @@ def scanned(monkeypatch) -> list[str]:
 @pytest.mark.parametrize("decode", ["once", "stream"])
 def test_images_are_left_out_counted_and_named(spoilt, scanned, decode):
     for _ in range(2):
-        splits = opened(spoilt, decode=decode)
+        splits = opened(spoilt, decode=decode, **SKIP)
         assert [splits.count(split) for split in splits.names] == [4, 2]
         names = [line.partition(": not a readable image (")[0] for line in splits.left_out]
         assert names == [f"{spoilt}/{path}" for path in ("train/a/0.png", "train/b/3.jpg", "test/b/0.webp")]
@@ -61,22 +55,22 @@ def test_images_are_left_out_counted_and_named(spoilt, scanned, decode):
 
 def test_one_of_many_processes_looks_and_a_changed_folder_is_looked_at_again(spoilt, scanned, capsys):
     def work():
-        assert len(opened(spoilt).left_out) == 3
+        assert len(opened(spoilt, **SKIP).left_out) == 3
 
     all_at_once(work, work, work)
-    before = opened(spoilt)
+    before = opened(spoilt, **SKIP)
     assert not scanned and before.left_out_identity.startswith("left out: 3, digest ")
     save(spoilt / "train/a/0.png", 5)
-    after = opened(spoilt)
+    after = opened(spoilt, **SKIP)
     assert greys(load("imagefolder", spoilt, **SKIP)) == [(5, 0), *TRAIN]
     assert len(after.left_out) == 2 and after.left_out_identity != before.left_out_identity
     (spoilt / ".images-train-32x32.unreadable").write_text('{"fingerprint": 1')
-    assert opened(spoilt).left_out == after.left_out
+    assert opened(spoilt, **SKIP).left_out == after.left_out
     assert checkpoint.main(["caches", str(spoilt), "--clear"]) == 0
     assert not list(spoilt.glob(".*.unreadable"))
     for path in (spoilt / "train/b/3.jpg", spoilt / "test/b/0.webp"):
         path.unlink()
-    assert opened(spoilt).left_out_identity is None
+    assert opened(spoilt, **SKIP).left_out_identity is None
 
 
 def test_shards_lose_images_and_windows_the_shards_that_have_none_left(photos, tmp_path):
@@ -113,7 +107,7 @@ def test_shards_lose_images_and_windows_the_shards_that_have_none_left(photos, t
 )  # fmt: skip
 def test_faults_of_more_than_an_image_still_end_the_run(spoilt, change, said):
     change(spoilt)
-    assert said in error_line(lambda: opened(spoilt).count("train"))
+    assert said in error_line(lambda: opened(spoilt, **SKIP).count("train"))
 
 
 def test_a_dataset_without_image_files_skips_none():

@@ -1,15 +1,13 @@
-"""Trainings of photographs, of a user's network and from torchvision's weights; test_matrix.py trains the others."""
+"""Trainings of a user's network and from torchvision's weights; test_matrix.py trains the others."""
 
 import json
 import pathlib
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torchvision
 from matrix import DEEPSPEED
-from PIL import Image
 from support import DIGITS, error_line, overrides, run, train_many
 
 import net as own
@@ -18,55 +16,7 @@ from classify.models.heads import head_layers
 from classify.models.registry import NetSpec
 
 SHORT = [*DIGITS, *overrides(hyperparameters__max_length="{batches: 2}", **{f"{DEEPSPEED}scheduler": "null"})]
-CLASSES, SIZE = 7, (32, 32)
-
-
-def write_photographs(root: pathlib.Path) -> None:
-    """Bands whose width and hue tell the class: JPEG, PNG, WebP, grey, palette and turned by EXIF, of many sizes."""
-    random = np.random.default_rng(0)
-    for index in range(420):
-        label, kind = index % CLASSES, index // CLASSES % 6
-        width, height = random.integers(40, 120, 2)
-        slope = np.linspace(0, 255, width)[None, :, None] * np.ones((height, 1, 3))
-        bands = (np.arange(height)[:, None, None] * (label + 1) // 12 % 2) * 200.0
-        hue = np.eye(3)[label % 3] * 60
-        pixels = np.clip((slope + bands) / 2 + hue + random.normal(0, 20, (height, width, 3)), 0, 255)
-        options: dict[str, Any] = {}
-        image = Image.fromarray(pixels.astype(np.uint8))
-        if kind in (3, 4):
-            image = image.convert("LP"[kind - 3])
-        elif kind == 5:
-            exif = Image.Exif()
-            exif[0x0112] = 6
-            image, options = image.transpose(Image.Transpose.ROTATE_90), {"exif": exif}
-        folder = root / ("test" if index % 5 == 0 else "train") / f"class {label}"
-        folder.mkdir(parents=True, exist_ok=True)
-        image.save(folder / f"{index}.{('jpg', 'png', 'webp', 'png', 'png', 'jpg')[kind]}", **options)
-
-
-def test_a_folder_of_photographs_trains_at_its_own_size(tmp_path):
-    write_photographs(tmp_path / "photos")
-    chosen = overrides(
-        data__root=tmp_path / "photos",
-        data__image_size=32,
-        data__resize=36,
-        data__fit="pad",
-        data__normalize="dataset",
-        hyperparameters__weights="null",
-        hyperparameters__max_length="{epochs: 2}",
-        **{f"{DEEPSPEED}optimizer__params__lr": 0.002},
-    )
-    output = tmp_path / "run"
-    made = run(["train.py", "--config", "experiments/photos.yaml", *chosen, "--output", str(output)], output)
-    assert made.code == 0, made.stderr
-    assert made.summary["test"]["images"] == len(list(tmp_path.glob("photos/test/*/*")))
-    assert made.summary["test"]["accuracy"] > 2 / CLASSES
-    names = [f"class {label}" for label in range(CLASSES)]
-    assert list(made.summary["validation"]["per_class_accuracy"]) == names
-    described = json.loads((output / "net.json").read_text())
-    assert described["input"]["height"] == 32 and described["input"]["resize"] == [36, 36]
-    assert described["input"]["fit"] == "pad"
-    assert described["net"]["name"] == "resnet18" and described["net"]["num_classes"] == CLASSES
+SIZE = (32, 32)
 
 
 OWN = """
