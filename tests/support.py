@@ -197,7 +197,7 @@ def fork(*works):
     barrier = context.Barrier(len(works))
 
     def run(work):
-        barrier.wait(30)
+        barrier.wait(300)
         work()
 
     processes = [context.Process(target=run, args=(work,)) for work in works]
@@ -210,7 +210,7 @@ def all_at_once(*works) -> None:
     """Run all functions to their end, one process each."""
     processes = fork(*works)
     for process in processes:
-        process.join(60)
+        process.join(300)
     assert [process.exitcode for process in processes] == [0] * len(works)
 
 

@@ -197,14 +197,14 @@ def test_a_killed_holder_of_the_lock_blocks_nobody(cifar, server):
             signal.pause()
 
     (holder,) = fork(hold)
-    assert held.wait(60)
+    assert held.wait(300)
     (waiting,) = fork(cifar.check)
     waiting.join(0.5)
     assert waiting.is_alive()
     assert server.asked == []
     os.kill(holder.pid, signal.SIGKILL)
-    waiting.join(60)
+    waiting.join(300)
     assert waiting.exitcode == 0
-    holder.join(60)
+    holder.join(300)
     assert len(server.asked) == A_DOWNLOAD
     assert cifar.names == {cifar.unpacked.name}

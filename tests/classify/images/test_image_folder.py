@@ -64,7 +64,7 @@ def test_a_process_waits_only_for_its_own_images(folder, request, place):
         (waiting,) = fork(lambda: read(folder))
         waiting.join(0.5)
         assert waiting.is_alive()
-    waiting.join(60)
+    waiting.join(300)
     assert waiting.exitcode == 0
 
 

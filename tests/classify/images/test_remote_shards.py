@@ -175,7 +175,7 @@ def test_a_shard_waits_for_the_room_of_shards_in_transfer(tmp_path):
 
     def slowly(shard: Shard, target: pathlib.Path) -> None:
         begun.set()
-        assert may_go.wait(60)
+        assert may_go.wait(300)
         write(shard, target)
 
     large = Shard("http://host/large", LIMIT, 0, 1)
@@ -183,13 +183,13 @@ def test_a_shard_waits_for_the_room_of_shards_in_transfer(tmp_path):
         threading.Thread(target=kept.file, args=args) for args in ((large, slowly), (SHARDS[0], write))
     ]
     threads[0].start()
-    assert begun.wait(60)
+    assert begun.wait(300)
     threads[1].start()
     time.sleep(0.3)
     assert held(tmp_path) == [0]  # the large one, in transfer
     may_go.set()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert held(tmp_path) == [SHARDS[0].size]
 
 
@@ -201,7 +201,7 @@ def test_the_newest_request_is_fetched_first():
 
         def local_file(self, shard: Shard) -> pathlib.Path:
             begun.set()
-            may_go.wait(60)
+            may_go.wait(300)
             fetched.append(shard)
             if shard is SHARDS[9]:
                 done.set()
@@ -211,10 +211,10 @@ def test_the_newest_request_is_fetched_first():
 
     ahead = ShardsAhead(Remote([], [], (), ""), 1)
     ahead.fetch(range(4))
-    assert begun.wait(60)
+    assert begun.wait(300)
     ahead.fetch(range(7, 10))
     may_go.set()
-    assert done.wait(60)
+    assert done.wait(300)
     assert fetched == [SHARDS[0], *SHARDS[7:10]]
 
 
@@ -241,7 +241,7 @@ def test_a_full_disk_of_the_cache_is_one_line_and_leaves_no_shard(written, tmp_p
 
     with served(written) as (_, url):
         (process,) = fork(full)
-        process.join(60)
+        process.join(300)
     assert process.exitcode == 0
     assert {each.suffix for each in (cache / "shards").iterdir() if each.name[0] != "."} <= {".partial"}
 

@@ -80,7 +80,7 @@ def test_decoded_images_survive_a_kill_but_no_boot_and_no_damage(root, decoded, 
         os.kill(os.getpid(), signal.SIGKILL)
 
     (process,) = fork(killed)
-    process.join(60)
+    process.join(300)
     assert process.exitcode == -signal.SIGKILL
     select(stream("imagefolder", root), 0, 1, 2, 3)
     assert len(decoded) == 1
@@ -108,7 +108,7 @@ def test_a_full_disk_ends_only_the_cache(photos, root, tmp_path, capfd):
             assert torch.equal(everything(images), wanted)
 
     (process,) = fork(full)
-    process.join(60)
+    process.join(300)
     assert process.exitcode == 0
     (line,) = [each for each in capfd.readouterr().err.splitlines() if "growing" in each]
     assert "no more decoded images are kept (" in line and "each epoch decodes them again" in line

@@ -41,7 +41,7 @@ def port(network):
 def ask(
     port: int, method: str, content: bytes = b"", path: str = "/", **headers: str
 ) -> tuple[int, dict, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     connection.request(
         method, path, content or None, {name.replace("_", "-"): headers[name] for name in headers}
     )
@@ -157,7 +157,7 @@ def test_a_request_that_brings_no_image_is_refused(content, status, line, port, 
     huge=("9" * 5000, 413),
 )
 def test_an_image_without_a_fair_length_is_refused_before_it_is_read(length, status, port):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
     connection.putrequest("POST", "/")
     if length:
         connection.putheader("Content-Length", length)
