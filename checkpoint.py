@@ -145,17 +145,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         with explain_out_of_memory(lambda: f"in {args.command}", lambda: "use a machine with more memory"):
             {**commands, "serve": serve, "caches": caches, "audit": audit, "head": head}[args.command](args)
     except InvalidInput as error:
-        return print_errors("checkpoint.py", error)
+        return print_errors(command_line.called("checkpoint"), error)
     except TrainingStopped as error:
-        print(f"checkpoint.py: {error}", file=sys.stderr)
+        print(f"{command_line.called('checkpoint')}: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(
-            f"checkpoint.py: a path cannot be used ({one_line(error)}); repair or change it", file=sys.stderr
-        )
+        reason = f"a path cannot be used ({one_line(error)}); repair or change it"
+        print(f"{command_line.called('checkpoint')}: {reason}", file=sys.stderr)
         return 1 if error.errno in DISK_FULL else 2
     except KeyboardInterrupt:
-        print("checkpoint.py: interrupted", file=sys.stderr)
+        print(f"{command_line.called('checkpoint')}: interrupted", file=sys.stderr)
         return 130
     return 0
 
@@ -203,7 +202,8 @@ def export(args: argparse.Namespace) -> None:
     files = printable(f"{args.target}, {net_file.beside(args.target)}")
     print(f"{files}: checkpoint {folder.name}, {steps:,} steps")
     if args.int8:
-        print(f"accuracy of int8: checkpoint.py evaluate {printable(args.target)} --config {args.config}")
+        again = command_line.typed("checkpoint", "evaluate", args.target, "--config", args.config)
+        print(printable(f"accuracy of int8: {again}"))
 
 
 def predict(args: argparse.Namespace) -> None:

@@ -68,15 +68,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 source.load(split)
             return runner.run()
     except InvalidInput as error:
-        return print_errors("search.py", error)
+        return print_errors(command_line.called("search"), error)
     except (OSError, SQLAlchemyError, StorageInternalError) as error:
         reason = one_line(getattr(error, "orig", None) or error)
         line = f"{output}: cannot store the state of the search ({reason}); repair the disk or the file"
-        print(f"search.py: {printable(line)}; then the same command continues", file=sys.stderr)
+        line = f"{printable(line)}; then the same command continues"
+        print(f"{command_line.called('search')}: {line}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         remedy = f"continue with the same command and --output {printable(output)}"
-        print(f"search.py: interrupted; {remedy}", file=sys.stderr)
+        print(f"{command_line.called('search')}: interrupted; {remedy}", file=sys.stderr)
         return 130
 
 

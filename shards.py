@@ -17,6 +17,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
+from classify.config import command_line
 from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line, print_errors
 
 
@@ -46,12 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise InvalidInput(f"--seed: {args.seed}: must be 0 or more")
         tar_folders.write(args.folder, args.target, limit, args.seed)
     except InvalidInput as error:
-        return print_errors("shards.py", error)
+        return print_errors(command_line.called("shards"), error)
     except OSError as error:
-        print(f"shards.py: a path cannot be used ({one_line(error)}); correct it", file=sys.stderr)
+        reason = f"a path cannot be used ({one_line(error)}); correct it"
+        print(f"{command_line.called('shards')}: {reason}", file=sys.stderr)
         return 1 if error.errno in DISK_FULL else 2
     except KeyboardInterrupt:
-        print("shards.py: interrupted; the same command resumes", file=sys.stderr)
+        print(f"{command_line.called('shards')}: interrupted; the same command resumes", file=sys.stderr)
         return 130
     return 0
 

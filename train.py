@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return do(args)
     except KeyboardInterrupt:
-        print("train.py: interrupted; earlier checkpoints are unchanged", file=sys.stderr)
+        say("interrupted; earlier checkpoints are unchanged")
         return 130
 
 
@@ -90,11 +90,16 @@ def do(args: argparse.Namespace) -> int:
             does = check if args.check else tune if args.tune else find_lr if args.find_lr else run
             return does(args)
     except InvalidInput as error:
-        return print_errors("train.py", error)
+        return print_errors(command_line.called("train"), error)
     except TrainingStopped as error:
         if is_said_here(error):
-            print(f"train.py: {error}", file=sys.stderr)
+            say(str(error))
         return 1
+
+
+def say(line: str) -> None:
+    """Print a line on stderr, after the name of the program."""
+    print(f"{command_line.called('train')}: {line}", file=sys.stderr)
 
 
 def print_keys(form: str) -> int:
@@ -155,15 +160,15 @@ def check(args: argparse.Namespace) -> int:
     print_notes(notes(experiment, config))
     if config.tries:
         print_notes([f"{MICRO_BATCH}: 'auto': found by trying before the first step; the largest is shown"])
-    print(f"train.py: images {printable(describe_images(config))}", file=sys.stderr)
+    say(f"images {printable(describe_images(config))}")
     if passed_over := describe_passed_over(config.source):
-        print(f"train.py: files {passed_over}", file=sys.stderr)
+        say(f"files {passed_over}")
     if config.hyper.minutes:
-        print(f"train.py: length {describe_length(config)}", file=sys.stderr)
+        say(f"length {describe_length(config)}")
     for line in config.described_groups:
-        print(f"train.py: parameters {printable(line)}", file=sys.stderr)
+        say(f"parameters {printable(line)}")
     for line in memory.describe(config, memory_limit(slots, config.device)):
-        print(f"train.py: memory {printable(line)}", file=sys.stderr)
+        say(f"memory {printable(line)}")
     print(json.dumps(redaction.values(config.deepspeed), indent=2))
     return 0
 
@@ -229,7 +234,7 @@ def print_notes(lines: list[str]) -> None:
     from deepspeed_trial.errors import printable
 
     for line in lines:
-        print(f"train.py: note: {printable(line)}", file=sys.stderr)
+        say(f"note: {printable(line)}")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -17,7 +17,6 @@ from deepspeed_trial.local.folder import default_output
 from workbench.publish import forms, scoring
 
 Path = str | os.PathLike[str]
-PROGRAMS = (command_line.COMMAND, "train.py")  # that print errors
 
 
 class Prediction(NamedTuple):
@@ -132,7 +131,7 @@ def _print_lines(process: subprocess.Popen[str]) -> list[str]:
             for line in process.stdout:
                 print(line, end="", flush=True)
                 program, _, text = line.rstrip().partition(": ")
-                if program in PROGRAMS and not text.startswith("note: "):
+                if program == command_line.COMMAND and not text.startswith("note: "):
                     errors.append(text)
             return errors
         except KeyboardInterrupt:

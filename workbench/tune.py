@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from ruamel.yaml import YAML
 
+from classify.config.command_line import called
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH
 from classify.engine.memory import advise
 from classify.engine.trial_config import TrialConfig
@@ -80,7 +81,7 @@ def write_experiment(file: pathlib.Path, config: Mapping[str, Any], slots: int) 
     print(f"train:   {launch} train.py --config {shlex.quote(printable(shown(file)))}")
     if redaction.MARK in str(shared):
         what = "hides a possible credential; give it again, by --set or in the file"
-        print(f"train.py: note: {file.name}: {redaction.MARK} {what}", file=sys.stderr)
+        print(f"{called('train')}: note: {file.name}: {redaction.MARK} {what}", file=sys.stderr)
 
 
 def _tell(tried: Try, config: TrialConfig) -> None:

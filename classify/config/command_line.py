@@ -54,9 +54,19 @@ def typed(program: str, *words: object) -> str:
         words: its arguments; a shell's characters are quoted.
     """
     start = [COMMAND, *["train"] * (program == "train")]
-    if pathlib.Path(sys.argv[0]).name.split(" ")[0] != COMMAND:
+    if called(program) != COMMAND:
         start = ["python3", f"{program}.py"]
     return shlex.join([*start, *map(str, words)])
+
+
+def called(program: str) -> str:
+    """Return the name of this process at the start of its lines: ``classify``, or a program's file.
+
+    Args:
+        program: ``train``, ``checkpoint``, ``search`` or ``shards``.
+    """
+    is_command = pathlib.Path(sys.argv[0]).name.split(" ")[0] == COMMAND
+    return COMMAND if is_command else f"{program}.py"
 
 
 def parser(description: str | None, config: str, what: str = "experiment file") -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from classify.config.command_line import called
 from classify.config.metric_table import THRESHOLD
 from classify.config.rules import NUMBER
 from classify.images.decode import MissingPackage, decode, open_image
@@ -162,7 +163,7 @@ class Server(socketserver.ThreadingTCPServer):
         """Print an error of a request as a line; a client that has left is none."""
         error = sys.exc_info()[1]
         if error and not isinstance(error, OSError):
-            print(f"checkpoint.py: serve: {one_line(error)}", file=sys.stderr)
+            print(f"{called('checkpoint')}: serve: {one_line(error)}", file=sys.stderr)
 
 
 class Handler(BaseHTTPRequestHandler):

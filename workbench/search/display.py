@@ -76,7 +76,7 @@ class SearchDisplay:
         self.changed = files
         remedy = "if that changes the scores, start a new search"
         what = f"{', '.join(files)} changed since the search began"
-        print(f"search.py: note: trial {number}: {what}; {remedy}", file=sys.stderr)
+        print(f"{command_line.called('search')}: note: trial {number}: {what}; {remedy}", file=sys.stderr)
 
     def ended(self, number: int) -> None:
         """Print a line about a trial that has ended, and write ``trials.csv``."""
@@ -121,7 +121,8 @@ class SearchDisplay:
         print(f"{len(trials)} trials: {counts}; {printable(shown(self.output / 'trials.csv'))}")
         best = self.results.best(trials)
         if best is None:
-            print("search.py: no trial has finished; their logs are in the folder trials", file=sys.stderr)
+            reason = "no trial has finished; their logs are in the folder trials"
+            print(f"{command_line.called('search')}: {reason}", file=sys.stderr)
             return 1
         score = f"{self.metric} {self.results.score(best):.6g}"
         print(printable(f"best: trial {best.number}, {score}: {self.results.values(best)}"))

@@ -18,6 +18,7 @@ import torch
 from optuna.trial import FrozenTrial, TrialState
 
 from classify.config import experiment_file
+from classify.config.command_line import called
 from classify.config.project import PROJECT
 from classify.engine.trial_config import TrialConfig
 from classify.images.plan import DataPlan
@@ -94,7 +95,9 @@ class SearchRunner:
                     self._look()
         except BaseException as end:
             if isinstance(end, KeyboardInterrupt) and self.running:
-                print("search.py: stopping: the trials save checkpoints", file=sys.stderr, flush=True)
+                print(
+                    f"{called('search')}: stopping: the trials save checkpoints", file=sys.stderr, flush=True
+                )
             for run in self.running.values():
                 run.stop()
             wait_for(list(self.running.values()), LAST_WORDS)

@@ -14,6 +14,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from classify.config import experiment_fields, experiment_file
+from classify.config.command_line import called
 from classify.images.settings import DataSettings
 from deepspeed_trial.errors import ErrorList, printable
 from deepspeed_trial.experiment import Experiment
@@ -110,7 +111,7 @@ def load(file: str, overrides: list[str], parallel: int) -> Search:
         errors.lines.append(f"resources.slots_per_trial: {slots}: this machine has {gpus} GPUs")
     errors.raise_any()
     for note in searchers.notes(experiment, parallel):
-        print(f"search.py: note: {printable(note)}", file=sys.stderr)
+        print(f"{called('search')}: note: {printable(note)}", file=sys.stderr)
     search = _search(file, overrides, experiment, ranges)
     most = sum(bracket.trials for bracket in search.brackets)
     if gpus:
