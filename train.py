@@ -87,6 +87,8 @@ def do(args: argparse.Namespace) -> int:
     try:
         check_ranks()
         with explain_out_of_memory(lambda: "outside of training", lambda: advice):
+            if args.folds is not None:
+                return cross_validate(args)
             does = check if args.check else tune if args.tune else find_lr if args.find_lr else run
             return does(args)
     except InvalidInput as error:
@@ -210,10 +212,11 @@ def cross_validate(args: argparse.Namespace) -> int:
     from deepspeed_trial.errors import InvalidInput
     from deepspeed_trial.local.folder import default_output
 
-    for option in ("resume", "test", "tune", "profile"):
+    for option in ("resume", "test", "tune", "find_lr", "profile", "check"):
         if getattr(args, option):
             what = "--output alone continues" if option == "resume" else "give one of the two"
-            raise InvalidInput(f"--folds: {args.folds}: does not go with --{option}; {what}")
+            shown = option.replace("_", "-")
+            raise InvalidInput(f"--folds: {args.folds}: does not go with --{shown}; {what}")
     experiment = load(args)
     with command_line.importing():
         from workbench import folds
@@ -243,8 +246,6 @@ def run(args: argparse.Namespace) -> int:
     from deepspeed_trial.errors import InvalidInput, printable
     from deepspeed_trial.local.folder import default_output
 
-    if args.folds is not None:
-        return cross_validate(args)
     if args.slots is not None:
         remedy = "is for --check, --tune and --folds; torchrun or deepspeed starts the processes"
         raise InvalidInput(f"--slots: {args.slots}: {remedy}")
