@@ -101,6 +101,6 @@ def choose_accelerator() -> None:
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 sys.meta_path.insert(0, NoMLflowInAutotuner())
 sleep_while_waiting()
-if sys.orig_argv[1:3] != ["-m", "deepspeed_trial.launch"]:  # it starts processes, and chooses later
+if sys.orig_argv[1:3] != ["-m", "deepspeed_trial.launch"]:  # its processes choose
     choose_accelerator()
     slurm.take_ranks(os.environ)

@@ -15,7 +15,7 @@ from support import PROJECT, Run, execute, free_port, run
 
 HERE = PROJECT / "tests/container"
 # The master gives each allocation its ports.
-PORTS = ("C10D_PORT", "DTRAIN_SSH_PORT", "INTER_TRAIN_PROCESS_COMM_PORT_1", "INTER_TRAIN_PROCESS_COMM_PORT_2")
+PORTS = ("C10D_PORT", "INTER_TRAIN_PROCESS_COMM_PORT_1", "INTER_TRAIN_PROCESS_COMM_PORT_2")
 # The master's entrypoint.sh from the hook on, which it has bash print.
 ENTRYPOINT = "set -ex; source startup-hook.sh; set +x; exec python3 -m determined.exec.launch"
 # In a fork: find the container's files, then train

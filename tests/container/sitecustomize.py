@@ -1,7 +1,6 @@
 """Make each Python process of a test find Determined's container files in the test's folder."""
 
 import os
-import sys
 import zlib
 
 if folder := os.environ.get("CONTAINER_FILES"):
@@ -15,8 +14,3 @@ if folder := os.environ.get("CONTAINER_FILES"):
     constants.MANAGED_TRAINING_MODEL_COPY = f"{folder}/model"
     # A container has /tmp to itself.
     ipc.read_pid_server_addr = lambda addr: f"/tmp/{zlib.crc32(folder.encode())}-{os.path.basename(addr)}"
-    if "TEST_HOSTS" in os.environ and sys.orig_argv[1:3] == ["-m", "deepspeed_trial.launch"]:
-        from determined.launch import deepspeed
-
-        sshd = [sys.executable, f"{os.path.dirname(__file__)}/sshd.py", str(constants.DTRAIN_SSH_PORT)]
-        deepspeed.create_sshd_cmd = lambda: sshd

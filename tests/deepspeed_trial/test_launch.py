@@ -1,9 +1,8 @@
-"""The launch layer of a trial on a cluster: Determined's, with the replacements of ``deepspeed_trial.launch``."""
+"""The launch layer of a trial on a cluster."""
 
 import base64
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import types
@@ -12,7 +11,6 @@ from typing import Any
 import determined as det
 import pytest
 from containers import SMALL, run_container
-from determined.launch import deepspeed
 from master import Master
 
 from deepspeed_trial import launch
@@ -20,49 +18,36 @@ from deepspeed_trial import launch
 BUSY = max(20, 2 * (os.cpu_count() or 1))  # processes that do nothing but compute
 
 
-def cluster(hosts: int, slots: int = 2, allocation: str = "1.task.0") -> Any:
+def cluster(hosts: int, slots: int = 2, allocation: str = "1.task.0", rank: int = 0) -> Any:
     """The part of a container's ClusterInfo that the launch layer reads."""
     read = {"container_addrs": [f"10.0.0.{host}" for host in range(hosts)], "allocation_id": allocation}
-    return types.SimpleNamespace(**read, container_slot_counts=[slots] * hosts)
+    return types.SimpleNamespace(**read, container_rank=rank, container_slot_counts=[slots] * hosts)
 
 
-def layer_of(info: Any) -> Any:
-    """Determined's launch layer for several hosts, replaced where ``deepspeed_trial.launch`` does."""
-    layer = types.SimpleNamespace(**vars(deepspeed))
-    launch.patch_for_several_hosts(layer, info)
-    return layer
+def option(command: list[str], name: str) -> str:
+    (found,) = (each for each in command if each.startswith(f"--{name}="))
+    return found.partition("=")[2]
 
 
 @pytest.fixture(autouse=True)
-def own_environment(monkeypatch, tmp_path):
-    """Undo a test's changes of the environment and of files near the code."""
+def own_environment(monkeypatch):
+    """Undo a test's changes of the environment."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.setattr(launch.constants, "MANAGED_TRAINING_MODEL_COPY", str(tmp_path / "model"))
-    monkeypatch.chdir(tmp_path)
 
 
 def test_the_launcher_is_waited_for():
     """Determined would sleep for a grace period, then send the launcher a signal: exit code 241."""
-    here = launch.on_this_host(cluster(hosts=1), ["train"])
-    for command in here, layer_of(cluster(hosts=2)).create_pid_server_cmd("1.task.0", 2):
+    for hosts in (1, 2):
+        command = launch.in_each_slot(cluster(hosts), ["train"])
         assert command[command.index("--on-exit") + 1] == "WAIT"
         assert command[command.index("--on-fail") + 1] == "SIGTERM"  # a dead worker still ends the others
-
-
-def test_the_launcher_prints_warnings_alone():
-    assert "--log_level=warning" in launch.on_this_host(cluster(hosts=1), ["train"])
+        assert "--log_level=warning" in command
 
 
 def test_two_trials_never_share_a_port(monkeypatch):
     def port(allocation, hosts):
-        info = cluster(hosts, allocation=allocation)
-        if hosts == 1:
-            command = launch.on_this_host(info, ["train"])
-        else:
-            command = layer_of(info).create_run_command("10.0.0.0", "hostfile")
-        (found,) = (each for each in command if each.startswith("--master_port="))
-        assert hosts == 1 or command.index(found) < command.index("--")
-        return int(found.partition("=")[2])
+        command = launch.in_each_slot(cluster(hosts, allocation=allocation), ["train"])
+        return int(option(command, "master_port"))
 
     ports = {port(f"1.{number}.0", hosts) for number in range(5) for hosts in (1, 2)}
     assert len(ports) == 5 and all(1024 < each < 32768 for each in ports)  # below the ports that systems lend
@@ -71,29 +56,14 @@ def test_two_trials_never_share_a_port(monkeypatch):
 
 
 @pytest.mark.parametrize(("visible", "devices"), [("", [0, 1, 2]), ("2,GPU-7", ["2", "GPU-7"])])
-def test_one_host_has_a_process_a_slot(monkeypatch, visible, devices):
+@pytest.mark.parametrize(("hosts", "rank", "chief"), [(1, 0, "127.0.0.1"), (3, 1, "10.0.0.0")])
+def test_a_container_has_a_process_a_slot(monkeypatch, visible, devices, hosts, rank, chief):
     monkeypatch.setitem(os.environ, "CUDA_VISIBLE_DEVICES", visible)
-    command = launch.on_this_host(cluster(hosts=1, slots=3), ["train"])
-    (world,) = (each for each in command if each.startswith("--world_info="))
-    assert json.loads(base64.urlsafe_b64decode(world.partition("=")[2])) == {"localhost": devices}
+    command = launch.in_each_slot(cluster(hosts, slots=3, rank=rank), ["train"])
+    slots = [*json.loads(base64.urlsafe_b64decode(option(command, "world_info"))).values()]
+    assert slots.pop(rank) == devices and slots == [[0, 1, 2]] * (hosts - 1)
+    assert (option(command, "node_rank"), option(command, "master_addr")) == (str(rank), chief)
     assert str(len(devices)) in command  # workers that the pid server knows
-
-
-def test_several_hosts_keep_their_environments_to_themselves(monkeypatch):
-    """DeepSpeed would log the values, and quote them in a command line, where no value may hold a quote."""
-    values = {"DET_SESSION_TOKEN": "secret", "MINE": "a\nb", "DET_CONFIG": '{"name": "it\'s $HOME"}'}
-    for name, value in {**values, "PATH": "/bin:/usr/bin", "LD_LIBRARY_PATH": "/a b"}.items():
-        monkeypatch.setitem(os.environ, name, value)
-    layer = layer_of(cluster(hosts=2))
-    layer.create_deepspeed_env_file()
-    handed = pathlib.Path(deepspeed.runner.DEEPSPEED_ENVIRONMENT_NAME).read_text().splitlines()
-    assert "PATH=/bin:/usr/bin" in handed
-    assert all(line.partition("=")[0] in launch.FOR_LAUNCHER and " " not in line for line in handed)
-    kept = launch._environment_file()
-    assert kept.stat().st_mode & 0o777 == 0o600
-    assert values.items() <= json.loads(kept.read_text()).items()
-    prefix = ["python3", "-m", "deepspeed_trial.launch", "--in-container"]
-    assert layer.create_pid_client_cmd("1.task.0")[:4] == prefix
 
 
 def test_off_a_cluster_it_says_what_to_run(capsys):
