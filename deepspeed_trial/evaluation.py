@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,7 +11,6 @@ import torch
 from deepspeed_trial import engines, metrics
 from deepspeed_trial.events import Events
 from deepspeed_trial.loaders import Batches
-from deepspeed_trial.random_state import random_state, set_random_state
 
 VALIDATION, TEST = "on_validation", "on_test"  # events of both begin so
 
@@ -57,11 +54,3 @@ def evaluate(trial: Any, context: Any, batches: Batches, events: Events, kind: s
     if distributed.rank == 0:
         logger.info(f"evaluated {batches.count} batches a rank in {time.monotonic() - began:.1f} s")
     return result
-
-
-@contextlib.contextmanager
-def randomness_kept(device: torch.device) -> Iterator[None]:
-    """Leave the generators of random numbers as they were before the block."""
-    before = random_state(device)
-    yield
-    set_random_state(before, device)

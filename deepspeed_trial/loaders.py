@@ -13,7 +13,7 @@ from determined import pytorch
 from torch.utils.data import RandomSampler
 
 from deepspeed_trial.errors import InvalidInput
-from deepspeed_trial.random_state import random_state, set_random_state
+from deepspeed_trial.random_state import randomness_kept
 
 UNREPRODUCIBLE = (
     "{method}() returned a {kind}. The reproducibility of a trial needs a determined.pytorch.DataLoader."
@@ -97,10 +97,8 @@ def _test(trial: Any, context: Any, builds: bool) -> Batches | None:
     loader = build() if build and builds else None
     if not any(context.distributed.allgather(loader is not None)):
         return None
-    before = random_state(context.device)
-    test = _evaluated("test data", lambda: loader, loader is not None, context)
-    set_random_state(before, context.device)
-    return test
+    with randomness_kept(context.device):
+        return _evaluated("test data", lambda: loader, loader is not None, context)
 
 
 def _training(trial: Any, context: Any, skip: int) -> Any:

@@ -32,6 +32,7 @@ from deepspeed_trial.out_of_memory import explain_out_of_memory
 from deepspeed_trial.place import CHECKPOINT, DATA, END, REPORT, TEST, TRAINING, VALIDATION
 from deepspeed_trial.plan import Minutes
 from deepspeed_trial.profile import profiled
+from deepspeed_trial.random_state import randomness_kept
 from deepspeed_trial.saving import Saving, State
 from deepspeed_trial.settings import Due, Outcome, Settings
 from deepspeed_trial.time_budget import TimeBudget
@@ -242,7 +243,7 @@ class Loop:
     def validate(self) -> None:
         """Validate, report, and save if the checkpoint policy requires it."""
         with self._measuring(time_budget.VALIDATION):
-            with self.place.during(VALIDATION, self.steps), evaluation.randomness_kept(self.context.device):
+            with self.place.during(VALIDATION, self.steps), randomness_kept(self.context.device):
                 validation = self._evaluate(self.data.validation, evaluation.VALIDATION)
                 self.state.last_val = self.steps
                 is_best = False
@@ -257,7 +258,7 @@ class Loop:
 
     def run_test(self, batches: Batches) -> dict[str, Any]:
         """Evaluate the final weights on the test data, and report to the group ``test``."""
-        with self.place.during(TEST, self.steps), evaluation.randomness_kept(self.context.device):
+        with self.place.during(TEST, self.steps), randomness_kept(self.context.device):
             result = self._evaluate(batches, evaluation.TEST)
             if self.is_chief:
                 self._count(result)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,3 +34,11 @@ def set_random_state(state: State, device: torch.device) -> None:
     torch.set_rng_state(cpu)
     if cuda is not None:
         torch.cuda.set_rng_state(cuda, device)
+
+
+@contextlib.contextmanager
+def randomness_kept(device: torch.device) -> Iterator[None]:
+    """Leave the generators as they were before the block."""
+    before = random_state(device)
+    yield
+    set_random_state(before, device)

@@ -7,6 +7,7 @@ too late.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 import time
@@ -155,13 +156,8 @@ class TimeBudget:
 
     def _affordable(self, done: int, left: float) -> int:
         """Return the most steps in all that end within the seconds left."""
-        low, high = done, done + 1
-        while self._rest(done, high) <= left and high < 2**50:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._rest(done, middle) <= left else (low, middle)
-        return low
+        more = range(done + 1, done + 2**50)
+        return done + bisect.bisect_right(more, left, key=lambda total: self._rest(done, total))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint, in JSON values."""

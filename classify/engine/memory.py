@@ -7,6 +7,7 @@ the micro-batch.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import functools
@@ -103,14 +104,8 @@ class Forecaster:
 
     def largest(self, limit: int) -> int:
         """Return the largest micro-batch of the training images that fits into ``limit`` bytes, or 0."""
-        fits, too_large = 0, self.config.source.count("train") // self.config.replicas + 1
-        while too_large - fits > 1:
-            tried = min(2 * fits or 1, (fits + too_large) // 2)
-            if self(tried).total <= limit:
-                fits = tried
-            else:
-                too_large = tried
-        return fits
+        sizes = range(1, self.config.source.count("train") // self.config.replicas + 1)
+        return bisect.bisect_right(sizes, limit, key=lambda size: self(size).total)
 
     @functools.cached_property
     def _activations(self) -> tuple[int, int]:
