@@ -80,16 +80,12 @@ class Group:
     store: TCPStore | None = None
 
 
-def rank_of_all(number: int) -> Group:
-    """Return this process's rank of an attempt of all ranks. Every rank calls it.
-
-    Args:
-        number: number of the attempt, equal on all ranks.
-    """
+def rank_of_all() -> Group:
+    """Return this process's rank of an attempt of all ranks. Every rank calls it."""
     if int(os.environ.get("WORLD_SIZE") or 1) == 1:
         return Group([{}])
     meet()
-    store = meet_in_chief(f"attempt/{number}", os.environ["RANK"] == "0")
+    store = meet_in_chief("attempt", os.environ["RANK"] == "0")
     return Group([_meeting_in(store)], store)
 
 

@@ -118,9 +118,9 @@ class Loop:
         advice = self.saving.hooks.advise_on_memory
         with explain_out_of_memory(self._where, advice), self._leaving(), contextlib.ExitStack() as ends:
             self._set_up(ends)
-            ends.callback(self.services.end)
+            ends.callback(self.services.progress.close)
             total = self.context.plan.total if self.budget else self.total
-            self.services.begin(total, self.data.epoch, self.first_step, self.budget)
+            self.services.progress.begin(total, self.data.epoch, self.first_step, self.budget)
             if self.context.tracking.names:
                 self.context.tracking.start(self.services.metrics())
             with self.services.stoppable():
@@ -194,7 +194,7 @@ class Loop:
             self._correct_plan()
             due = self._due()
             self.events.tell("on_optimizer_step")
-            self.services.step(self.steps, self.last_metrics)
+            self.services.progress.step(self.steps, self.last_metrics)
             reports = ends_epoch or bool(due)
             is_stop = self.services.is_last(self.steps, reports)
             if reports or is_stop:
@@ -314,7 +314,7 @@ class Loop:
                 self.saving.load(path, name)
             self._chosen = name
             if self.is_chief:
-                self.services.judge_by(step)
+                self.services.progress.judge_by(step)
                 print(f"weights: of step {step:,}, the best by {metric}", flush=True)
         elif self.is_chief:
             # Without test data apart, the validation's examples may be the test's
@@ -365,7 +365,7 @@ class Loop:
             return
         get_accelerator().synchronize()
         if self.is_chief and self.budget.look(self.steps):
-            self.services.plan(self.total, self.budget.describe(self.steps))
+            self.services.progress.plan(self.total, self.budget.describe(self.steps))
         self.budget.follow(self.context.distributed.broadcast(self.budget.decisions()))
 
     def _due(self) -> list[Due]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import functools
@@ -15,7 +16,7 @@ from torch.distributed import TCPStore
 from deepspeed_trial.errors import InvalidInput
 
 LOOPBACK = "127.0.0.1"
-
+_stores = collections.Counter[str]()  # opened by this process, and so by each rank, by their purpose
 
 LEAST = {
     "RANK": 0,
@@ -116,19 +117,20 @@ def serve(port: int) -> TCPStore:
     )
 
 
-def meet_in_chief(name: str, is_chief: bool) -> TCPStore:
-    """Return this rank's connection to a store in rank 0's process, which outlives its launcher.
+def meet_in_chief(purpose: str, is_chief: bool) -> TCPStore:
+    """Return this rank's connection to a new store in rank 0's process, which outlives its launcher.
 
-    Args:
-        name: the same on all ranks, and of no other store.
-        is_chief: whether this is rank 0.
+    Every rank calls it equally often for a purpose.
     """
+    _stores[purpose] += 1
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") if is_launchers_store() else 0
+    key = f"{purpose}/{attempt}/{_stores[purpose]}"
     meeting = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     if is_chief:
         store = serve(0)
-        meeting.set(name, f"{_own_address() or os.environ['MASTER_ADDR']} {store.port}")
+        meeting.set(key, f"{_own_address() or os.environ['MASTER_ADDR']} {store.port}")
         return store
-    address, port = meeting.get(name).decode().split()
+    address, port = meeting.get(key).decode().split()
     return TCPStore(address, int(port), is_master=False)
 
 

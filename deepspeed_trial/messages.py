@@ -21,7 +21,7 @@ from torch.distributed import DistStoreError
 from torch.nn import functional as F
 from typing_extensions import override
 
-from deepspeed_trial.meeting import is_launchers_store, meet_in_chief
+from deepspeed_trial.meeting import meet_in_chief
 
 LOOK = datetime.timedelta(seconds=1)  # how long a wait blocks signals
 PIECE = 2**22  # bytes; torch's store refuses values above 8 MiB
@@ -89,16 +89,12 @@ class Ranks(core.DistributedContext):
     As in Determined, all ranks have to call the same methods in the same order, in one thread.
     """
 
-    _made = 0  # in this process, and so in each rank
-
     @override
     def _init_ipc(self, force_tcp: bool) -> None:
         self._unread: dict[str, list[str]] = {}
         if self.size < 2:
             return
-        type(self)._made += 1
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_launchers_store() else "0"
-        self._store: Any = meet_in_chief(f"messages/{attempt}/{self._made}", self.rank == 0)
+        self._store: Any = meet_in_chief("messages", self.rank == 0)
         self._turns = {"all": 0, f"host{self.cross_rank}": 0}
 
     @override

@@ -16,14 +16,12 @@ from determined.common import util
 from determined.common.api import authentication, certs
 from typing_extensions import override
 
-from deepspeed_trial.checkpoints.store import LocalCheckpoints
 from deepspeed_trial.cluster import SINGLE, cluster_info
 from deepspeed_trial.events import Code
 from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.local import metrics_log
-from deepspeed_trial.local.progress import LocalMetrics
+from deepspeed_trial.local.progress import LocalMetrics, Progress
 from deepspeed_trial.stops import Signals, Vote
-from deepspeed_trial.time_budget import TimeBudget
 
 TO_THE_END = (SINGLE, "random", "grid")  # searchers that stop no trial
 RECORDED_WITHIN = 10.0  # seconds that the master may take for a validation
@@ -43,16 +41,15 @@ class Services:
     Attributes:
         trial_id: the trial's number in its checkpoints.
         vote: agreement of the ranks on the last step.
+        progress: shows the training, on the chief of a local run.
     """
 
     trial_id = 0
 
-    def __init__(
-        self, core_context: core.Context, experiment: Experiment, output: pathlib.Path | None = None
-    ) -> None:
+    def __init__(self, core_context: core.Context, experiment: Experiment) -> None:
         self.core, self.experiment = core_context, experiment
         self.is_chief = core_context.distributed.rank == 0
-        self.vote = Vote(core_context.distributed, output / ".stop" if output else None)
+        self.vote, self.progress = Vote(core_context.distributed), Progress()
 
     def is_asked_to_stop(self) -> bool:
         """Return whether this rank got a signal, or the chief a request of the master."""
@@ -89,26 +86,6 @@ class Services:
     def upload_tensorboard(self) -> None:
         """Upload TensorBoard's files."""
 
-    def begin(self, total: int | None, epoch: int, done: int, budget: TimeBudget | None) -> None:
-        """Show that the training begins.
-
-        Args:
-            total: optimizer steps of the training; None if not yet known.
-            epoch: optimizer steps in an epoch.
-            done: optimizer steps done.
-            budget: of a training whose length is a time.
-        """
-
-    def step(self, steps: int, metrics: Mapping[str, Any]) -> None:
-        """Show that a step is done; ``metrics`` may hold tensors."""
-
-    def plan(self, total: int, text: str) -> None:
-        """Show that the training has another length now."""
-        print(text, flush=True)
-
-    def end(self) -> None:
-        """Show that the training is over."""
-
     def metrics(self) -> list[dict[str, Any]] | None:
         """Return the reports that the run made before this process, or None if they are elsewhere."""
         return None
@@ -116,13 +93,6 @@ class Services:
     def best_checkpoint(self) -> tuple[str, int] | None:
         """Return the UUID and step of the best checkpoint by ``searcher.metric``; None if not known."""
         return None
-
-    def validation(self) -> dict[str, Any]:
-        """Return the last validation's metrics; empty where the master keeps them."""
-        return {}
-
-    def judge_by(self, step: int) -> None:
-        """Take the validation after a step for the one of the final weights."""
 
     def keep_profile(self, table: str) -> None:
         """Keep the profile of a few steps."""
@@ -140,10 +110,10 @@ class LocalServices(Services):
     def __init__(
         self, core_context: core.Context, experiment: Experiment, output: pathlib.Path | None = None
     ) -> None:
-        super().__init__(core_context, experiment, output)
+        super().__init__(core_context, experiment)
         self.output, self.signals = output, Signals(self.is_chief)
-        train = core_context.train
-        self.shown = train if isinstance(train, LocalMetrics) and self.is_chief else None
+        if self.is_chief and isinstance(core_context.train, LocalMetrics):
+            self.progress = core_context.train
 
     @override
     def is_asked_to_stop(self) -> bool:
@@ -167,45 +137,14 @@ class LocalServices(Services):
         shutil.copytree(code.folder, path / "code", ignore=ignored)
 
     @override
-    def begin(self, total: int | None, epoch: int, done: int, budget: TimeBudget | None) -> None:
-        if self.shown:
-            self.shown.begin(total, epoch, done, budget)
-
-    @override
-    def step(self, steps: int, metrics: Mapping[str, Any]) -> None:
-        if self.shown:
-            self.shown.step(steps, metrics)
-
-    @override
-    def plan(self, total: int, text: str) -> None:
-        if self.shown:
-            self.shown.plan(total, text)
-
-    @override
-    def end(self) -> None:
-        if self.shown:
-            self.shown.close()
-
-    @override
     def metrics(self) -> list[dict[str, Any]] | None:
         return metrics_log.read(self.output) if self.output else None
 
     @override
     def best_checkpoint(self) -> tuple[str, int] | None:
         checkpoints: Any = self.core.checkpoint
-        if not self.shown or not isinstance(checkpoints, LocalCheckpoints):
-            return None
-        names = checkpoints.best()
+        names = checkpoints.best() if self.is_chief else []
         return (names[0], checkpoints.get_metadata(names[0])["steps_completed"]) if names else None
-
-    @override
-    def validation(self) -> dict[str, Any]:
-        return self.shown.validation if self.shown else {}
-
-    @override
-    def judge_by(self, step: int) -> None:
-        if self.shown:
-            self.shown.judge_by(step)
 
     @override
     def keep_profile(self, table: str) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import pathlib
 import signal
 import sys
 import threading
@@ -26,42 +24,29 @@ AHEAD = 2  # steps from rank 0's decision to the last step; one is the least
 STOP_WITH_PID = "STOP_WITH_PID"  # environment variable: the training stops when this process ends
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-_votes = itertools.count()  # in this process, and so in each rank
-
 
 class Vote:
     """Agreement of all ranks on the last step, after any of them has asked to stop.
 
-    On the CPUs of one host, ranks are at most a step apart. The first rank with a request writes the next
-    step into a file, and all ranks look for the file after each step.
-
-    Elsewhere ranks agree through a store in rank 0's process. A thread of each rank looks there for a
-    request, and a step costs nothing until one comes. After a request each rank writes to the store that it
-    knows, and looks there after every step. Once all know, rank 0 writes the last step. No rank waits for
-    another outside of the collectives of a step.
-
-    Args:
-        distributed: the ranks.
-        file: on a disk of the one host; None for several hosts.
+    Ranks agree through a store in rank 0's process. A thread of each rank looks there for a request, and a
+    step costs nothing until one comes. After a request each rank writes to the store that it knows, and looks
+    there after every step. Once all know, rank 0 writes the last step. No rank waits for another outside of
+    the collectives of a step.
     """
 
-    def __init__(self, distributed: core.DistributedContext, file: pathlib.Path | None = None) -> None:
-        is_one_host = distributed.local_size == distributed.size
-        self._file = file if is_one_host and not torch.cuda.is_available() else None
-        if self._file and distributed.rank == 0:
-            self._file.unlink(missing_ok=True)
+    def __init__(self, distributed: core.DistributedContext) -> None:
         self.rank, self.size = distributed.rank, distributed.size
         self._distributed = distributed
         self._is_asked, self._is_closed = threading.Event(), threading.Event()
         self._has_told = False
         self._last: int | None = None
-        if self.size > 1 and not self._file:
-            self._store = meet_in_chief(f"vote/{next(_votes)}", self.rank == 0)
+        if self.size > 1:
+            self._store = meet_in_chief("vote", self.rank == 0)
             threading.Thread(target=self._look, name="vote", daemon=True).start()
 
     def ask(self) -> None:
         """Ask all ranks to stop."""
-        if self.size > 1 and not self._file and not self._is_asked.is_set():
+        if self.size > 1 and not self._is_asked.is_set():
             self._store.set("asked", "")
         self._is_asked.set()
 
@@ -76,8 +61,6 @@ class Vote:
             return self._is_asked.is_set()
         if meets:
             return any(self._distributed.allgather(self._is_asked.is_set()))
-        if self._file:
-            return self._is_last_by_file(self._file, step)
         if not self._is_asked.is_set():
             return False
         get_accelerator().synchronize()  # a GPU's host may be many steps ahead of the other ranks
@@ -92,20 +75,8 @@ class Vote:
         return self._last is not None and step >= self._last
 
     def close(self) -> None:
-        """End the thread, and remove the file."""
+        """End the thread."""
         self._is_closed.set()
-        if self._file and self.rank == 0:
-            self._file.unlink(missing_ok=True)
-
-    def _is_last_by_file(self, file: pathlib.Path, step: int) -> bool:
-        if self._is_asked.is_set() and not self._has_told:
-            self._has_told = True
-            with contextlib.suppress(FileExistsError), file.open("x") as opened:
-                print(step + 1, file=opened)  # no other rank can have finished that step
-        if self._last is None and file.exists():
-            number, is_whole, _ = file.read_text().partition("\n")
-            self._last = int(number) if is_whole else None
-        return self._last is not None and step >= self._last
 
     def _look(self) -> None:
         with contextlib.suppress(torch.distributed.DistError):  # rank 0 has ended

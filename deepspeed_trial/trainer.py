@@ -116,7 +116,7 @@ class Trainer:
             steps=loop.steps,
             epochs=loop.state.epochs_trained,
             checkpoint=loop.checkpoint,
-            validation=context.services.validation(),
+            validation=dict(context.services.progress.validation),
             test=loop.test,
             interrupted=loop.outcome is Outcome.INTERRUPTED and not on_cluster(),
             budget=loop.budget.summary() if loop.budget else {},

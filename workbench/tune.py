@@ -52,7 +52,7 @@ def tune(trial_class: Callable[..., Any], experiment: Experiment, slots: int, ou
         hyperparameters, device = experiment.hyperparameters, processes.device_type()
         config = TrialConfig.resolve(hyperparameters, experiment.config, slots, device)
 
-        def attempt(changed: Experiment, number: int, needs: int) -> attempts.Attempt:
+        def attempt(changed: Experiment, needs: int) -> attempts.Attempt:
             return attempts.attempt(trial_class, changed, attempts.local_ranks(slots), threads, needs)
 
         tries = Tries(config, experiment, attempt, lambda tried: _tell(tried, config))

@@ -62,7 +62,7 @@ class Tries:
     Args:
         config: resolved; ``Tries`` ignores its micro-batch.
         experiment: before it was resolved.
-        attempt: tries a configuration, by its number and a rank's bytes.
+        attempt: tries a configuration, by a rank's bytes.
         tell: takes a finished try, to print it.
 
     Attributes:
@@ -73,7 +73,7 @@ class Tries:
         self,
         config: TrialConfig,
         experiment: Experiment,
-        attempt: Callable[[Experiment, int, int], Attempt],
+        attempt: Callable[[Experiment, int], Attempt],
         tell: Callable[[Try], None],
     ) -> None:
         self.config, self.experiment = config, experiment
@@ -138,7 +138,7 @@ class Tries:
         }
         hyperparameters = changed(self.experiment.hyperparameters, changes, batch)
         tried = dataclasses.replace(self.experiment, hyperparameters=plain(hyperparameters))
-        how = self._attempt(tried, len(self.done), self._needs(changes, tried, micro_batch))
+        how = self._attempt(tried, self._needs(changes, tried, micro_batch))
         self._errors = how.errors or self._errors
         rate = 0.0 if how.reason else self.config.batch / how.step_seconds(accumulation)
         made = Try(changes, micro_batch, accumulation, rate, how.peak_memory, how.reason)

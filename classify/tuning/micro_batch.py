@@ -91,8 +91,8 @@ def _choose(
     if resumed and (kept := _kept(resumed / FILE, config)):
         return Choice(config, kept)
 
-    def attempt(changed: Experiment, number: int, needs: int) -> attempts.Attempt:
-        return attempts.attempt(trial_class, changed, attempts.rank_of_all(number), threads, needs)
+    def attempt(changed: Experiment, needs: int) -> attempts.Attempt:
+        return attempts.attempt(trial_class, changed, attempts.rank_of_all(), threads, needs)
 
     tries = Tries(config, experiment, attempt, _tell if not int(os.environ.get("RANK") or 0) else _be_quiet)
     best = tries.best_micro_batch({})

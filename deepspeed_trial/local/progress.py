@@ -8,6 +8,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import torch
@@ -37,31 +38,14 @@ LONGEST_WAIT = 0.2  # share of the time without a core above which a note is sho
 BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
 
 
-class LocalMetrics(core.DummyTrainContext):
-    """Show and write the metrics that a trial reports, on the chief.
-
-    A terminal shows a progress bar, other outputs plain lines. ``OUTPUT/metrics.jsonl`` gets all metrics.
-
-    Args:
-        output: folder of the run.
-        experiment: configuration; its validation metric decides which checkpoint is best.
+class Progress:
+    """Progress of a training, which a person may see; this base shows a new plan alone.
 
     Attributes:
-        validation: metrics of the last validation.
+        validation: metrics of the last validation; empty where a master has them.
     """
 
-    def __init__(self, output: pathlib.Path, experiment: Experiment) -> None:
-        super().__init__(output)  # the folder names TensorBoard's files
-        self.output, self.experiment = output, experiment
-        self.validation: dict[str, Any] = {}
-        self._scores: dict[int, float] = {}  # the validation metric by step
-        self.steps: int | None = 0
-        self.steps_per_epoch = 1
-        self._budget: TimeBudget | None = None
-        self._bar = tqdm(disable=True)  # until the length is known
-        self._reported: dict[str, Any] = {}
-        self._shown_at = 0.0  # seconds
-        self._watched_since: tuple[float, float] | None = None  # time, and machine.waited_for_cores() then
+    validation: Mapping[str, Any] = MappingProxyType({})
 
     def begin(
         self, steps: int | None, steps_per_epoch: int, done: int, budget: TimeBudget | None = None
@@ -74,6 +58,47 @@ class LocalMetrics(core.DummyTrainContext):
             done: steps done in the run that this one continues.
             budget: budget of a training whose length is a time.
         """
+
+    def plan(self, steps: int, text: str) -> None:
+        """Change the number of steps in all, and show a line about it."""
+        print(text, flush=True)
+
+    def step(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
+        """Count an optimizer step; show its metrics, which may be tensors, if the last ones are old."""
+
+    def judge_by(self, step: int) -> None:
+        """Use the validation after a step as the result of the final weights."""
+
+    def close(self) -> None:
+        """Show that the training is over."""
+
+
+class LocalMetrics(core.DummyTrainContext, Progress):
+    """Show and write the metrics that a trial reports, on the chief.
+
+    A terminal shows a progress bar, other outputs plain lines. ``OUTPUT/metrics.jsonl`` gets all metrics.
+
+    Args:
+        output: folder of the run.
+        experiment: configuration; its validation metric decides which checkpoint is best.
+    """
+
+    def __init__(self, output: pathlib.Path, experiment: Experiment) -> None:
+        super().__init__(output)  # the folder names TensorBoard's files
+        self.output, self.experiment = output, experiment
+        self._scores: dict[int, float] = {}  # the validation metric by step
+        self.steps: int | None = 0
+        self.steps_per_epoch = 1
+        self._budget: TimeBudget | None = None
+        self._bar = tqdm(disable=True)  # until the length is known
+        self._reported: dict[str, Any] = {}
+        self._shown_at = 0.0  # seconds
+        self._watched_since: tuple[float, float] | None = None  # time, and machine.waited_for_cores() then
+
+    @override
+    def begin(
+        self, steps: int | None, steps_per_epoch: int, done: int, budget: TimeBudget | None = None
+    ) -> None:
         self._budget = budget
         self.steps, self.steps_per_epoch = steps, steps_per_epoch
         self._forget_after(done)
@@ -97,20 +122,20 @@ class LocalMetrics(core.DummyTrainContext):
         self._shown_at = time.monotonic() if hidden else 0.0
         self._watched_since = time.monotonic(), machine.waited_for_cores()
 
+    @override
     def plan(self, steps: int, text: str) -> None:
-        """Change the number of steps in all, and show a line about it."""
         self.steps = self._bar.total = steps
         self._bar.write(text, file=sys.stdout)
         sys.stdout.flush()
 
+    @override
     def step(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        """Count an optimizer step; show its metrics, which may be tensors, if the last ones are old."""
         self._bar.update()
         if time.monotonic() - self._shown_at >= SHOWN_EVERY[not self._bar.disable]:
             self._show(steps_completed, metrics)
 
+    @override
     def close(self) -> None:
-        """Close the progress bar."""
         self._bar.close()
 
     @override
@@ -150,8 +175,8 @@ class LocalMetrics(core.DummyTrainContext):
         value = self._scores.get(step)
         return -value if value is not None and self.experiment.smaller_is_better else value
 
+    @override
     def judge_by(self, step: int) -> None:
-        """Use the validation after a step as the result of the final weights."""
         entries = metrics_log.read(self.output)
         self.validation = next(
             entry
