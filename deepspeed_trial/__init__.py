@@ -1,4 +1,4 @@
-"""Runs any ``DeepSpeedTrial``: on a Determined cluster, on GPUs, or on the CPU cores of a laptop.
+"""Runs any ``DeepSpeedTrial`` on a Determined cluster, on GPUs, or on the CPU cores of a laptop.
 
 It replaces Determined's training loop and patches DeepSpeed, and is independent of the kind of data.
 
@@ -7,8 +7,9 @@ It replaces Determined's training loop and patches DeepSpeed, and is independent
     with init(hparams=hparams, exp_conf=config) as context:
         Trainer(MyTrial(context), context).fit(max_length=pytorch.Epoch(2))
 
-Import this package before ``torch`` and ``deepspeed``. The import selects the CPU if there is no GPU, keeps
-MLflow out of DeepSpeed, lets waiting threads sleep, and gives each task of SLURM's ``srun`` its rank.
+Import this package before ``torch`` and ``deepspeed``. The import selects the CPU if there is no GPU, hides
+MLflow from DeepSpeed, lets waiting threads sleep, and sets the rank of each task that SLURM's ``srun``
+starts.
 """
 
 from __future__ import annotations
@@ -54,15 +55,15 @@ WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variab
 class NoMLflowInAutotuner(importlib.abc.MetaPathFinder):
     """Hides MLflow from DeepSpeed's unused autotuner, and from no other code.
 
-    The autotuner imports MLflow if it is installed. The import takes a quarter of the start's time, and
-    starts threads that make a fork unsafe.
+    The autotuner imports MLflow if it is installed. That import takes a quarter of the start-up time, and
+    starts threads, which make a fork unsafe.
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         """Find nothing.
 
         Raises:
-            ImportError: to the autotuner, which handles it.
+            ImportError: if the autotuner asks for MLflow; the autotuner handles this error.
         """
         autotuner = sys.modules.get("deepspeed.autotuning.autotuner")
         if name == "mlflow" and autotuner and not hasattr(autotuner, "has_mlflow"):  # it is being imported

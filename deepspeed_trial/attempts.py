@@ -1,7 +1,7 @@
 """Try a few steps of a trial in separate processes, which may run out of memory without ending this one.
 
 An attempt runs the real trial in the real trainer: the same engine, ranks, images and hooks. It leaves no
-files, and no cluster sees it. Without a GPU the processes are forks, and share the imported modules.
+files, and no cluster sees it. Without a GPU the processes are forks and share the imported modules.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Attempt:
     """Result of a few steps; equal on all ranks.
 
     Attributes:
-        micro_batch_seconds: seconds of a micro-batch without an optimizer step; 0 if every one has a step.
-        last_seconds: seconds of a micro-batch with its optimizer step.
+        micro_batch_seconds: duration of a micro-batch without an optimizer step; 0 if all have a step.
+        last_seconds: duration of a micro-batch with the optimizer step, in seconds.
         peak_memory: largest memory of a rank in MiB.
         reason: reason why the steps failed; empty if they did not.
-        errors: lines of the ``InvalidInput`` that is the reason, if it is one.
+        errors: lines of the ``InvalidInput`` that made the steps fail; empty if another error did.
     """
 
     micro_batch_seconds: float = 0.0
@@ -63,7 +63,7 @@ class Attempt:
     errors: tuple[str, ...] = ()
 
     def step_seconds(self, micro_batches: int) -> float:
-        """Return the seconds of an optimizer step of ``micro_batches`` per rank."""
+        """Return the duration of an optimizer step with ``micro_batches`` per rank, in seconds."""
         return (micro_batches - 1) * self.micro_batch_seconds + self.last_seconds
 
 
@@ -72,8 +72,8 @@ class Group:
     """The ranks of an attempt that this process starts.
 
     Attributes:
-        environments: variables of each rank, in addition to this process's.
-        store: where the ranks meet; its server runs in this process or in rank 0's.
+        environments: environment variables of each rank, in addition to this process's variables.
+        store: the ranks' rendezvous; the server runs in this process or in rank 0's process.
     """
 
     environments: Sequence[Mapping[str, str]]
@@ -111,7 +111,7 @@ def _meeting_in(store: TCPStore) -> dict[str, str]:
 
 @contextlib.contextmanager
 def forking() -> Iterator[None]:
-    """Let this process compute with one thread in the block: a fork would lack the threads of OpenMP."""
+    """Limit this process to one thread in the block: a fork would not have OpenMP's other threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -134,7 +134,7 @@ def attempt(
         experiment: configuration of the trial.
         group: the ranks to start.
         threads: threads of each rank.
-        needs: bytes that each rank will need; without enough free memory no step is tried.
+        needs: bytes of memory that each rank needs; with less free memory no step is tried.
     """
     is_new = not torch.cuda.is_available() and not torch.distributed.is_initialized()
     forks = sys.platform == "linux" and is_new and _fork_has_gradients()
@@ -160,9 +160,9 @@ def attempt(
 
 
 def _fork_has_gradients() -> bool:
-    """Return whether torch computes gradients in a fork: not if this process has autograd threads for a GPU.
+    """Return whether torch can compute gradients in a fork: not if this process has GPU autograd threads.
 
-    Torch starts these threads without a GPU, too, if the first backward pass is one on fake tensors.
+    Torch also starts these threads on a machine without a GPU, if the first backward pass is on fake tensors.
     """
     child = os.fork()
     if child == 0:
@@ -175,7 +175,7 @@ def _fork_has_gradients() -> bool:
 
 
 def _answer(started: Sequence[tuple[Any, Connection]]) -> Attempt:
-    """Return the answer of the first rank that fails, else of the last one that ends."""
+    """Return the answer of the first rank that fails; if none fails, of the last rank that ends."""
     answer, left = Attempt(reason="no process"), {child.sentinel: (child, mine) for child, mine in started}
     while left:
         for sentinel in wait(list(left)):
@@ -212,7 +212,7 @@ def _rank(
     needs: int,
     scratch: pathlib.Path,
 ) -> None:
-    """Try the steps as one of the ranks, and send an ``Attempt``."""
+    """Run the steps as one of the ranks, and send an ``Attempt``."""
     scratch.mkdir()
     log = os.open(scratch / "log", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
@@ -266,7 +266,7 @@ def _steps(
 
 
 class _Clock:
-    """Measure on the chief the time from the begin of a micro-batch to the begin of the next."""
+    """Measure, on the chief, the time from the start of a micro-batch to the start of the next."""
 
     def __init__(self, context: Any) -> None:
         self.context = context
@@ -277,10 +277,10 @@ class _Clock:
         self.calls = 1 if whole_steps else context.get_num_micro_batches_per_slot()  # of a step
 
     def tick(self) -> None:
-        """Record the begin of a micro-batch.
+        """Record the start of a micro-batch.
 
         Raises:
-            _MeasurementDone: after a number of steps by the first one, or a micro-batch if that was long.
+            _MeasurementDone: after enough steps; their number depends on the duration of the first step.
         """
         get_accelerator().synchronize()
         self.begins.append(time.perf_counter())

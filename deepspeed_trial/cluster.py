@@ -43,10 +43,10 @@ def cluster_experiment() -> Experiment | None:
 
 
 def trial_seed(experiment: Experiment) -> int:
-    """Return the seed of this trial: the file's in an experiment of one trial, else the master's.
+    """Return the seed of this trial: the file's seed for a single trial, the master's for a search.
 
-    The master draws the seed of each trial from a generator seeded by the file. For a single trial that would
-    be another seed than a local run of the same file has.
+    The master draws each trial's seed from a generator with the file's seed. For a single trial that seed
+    would differ from the seed of a local run of the same file.
     """
     return experiment.seed if experiment.searcher == SINGLE else cluster_info().trial.trial_seed
 
@@ -55,7 +55,7 @@ def trial_seed(experiment: Experiment) -> int:
 def errors_end_the_trial() -> Iterator[None]:
     """Turn errors that a restart cannot cure into ``det.InvalidHP`` on a cluster, so that a search continues.
 
-    These are bad input, a loss that is not finite, and too little memory. The trial's log has the error
+    They are bad input, a loss that is not finite, and too little memory. The trial's log shows the error
     lines, and the master does not restart the trial.
     """
     try:
@@ -88,8 +88,8 @@ def leaves_once_reported() -> Iterator[None]:
 def log_from_chief(experiment: Experiment, is_chief: bool) -> None:
     """Let Determined's loggers print everything on the chief, and only warnings on other ranks.
 
-    Two lines without use to a reader are dropped: the object of the data parallel ranks, and that a
-    checkpoint on a shared file system needs no download.
+    Two useless lines are dropped: the representation of an object with the data-parallel ranks, and a note
+    that a checkpoint on a shared file system needs no download.
     """
     level = logging.DEBUG if experiment.config.get("debug") else logging.INFO
     logging.basicConfig(level=level if is_chief else logging.WARNING, format=det.LOG_FORMAT)

@@ -1,4 +1,4 @@
-"""Determined's trial context, on a cluster, on GPUs, and on CPU cores, which its own refuses."""
+"""Determined's trial context on a cluster, on GPUs, and on CPU cores; Determined's class refuses CPUs."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
 
     Attributes:
         core: Determined's Core API, or its local counterpart.
-        services: of the place where the training runs.
+        services: metrics, checkpoints and stops of the cluster or of the local run.
         output: folder of a local run; None on a cluster.
         experiment: the experiment's configuration.
-        resumes: whether a checkpoint's weights will replace the first ones.
-        resumed_from: optimizer steps of the run that this one continues.
+        resumes: whether a checkpoint's weights will replace the initial weights.
+        resumed_from: optimizer steps that were done before this run resumed.
         place: the phase and step of this rank, which the watch reports.
         tracking: the trackers of this run.
-        plan: number of steps, and the progress at each; a trial's schedules may read it.
-        place_in_data: step that is being done, counted from 0, and steps in an epoch.
+        plan: number of steps, and the progress at each step; a trial's schedules may read it.
+        place_in_data: index of the current step, from 0, and number of steps in an epoch.
         accumulates: whether the loop calls ``train_batch`` for each micro-batch of a step.
-        checks_reproducibility: whether loaders must be Determined's.
+        checks_reproducibility: whether every loader must be a ``determined.pytorch.DataLoader``.
     """
 
     core: core.Context
@@ -92,7 +92,7 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
 
     @property
     def mpu(self) -> det_ds.ModelParallelUnit:
-        """How the ranks share the data, and which of them report."""
+        """Distribution of the data over the ranks, and the ranks that report."""
         return self._mpu_of_trial or det_ds.make_data_parallel_mpu(self.distributed)
 
     @override
@@ -104,7 +104,7 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
         self.checks_reproducibility = False
 
     def take_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
-        """Give the trial other hyperparameters than were known before the ranks had joined."""
+        """Replace the hyperparameters that were known before the ranks joined."""
         self._hparams_of_trial = dict(hparams)
 
     @override
@@ -137,14 +137,14 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps done at the last report, or before the first step of this run."""
+        """Optimizer steps done at the last report; before the first report, at the start of this run."""
         return self.resumed_from if self.place_in_data is None else self.place_in_data[0] + 1
 
     @override
     def get_tensorboard_writer(self) -> Any:
         """Return the writer of TensorBoard's files.
 
-        It hides the events that a killed run had written after the checkpoint that this run continues.
+        After a resume it hides the events that a killed run wrote after its last checkpoint.
         """
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
@@ -156,9 +156,10 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
         return self._writer
 
     def flush_tensorboard(self) -> None:
-        """Write TensorBoard's events to files, to a new one each second on a cluster.
+        """Write TensorBoard's events to files; on a cluster, to a new file each second.
 
-        An object store takes whole files, and the writer names a file by the second.
+        An object store accepts only complete files, and the writer puts the time in seconds into a file's
+        name.
         """
         if self._writer is None:
             return
@@ -178,7 +179,7 @@ def make_context(
     steps_completed: int = 0,
     enable_tensorboard_logging: bool = True,
 ) -> TrialContext:
-    """Makes the context of a trial, one slot a process."""
+    """Make the context of a trial with one process per slot."""
     context = TrialContext(
         core_context=core_context,
         trial_seed=seed,
@@ -207,20 +208,20 @@ def init(
 ) -> Iterator[TrialContext]:
     """Set up processes, seeds and Determined's services, and yield the context for a trial.
 
-    It is ``determined.pytorch.deepspeed.init`` for CPUs as well; without a cluster it keeps checkpoints,
-    metrics and progress in a folder. On a cluster, a bad configuration ends the trial as an invalid
-    hyperparameter set, without a restart.
+    It replaces ``determined.pytorch.deepspeed.init`` and also supports CPUs. Without a cluster, a folder
+    keeps checkpoints, metrics and progress. On a cluster, the master marks a trial with a bad configuration
+    as invalid, and does not restart it.
 
     Args:
-        hparams: hyperparameters; ignored on a cluster, where the master has them.
-        exp_conf: experiment configuration; ignored on a cluster, where the master has it.
-        distributed: the ranks, if the program has joined them already.
-        enable_tensorboard_logging: whether to write every reported metric for TensorBoard. A trial's
-            writer works in either case.
-        output: folder of a local run, by default ``runs/trial-<time>``; all ranks take the chief's.
-        resumes: whether the folder's run continues. True requires a run there and False forbids one; None
-            continues a run that has a checkpoint, and sets ``context.resumes``.
-        writes: further files that the program writes into the folder.
+        hparams: hyperparameters; on a cluster the master's are used instead.
+        exp_conf: experiment configuration; on a cluster the master's is used instead.
+        distributed: the ranks, if the process group exists already.
+        enable_tensorboard_logging: whether to write every reported metric for TensorBoard. The writer that
+            a trial uses itself works in either case.
+        output: folder of a local run, by default ``runs/trial-<time>``; all ranks use the chief's.
+        resumes: whether to continue the run in the folder. True requires a run there, and False forbids one.
+            None continues a run that has a checkpoint, and sets ``context.resumes``.
+        writes: more files that the program writes into the folder.
 
     Raises:
         InvalidInput: if the folder or the launcher's port cannot be used, or there are more processes than
@@ -300,7 +301,7 @@ def locally(
     logs_tensorboard: bool,
     uploads: Uploads | None = None,
 ) -> Iterator[TrialContext]:
-    """The context of a run whose checkpoints, metrics and progress go into a folder."""
+    """Yield the context of a local run, with checkpoints, metrics and progress in a folder."""
     seed_everything(experiment.seed)
     storage, tensorboard = output / "checkpoints", core.TensorboardMode.MANUAL
     with (

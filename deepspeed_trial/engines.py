@@ -1,4 +1,4 @@
-"""Operations on an engine, and questions to it, that work in every mode."""
+"""Operations and queries on an engine that work in every mode."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from deepspeed_trial.schedules import SETTINGS
 
 
 def partition_for_zero3(net: torch.nn.Module, dtype: torch.dtype, config: Mapping[str, Any]) -> None:
-    """Cast a network that lies whole in the host's memory, and partition it over the ranks for ZeRO 3.
+    """Cast a network in the host's memory, and partition it over the ranks for ZeRO 3.
 
-    As a context, ``zero.Init`` skips weights that the network itself initialises. The engine would first
-    move the whole network to the device. Neither casts weights that are partitioned already.
+    The alternatives have faults: ``zero.Init`` as a context skips weights that the network initialises
+    itself, and the engine first moves the whole network to the device. Neither casts partitioned weights.
     """
     for parameter in net.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -26,7 +26,7 @@ def partition_for_zero3(net: torch.nn.Module, dtype: torch.dtype, config: Mappin
 def broadcast_buffers(engine: deepspeed.DeepSpeedEngine) -> None:
     """Give every rank the first rank's running statistics, as ``DistributedDataParallel`` does.
 
-    DeepSpeed never does, and in validation every rank would judge by the statistics of its share of the data.
+    DeepSpeed does not: in validation each rank would normalise by the statistics of its share of the data.
     """
     parallel = getattr(engine, "grid", None) or engine.mpu  # of a pipeline; of another parallel model
     group: Any = parallel.get_data_parallel_group() if parallel else torch.distributed.group.WORLD
@@ -43,9 +43,9 @@ def broadcast_buffers(engine: deepspeed.DeepSpeedEngine) -> None:
 def keep_configured_hyperparameters(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
     """Keep the configured values of the optimizer and the schedule while the body loads a checkpoint.
 
-    DeepSpeed replaces them, and the gradient clipping, by the checkpoint's values, so that a resume could
-    never change a learning rate. It fails if the checkpoint has no schedule. Afterwards the rate and the
-    momentum have the values of the configured schedule after the same number of steps.
+    DeepSpeed replaces them and the gradient clipping by the checkpoint's values, so a resume could not change
+    a learning rate; it fails if the checkpoint has no schedule. After the block, learning rate and momentum
+    have the values of the configured schedule at the checkpoint's step.
     """
     optimizer, schedule = engine.basic_optimizer, engine.lr_scheduler
     if optimizer is None or (schedule and not hasattr(schedule, "last_batch_iteration")):
@@ -74,14 +74,14 @@ def keep_configured_hyperparameters(engine: deepspeed.DeepSpeedEngine) -> Iterat
 
 
 def engine_dtype(engine: deepspeed.DeepSpeedEngine) -> torch.dtype:
-    """The floating-point type that an engine wants for its inputs."""
+    """Return the floating-point type of an engine's inputs."""
     if engine.bfloat16_enabled():
         return torch.bfloat16
     return torch.float16 if engine.fp16_enabled() else torch.float32
 
 
 def loss_scale(engine: deepspeed.DeepSpeedEngine) -> float:
-    """The factor of fp16's losses; 1 in other precisions."""
+    """Return the loss scale of fp16; 1 in other precisions."""
     if not engine.fp16_enabled():
         return 1.0
     config = getattr(engine.optimizer, "loss_scale_config", None)
@@ -89,6 +89,6 @@ def loss_scale(engine: deepspeed.DeepSpeedEngine) -> float:
 
 
 def data_parallel_rank(engine: deepspeed.DeepSpeedEngine) -> int:
-    """The index of this rank's share of the data; all stages of a pipeline have the same share."""
+    """Return the index of this rank's share of the data; the stages of a pipeline have the same share."""
     grid = getattr(engine, "grid", None)
     return grid.get_data_parallel_rank() if grid else torch.distributed.get_rank()

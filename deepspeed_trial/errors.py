@@ -24,7 +24,7 @@ class InvalidInput(ValueError):
     and exit with code 2. On a cluster they end the trial as an invalid hyperparameter set.
 
     Args:
-        errors: one line or several; they are made ``printable``.
+        errors: one line or several; ``printable`` escapes them.
 
     Attributes:
         is_every_rank_s: whether all ranks raise the error, so that rank 0 alone prints it.
@@ -41,9 +41,9 @@ class InvalidInput(ValueError):
 
 
 class UnreadableData(InvalidInput):
-    """Data that one rank cannot read, though others may, during a training.
+    """Data that this rank cannot read during a training; other ranks may be able to.
 
-    On a cluster the trial starts again: a server may be back by then.
+    On a cluster the master restarts the trial, because a server may answer again by then.
     """
 
     is_every_rank_s = False
@@ -52,7 +52,7 @@ class UnreadableData(InvalidInput):
 class UnusableCheckpoint(InvalidInput, AssertionError):
     """A checkpoint that the trial cannot continue from.
 
-    Also an ``AssertionError``, as Determined raises for an engine's checkpoint that does not load.
+    It is also an ``AssertionError``, which Determined raises if an engine cannot load a checkpoint.
     """
 
 
@@ -72,13 +72,13 @@ class TrainingStopped(RuntimeError):
 
 
 class Diverged(TrainingStopped):
-    """The loss or the gradients of all ranks together are not finite."""
+    """The loss or the gradients, combined over all ranks, are not finite."""
 
     is_every_rank_s = True
 
 
 class LostRank(TrainingStopped):
-    """The loss of another rank; on a cluster the trial starts again."""
+    """Another rank is lost; on a cluster the master restarts the trial."""
 
 
 class ErrorList:
@@ -106,7 +106,7 @@ class ErrorList:
 
 
 def add_new(errors: Iterable[str], more: Iterable[str]) -> list[str]:
-    """Return the errors, and the ones of ``more`` whose key does not overlap with a key of the errors."""
+    """Return the errors and those lines of ``more`` whose key has no error yet."""
     lines = list(errors)
     paths = [_path(line) for line in lines]
     return lines + [line for line in more if not any(_overlap(_path(line), path) for path in paths)]
@@ -131,15 +131,15 @@ def print_errors(program: str, error: InvalidInput) -> int:
 
 
 def is_said_here(error: InvalidInput | TrainingStopped) -> bool:
-    """Return whether this rank prints an error: rank 0 prints the errors that every rank raises."""
+    """Return whether this rank prints an error: only rank 0 prints an error that every rank raises."""
     rank = os.environ.get("RANK", "0")
     return not error.is_every_rank_s or not rank.isdecimal() or int(rank) == 0
 
 
 def printable(text: object) -> str:
-    """Return a text as a terminal or page may show it.
+    """Return a text that is safe to show on a terminal or a page.
 
-    URLs lose their credentials. Characters that are not printable become Python escapes.
+    Credentials are removed from URLs. Characters that are not printable become Python escapes.
     """
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode()
@@ -148,10 +148,10 @@ def printable(text: object) -> str:
 
 
 def one_line(error: BaseException, most: int = 500) -> str:
-    """Return the message of an error without line breaks; with its type if it has none, or is a key alone.
+    """Return the message of an error without line breaks; add its type if the message is empty or only a key.
 
     Args:
-        error: the error; foreign bytes may be part of its message.
+        error: the error; its message may contain untrusted bytes.
         most: maximum length in characters.
     """
     if isinstance(error, shutil.Error) and isinstance(error.args[0], list):  # a folder's copy: of every file
@@ -173,12 +173,12 @@ def why_unloadable(error: BaseException) -> str:
 
 
 def nearest(key: object, known: Iterable[object], prefixes: Mapping[str, str] | None = None) -> str:
-    """Return the hint of an error line about an unknown key: the known key that it may stand for.
+    """Return the hint for an unknown key: the known key that was probably meant.
 
     Args:
         key: the unknown key.
         known: all known keys.
-        prefixes: prefix of a known key that belongs to another section.
+        prefixes: for a known key of another section, the section's path.
     """
     names = sorted(map(str, known))
     if close := _closest(str(key), names):
@@ -207,7 +207,7 @@ SYNONYMS = {
 
 
 def _closest(key: str, names: Sequence[str]) -> str | None:
-    """Return the name that an unknown key may stand for: by synonym, typo, equal words, or likeness."""
+    """Return the known name that was probably meant: a synonym, a typo, the same words, or a similar text."""
     wanted = SYNONYMS.get(key.lower(), key)
     for name in names:
         if wanted == name.rpartition(".")[2]:
@@ -224,7 +224,7 @@ def _words(name: str) -> list[str]:
 
 
 def _is_among(word: str, name: str) -> bool:
-    """Return whether a word is one of a name's words, or its beginning, or a typo of it."""
+    """Return whether a word is one of a name's words, the start of one, or a typo of one."""
     return any(
         (len(word) > 2 and other.startswith(word)) or _likeness(word, other) >= 0.8 for other in _words(name)
     )

@@ -1,4 +1,4 @@
-"""An evaluation: a validation, or the test at the end."""
+"""Evaluations: validations, and the test at the end."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def evaluate(trial: Any, context: Any, batches: Batches, events: Events, kind: s
 
     Args:
         trial: a ``DeepSpeedTrial``.
-        context: its context.
-        batches: to evaluate.
-        events: tells ``<kind>_start`` and ``<kind>_end``.
+        context: the trial's context.
+        batches: the data.
+        events: sends ``<kind>_start`` and ``<kind>_end`` to callbacks.
         kind: ``VALIDATION`` or ``TEST``.
-        most: batches at most; None for all.
+        most: maximum number of batches; None for all.
 
     Returns:
         Metrics by name, reduced over batches and ranks, on every rank.
@@ -52,5 +52,5 @@ def evaluate(trial: Any, context: Any, batches: Batches, events: Events, kind: s
     result = distributed.broadcast(result)
     events.tell(f"{kind}_end", result)
     if distributed.rank == 0:
-        logger.info(f"evaluated {batches.count} batches a rank in {time.monotonic() - began:.1f} s")
+        logger.info(f"evaluated {batches.count} batches per rank in {time.monotonic() - began:.1f} s")
     return result

@@ -20,10 +20,10 @@ from deepspeed_trial.schedules import learning_rate
 
 @dataclass(frozen=True)
 class Code:
-    """The code that a local checkpoint keeps a copy of.
+    """The code that is copied into a local checkpoint.
 
     Attributes:
-        folder: copied except for the paths in its ``.detignore``.
+        folder: is copied without the paths in its ``.detignore``.
         excluded: more files and folders to leave out, such as images.
     """
 
@@ -32,7 +32,7 @@ class Code:
 
 
 class Callback(pytorch.PyTorchCallback):
-    """Determined's callback with four more events; every rank gets each of them."""
+    """Determined's callback with four more methods; every rank calls each of them."""
 
     def on_optimizer_step(self) -> None:
         """Called after every optimizer step, before any report, validation or checkpoint."""
@@ -51,7 +51,7 @@ class Callback(pytorch.PyTorchCallback):
         """Called after the test and before its report.
 
         Args:
-            metrics: reported as the callback leaves them.
+            metrics: the metrics; changes by the callback are reported.
         """
 
 
@@ -62,28 +62,28 @@ class TrialHooks(Callback):
     """
 
     def identity(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return settings that must match on resume, besides the engine's own.
+        """Return settings that must match on resume, in addition to the engine's settings.
 
         Returns:
-            JSON values by their names in error lines, in three groups. ``net``: without a match the weights
-            are useless. ``mode``: without a match the checkpoint is read in another form. ``position``:
-            without a match the place in the data is lost.
+            JSON values by their names in error lines, in three groups. ``net``: a difference makes the
+            weights useless. ``mode``: a difference requires a conversion of the checkpoint. ``position``: a
+            difference loses the place in the data.
         """
         return {}
 
     def layer_names(self) -> Sequence[str] | None:
         """Return the names of a pipeline's layers in the plain network; None to use the layers' numbers.
 
-        With these names, a pipeline and the plain network can each resume from checkpoints of the other.
+        With these names a pipeline can resume from the plain network's checkpoints, and the reverse.
         """
         return None
 
     def averages(self) -> Mapping[Tensor, Tensor]:
-        """Return averages to save, by the engines' master weights and buffers that they are averages of."""
+        """Return averages to save, keyed by the master weights and buffers that are averaged."""
         return {}
 
     def advise_on_memory(self) -> str:
-        """Return a line that says how to use less memory; it is printed when memory runs out."""
+        """Return one line of advice on using less memory; it is printed when memory runs out."""
         return "use a smaller micro-batch"
 
     def code(self) -> Code:
@@ -92,7 +92,7 @@ class TrialHooks(Callback):
 
 
 def steps_done(context: Any) -> int:
-    """Return the optimizer steps done at the last report; it accepts Determined's context, too."""
+    """Return the optimizer steps done at the last report; the context may also be Determined's."""
     done: int | None = getattr(context, "steps_done", None)
     if done is None:  # Determined's own, which does not know before its first step
         with contextlib.suppress(det.errors.InternalException):
@@ -101,29 +101,29 @@ def steps_done(context: Any) -> int:
 
 
 class Events:
-    """Tells callbacks what happens.
+    """Calls the callbacks' methods at the events of a training.
 
     Args:
-        callbacks: of the trial and of this package, by name.
+        callbacks: the callbacks of the trial and of this package, by name.
     """
 
     def __init__(self, callbacks: Mapping[str, pytorch.PyTorchCallback]) -> None:
         self.callbacks = callbacks
 
     def tell(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of all callbacks that have it."""
+        """Call the method on every callback that has it."""
         for callback in self.callbacks.values():
             if isinstance(callback, Callback) or hasattr(pytorch.PyTorchCallback, event):
                 getattr(callback, event)(*args, **kwargs)
 
 
 class Patience:
-    """Counts validations without an improvement of a metric.
+    """Counts consecutive validations without an improvement of a metric.
 
     Args:
-        patience: validations to wait for an improvement; None waits for ever.
+        patience: number of validations to wait for an improvement; None means no limit.
         min_improvement: smaller improvements do not count.
-        smaller_is_better: as for a loss.
+        smaller_is_better: whether smaller values are better, as for a loss.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """Whether to stop."""
+        """Whether the patience is exhausted."""
         return self.patience is not None and self.waited >= self.patience
 
     def update(self, value: float) -> bool:
@@ -155,9 +155,9 @@ class EarlyStopping(pytorch.PyTorchCallback):
     """End the training, with a checkpoint, when a validation metric has stopped improving.
 
     Args:
-        context: of the trial.
+        context: the trial's context.
         metric: name of a validation metric.
-        patience: validations to wait for an improvement.
+        patience: number of validations to wait for an improvement.
         min_improvement: smaller improvements do not count.
         smaller_is_better: None means true for ``loss`` and false for other metrics.
     """
@@ -199,12 +199,12 @@ class NonFiniteLossMonitor(pytorch.PyTorchCallback):
     """Stop the training when the loss, or every gradient, is not finite.
 
     Args:
-        engines: their counts of skipped steps are watched.
-        micro_batches: training metrics per step.
-        tolerance: bad steps in a row that are accepted; fp16 skips some while its loss scale falls.
+        engines: the engines, whose counters of skipped steps are watched.
+        micro_batches: calls of ``train_batch`` per step.
+        tolerance: number of consecutive bad steps to accept; fp16 skips steps while its loss scale falls.
 
     Attributes:
-        checkpoint: UUID of the last checkpoint of this run, or of the one that it resumed from.
+        checkpoint: UUID of this run's last checkpoint; before the first, of the one that it resumed from.
 
     Raises:
         TrainingStopped: naming the step, the learning rate and the last checkpoint before it.

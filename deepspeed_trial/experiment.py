@@ -1,4 +1,4 @@
-"""The training in a Determined experiment configuration: its seed, length, periods and metric.
+"""The settings of a training in a Determined experiment configuration: seed, length, periods and metric.
 
 Source: https://github.com/determined-ai/determined/blob/v0.38.1/docs/reference/experiment-config-reference.rst
 """
@@ -33,7 +33,7 @@ class Experiment:
     """An experiment configuration with one value for every hyperparameter.
 
     Attributes:
-        config: the whole configuration, in Determined's form.
+        config: the whole configuration, with Determined's keys.
         hyperparameters: hyperparameters of the trial.
     """
 
@@ -50,7 +50,7 @@ class Experiment:
         """Length of the training: ``("batches" | "epochs", N)``, or ``("minutes", M)`` of wall time.
 
         Raises:
-            InvalidInput: if ``hyperparameters.max_length`` is no length; the master does not check it.
+            InvalidInput: if ``hyperparameters.max_length`` is invalid; the master does not check it.
         """
         length = of_one_unit(self.hyperparameters.get("max_length"))
         errors = length_errors(length)
@@ -60,10 +60,10 @@ class Experiment:
 
     @property
     def hang_after(self) -> float:
-        """Seconds without a move of any rank after which a run ends.
+        """The run ends after this many seconds without progress of any rank.
 
         Raises:
-            InvalidInput: if ``hyperparameters.hang_after`` is no number of at least 3.
+            InvalidInput: if ``hyperparameters.hang_after`` is not a number of at least 3.
         """
         seconds = self.hyperparameters.get("hang_after", HANG_AFTER)
         if errors := hang_errors(seconds):
@@ -75,7 +75,8 @@ class Experiment:
         """Names of the trackers that record the run; see ``deepspeed_trial.trackers``.
 
         Raises:
-            InvalidInput: if ``hyperparameters.track`` is no list of trackers, or one is not installed.
+            InvalidInput: if ``hyperparameters.track`` is not a list of trackers, or a tracker is not
+                installed.
         """
         names = self.hyperparameters.get("track")
         if errors := tracker_errors(names):
@@ -94,7 +95,7 @@ class Experiment:
 
     @property
     def slots(self) -> int:
-        """Slots of a trial, one process each; without a cluster the launcher sets the number of processes."""
+        """Slots of a trial on a cluster, with one process each; locally the launcher starts the processes."""
         return int(self._section("resources").get("slots_per_trial") or 1)
 
     def period(self, field: str) -> tuple[str, int] | None:
@@ -107,7 +108,7 @@ class Experiment:
         return int(self.config.get("scheduling_unit") or SCHEDULING_UNIT)
 
     def checkpoints_to_keep(self, field: str) -> int:
-        """Return the number of checkpoints to keep by ``save_trial_best`` or ``save_trial_latest``."""
+        """Return the number of checkpoints to keep: ``save_trial_best`` or ``save_trial_latest``."""
         value = self.storage.get(field)
         return 1 if value is None else int(value)  # Determined's defaults
 
@@ -123,12 +124,12 @@ class Experiment:
 
     @property
     def searcher(self) -> str:
-        """Name of the search that starts the trials; ``single`` starts one."""
+        """Name of the searcher; ``single`` starts one trial."""
         return str(self._section("searcher").get("name") or "single")
 
     @property
     def metric(self) -> str:
-        """Validation metric that compares checkpoints and trials; empty if none is configured."""
+        """Validation metric for comparing checkpoints and trials; empty if none is configured."""
         return str(self._section("searcher").get("metric") or "")
 
     @property
@@ -138,7 +139,7 @@ class Experiment:
         return True if chosen is None else bool(chosen)
 
     def notes(self) -> list[str]:
-        """Return a line for each default that may surprise."""
+        """Return a line for each default that may surprise a user."""
         chosen = self._section("searcher").get("smaller_is_better")
         if chosen is not None or self.metric in ("", "loss"):
             return []
@@ -150,8 +151,8 @@ class Experiment:
 
         Args:
             steps: optimizer steps of the whole training.
-            epoch_steps: optimizer steps of an epoch.
-            batch_size: images or other records of a step.
+            epoch_steps: optimizer steps in an epoch.
+            batch_size: images or other records in a step.
         """
         unit, number = self.period("min_validation_period") or ("batches", sys.maxsize)
         factor = {"epochs": epoch_steps, "batches": 1, "records": 1 / batch_size}[unit]
@@ -166,7 +167,7 @@ class Experiment:
         """Return the configuration's arguments for ``Trainer.fit``.
 
         Args:
-            batch_size: images or other records of an optimizer step; periods may count records.
+            batch_size: images or other records in an optimizer step; periods may count records.
             steps: optimizer steps of the whole training, if known. A short training reports at least
                 ``LEAST_REPORTS`` times, unless ``scheduling_unit`` differs from the default.
         """
@@ -199,9 +200,9 @@ def of_one_unit(value: Any) -> Any:
 
 
 def unit_errors(field: str, value: Any, units: tuple[str, ...], least: int) -> list[str]:
-    """Return error lines unless a value is ``{UNIT: N}``, with one of the units and a whole N >= ``least``.
+    """Return error lines unless a value is ``{UNIT: N}`` with a valid unit and a whole N >= ``least``.
 
-    Null entries do not count.
+    Null entries are ignored.
     """
     value = of_one_unit(value)
     form = " or ".join(f"{{{unit}: N}}" for unit in units)
@@ -248,11 +249,11 @@ def tracker_errors(value: Any) -> list[str]:
 
 
 def train_unit(period: tuple[str, float] | None, batch_size: int) -> pytorch.TrainUnit:
-    """Return (unit, N) as Determined's type; None is a period that never ends.
+    """Convert (unit, N) to Determined's type; None becomes a period that never ends.
 
     Args:
-        period: ``batches``, ``records``, ``epochs`` or ``minutes``, and their number.
-        batch_size: records of an optimizer step.
+        period: the unit (``batches``, ``records``, ``epochs`` or ``minutes``) and N.
+        batch_size: records in an optimizer step.
     """
     if period is None:
         return pytorch.Batch(sys.maxsize)

@@ -1,4 +1,4 @@
-"""All weights of an engine, whole and in fp32, in every mode."""
+"""All weights of an engine in fp32, gathered from the ranks, in every mode."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gather_full_state_dict(
     Args:
         engine: the engine.
         stage_layers: the plain network's names of a pipeline's layers.
-        buffers: returned in the place of the engine's buffers, by the engine's names.
+        buffers: replace the engine's buffers in the result, by the engine's names.
 
     Returns:
         The weights and buffers by name, in the order of the names.
@@ -55,7 +55,7 @@ def gather_full_state_dict(
 
 @torch.no_grad()
 def exchange_masters(engine: deepspeed.DeepSpeedEngine, values: Sequence[Tensor]) -> None:
-    """Exchange ``master_weights`` with values in the same layout."""
+    """Swap ``master_weights`` with values of the same layout."""
     for value, weight in zip(values, master_weights(engine), strict=True):
         kept = weight.clone()
         weight.copy_(value)
@@ -63,7 +63,7 @@ def exchange_masters(engine: deepspeed.DeepSpeedEngine, values: Sequence[Tensor]
 
 
 def master_weights(engine: deepspeed.DeepSpeedEngine) -> list[Tensor]:
-    """Return the fp32 tensors that this rank's optimizer steps: under ZeRO, the rank's share."""
+    """Return the fp32 tensors that this rank's optimizer updates; under ZeRO, the rank's share."""
     shares = getattr(engine.optimizer, "fp32_partitioned_groups_flat", None)  # of ZeRO 3
     if shares is not None:
         return list(shares)
@@ -74,7 +74,7 @@ def master_weights(engine: deepspeed.DeepSpeedEngine) -> list[Tensor]:
 def update_network(engine: deepspeed.DeepSpeedEngine) -> None:
     """Copy the ``master_weights`` into the network, as an optimizer step does.
 
-    Every rank calls it, because each rank updates the others with its share.
+    Every rank calls it, because each rank sends its share to the others.
     """
     optimizer = engine.optimizer
     if engine.zero_optimization_stage() == 3:

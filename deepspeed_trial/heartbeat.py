@@ -1,4 +1,4 @@
-"""Heartbeats: every rank sends its state once a second through torch's store, and reads the others'."""
+"""Heartbeats: once a second every rank writes its state to torch's store and reads the other states."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Beat:
 
     @property
     def still(self) -> float:
-        """Seconds since the rank last moved."""
+        """Seconds since the rank's last progress."""
         return self.idle + (self.unheard if self.unheard > SILENT_AFTER else 0.0)
 
 
@@ -62,12 +62,13 @@ def _beat(place: dict[str, Any], **fields: Any) -> Beat:
 
 
 def parsed(content: bytes, rank: int) -> Beat:
-    """Return a rank's heartbeat.
+    """Parse a rank's heartbeat.
 
     Raises:
-        ValueError: if the content is none of that rank; any program that reaches the store can write there.
-        TypeError: also if it is none.
-        RecursionError: if it is nested too deeply.
+        ValueError: if the text is not a heartbeat of that rank; any program on the network can write to the
+            store.
+        TypeError: if a value has the wrong type.
+        RecursionError: if the text is nested too deeply.
     """
     beat = _beat(**json.loads(content))
     for each, kinds in (beat, _kinds(Beat)), (beat.place, _kinds(Place)):
@@ -86,15 +87,15 @@ def _kinds(form: type) -> dict[str, type]:
 
 
 class Heartbeats:
-    """Send and read heartbeats in a thread, because a store may never answer.
+    """Send and read heartbeats in a thread, because a store may hang.
 
     Args:
         distributed: the ranks.
-        mine: this rank's heartbeat; every message has its current values.
+        mine: this rank's heartbeat; each message contains its current values.
 
     Attributes:
-        ranks: last heartbeat of every rank; of this one alone if torch has no process group.
-        processes: the ranks of this host.
+        ranks: last heartbeat of every rank; only this rank's if torch has no process group.
+        processes: the processes of the ranks on this host.
     """
 
     def __init__(self, distributed: core.DistributedContext, mine: Beat) -> None:
@@ -114,7 +115,7 @@ class Heartbeats:
                     self.processes[beat.rank] = process
 
     def tick(self) -> None:
-        """Count another second of silence, and find the ranks that are missing."""
+        """Count another second of silence, and detect missing ranks."""
         self._unanswered += TICK
         for beat in self.ranks:
             if beat is not self._mine:
@@ -162,7 +163,7 @@ class Heartbeats:
 
 
 class Activity:
-    """Measure whether this process moves or works, and write it into its heartbeat."""
+    """Measure whether this process makes progress or computes, and record it in its heartbeat."""
 
     def __init__(self, mine: Beat) -> None:
         self._mine, self._process = mine, psutil.Process()
@@ -192,7 +193,7 @@ class Activity:
 
 
 def _work(process: psutil.Process, has_processor: bool = True) -> float:
-    """Return the processor seconds of a process, if they count, plus MiB that it has read and written."""
+    """Return the processor seconds of a process, if they count, plus the MiB that it has read and written."""
     work = 0.0
     with contextlib.suppress(psutil.Error):  # it has just ended
         if has_processor:
@@ -204,7 +205,7 @@ def _work(process: psutil.Process, has_processor: bool = True) -> float:
 
 
 def _collective(frames: list[tuple[str, int, str]]) -> str:
-    """Return the collective of torch, DeepSpeed or Determined that the frames are in; empty if none."""
+    """Return the name of the collective (torch, DeepSpeed or Determined) in a stack; empty without one."""
     for file, _, function in frames:
         owner = COLLECTIVES.get(pathlib.Path(file).name)
         if owner is not None and not function.startswith("_"):

@@ -1,4 +1,4 @@
-"""One process of a host at a time prepares a data folder; the others wait and find it ready."""
+"""A lock per data folder: one process of a host prepares the folder while the others wait."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from deepspeed_trial.input_files import refused
 
 
 def stand_ins() -> pathlib.Path:
-    """The folder in the user's cache that holds what would stand in read-only folders."""
+    """Return the folder in the user's cache that has the substitutes of read-only folders."""
     return pathlib.Path(appdirs.user_cache_dir("cifar-deepspeed-trial"))
 
 
 def stand_in(root: pathlib.Path) -> pathlib.Path:
-    """The folder in the user's cache for what would stand in ``root``, if that is read-only."""
+    """Return the folder in the user's cache that substitutes ``root`` if ``root`` is read-only."""
     return stand_ins() / hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:16]
 
 
 def writable_folder(root: pathlib.Path, key: str) -> pathlib.Path:
-    """``root`` itself, which ``key`` sets and which is made, or its stand-in.
+    """Return ``root``, created if necessary; if it is read-only, its substitute in the user's cache.
 
     Raises:
-        InvalidInput: if neither can be made.
+        InvalidInput: if neither can be created; ``key`` names the setting of ``root``.
     """
     with refused(f"{key}: {root}"):
         root.mkdir(parents=True, exist_ok=True)
@@ -43,12 +43,12 @@ def writable_folder(root: pathlib.Path, key: str) -> pathlib.Path:
 
 @contextlib.contextmanager
 def host_lock(root: pathlib.Path, name: str, key: str) -> Iterator[pathlib.Path]:
-    """Hold the lock ``name`` in ``root``, the value of ``key``, and yield the folder to write to.
+    """Acquire the lock ``name`` in ``root``, the value of ``key``, and yield the folder to write to.
 
-    The operating system releases the lock when its holder dies, however it dies.
+    The operating system releases the lock if its process is killed.
 
     Raises:
-        InvalidInput: if no lock can be made in ``root`` nor in the user's cache.
+        InvalidInput: if a lock file can be created neither in ``root`` nor in the user's cache.
     """
     folder = writable_folder(root, key)
     lock = lock_of(folder, name)
@@ -65,5 +65,5 @@ def host_lock(root: pathlib.Path, name: str, key: str) -> Iterator[pathlib.Path]
 
 
 def lock_of(folder: pathlib.Path, name: str) -> filelock.BaseFileLock:
-    """The lock ``name`` of a folder that can be written to."""
+    """Return the lock ``name`` in a writable folder."""
     return filelock.FileLock(folder / f".{name}.lock", mode=0o666)

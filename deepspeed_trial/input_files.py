@@ -17,7 +17,7 @@ def regular_file(path: str | os.PathLike[str]) -> pathlib.Path:
     Raises:
         OSError: if the file is missing or not accessible, or if it is a folder, a pipe or a device. Reading a
             pipe or a device may never end.
-        ValueError: if the path has a null character.
+        ValueError: if the path contains a null character.
     """
     mode = os.stat(path).st_mode
     if stat.S_ISDIR(mode):
@@ -32,7 +32,7 @@ def refused(what: str, remedy: str = "give another folder") -> Iterator[None]:
     """Raise ``InvalidInput`` if the operating system refuses a path inside the block.
 
     Args:
-        what: the key or option and its value, or the path.
+        what: start of the error line: the key or option with its value, or the path.
         remedy: advice in the error line, unless the disk is full.
     """
     try:
@@ -56,11 +56,11 @@ def small_file(path: str | os.PathLike[str], most: int) -> bytes:
 
 @contextlib.contextmanager
 def parsed(what: str, remedy: str) -> Iterator[None]:
-    """Turn every exception of a parser of foreign bytes into ``InvalidInput``.
+    """Turn every exception in the block, which parses untrusted bytes, into ``InvalidInput``.
 
     Args:
-        what: the file's name, and which kind of file it fails to be.
-        remedy: what to do.
+        what: start of the error line, e.g. ``FILE: not a readable table``.
+        remedy: advice in the error line.
     """
     try:
         yield

@@ -1,15 +1,15 @@
 """The entrypoint of a trial on a Determined cluster: ``python3 -m deepspeed_trial.launch python3 train.py``.
 
-In place of ``determined.launch.deepspeed``, which in Determined 0.38.1 does this:
+It replaces ``determined.launch.deepspeed`` of Determined 0.38.1, which has four faults:
 
-- After the workers' end it gives DeepSpeed's launcher 5 seconds, then sends it SIGTERM. On a busy host a
-  trial that has trained all its steps so ends with exit code 241. Here the launcher's end is awaited.
-- Before the trial it imports torch and DeepSpeed three times. Here one slot needs no launcher: its command
-  takes the place of this process.
-- DeepSpeed always takes port 29500. The second trial on a host's network fails.
-- On several hosts the chief starts all processes over ssh, and its environment, with the session's token,
-  becomes part of a command that is logged. Here every container starts its own processes, by DeepSpeed's
-  launcher within the processes that ``determined.launch.torch_distributed`` puts around torch's.
+- When the workers have ended, it gives DeepSpeed's launcher 5 seconds and then sends SIGTERM. On a busy host
+  a completed trial then exits with code 241. This entrypoint waits for the launcher.
+- It imports torch and DeepSpeed three times before the trial. Here a single slot needs no launcher: the
+  command replaces this process.
+- DeepSpeed always uses port 29500, so a second trial on the same host's network fails.
+- On several hosts the chief starts all processes over ssh, and the command in the log contains its
+  environment with the session token. Here each container starts its processes by DeepSpeed's launcher, inside
+  the processes of ``determined.launch.torch_distributed``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Cmd = list[str]
 
 
 def main(command: Cmd) -> int:
-    """Runs a command in every slot of this container and gives the exit code."""
+    """Run a command in every slot of this container, and return the exit code."""
     if not command:
         print("usage: python3 -m deepspeed_trial.launch COMMAND...", file=sys.stderr)
         return 2
@@ -68,9 +68,9 @@ def in_each_slot(info: det.ClusterInfo, command: Cmd) -> Cmd:
 
 
 def master_port(info: det.ClusterInfo) -> int:
-    """The port of the trial's process group, alike in all its containers and of no other trial.
+    """Return the port of the trial's process group: the same in all its containers, another for each trial.
 
-    It is the one that the master keeps for this, or follows from the allocation.
+    The master reserves the port. Otherwise the port is computed from the allocation.
     """
     return int(os.environ.get("C10D_PORT") or 20000 + zlib.crc32(info.allocation_id.encode()) % 10000)
 

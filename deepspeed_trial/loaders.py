@@ -1,4 +1,4 @@
-"""The data of a trial on this rank: its training, validation and test batches, and their numbers."""
+"""A trial's data on this rank: training, validation and test batches, and their counts."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Batches:
     """Data to evaluate on.
 
     Attributes:
-        loader: of micro-batches; None on a rank that reads none.
+        loader: yields micro-batches; None on a rank that reads no data.
         count: calls of ``evaluate_batch``; equal on all ranks.
-        size: examples in a call.
+        size: examples per call.
     """
 
     loader: Any
@@ -48,10 +48,10 @@ class Data:
     """All loaders of a rank.
 
     Attributes:
-        training: an endless loader of micro-batches; None on a rank that reads none.
+        training: an endless loader of micro-batches; None on a rank that reads no data.
         epoch: optimizer steps in an epoch; equal on all ranks.
-        validation: of ``build_validation_data_loader``.
-        test: of ``build_test_data_loader``; None if the trial has none.
+        validation: batches from ``build_validation_data_loader``.
+        test: batches from ``build_test_data_loader``; None if the trial has no test data.
     """
 
     training: Any
@@ -60,7 +60,7 @@ class Data:
     test: Batches | None
 
     def training_iterator(self) -> Iterator[Any] | None:
-        """Begin to read the training data."""
+        """Return an iterator over the training data."""
         return None if self.training is None else iter(self.training)
 
 
@@ -69,8 +69,8 @@ def build(trial: Any, context: Any, steps: int) -> Data:
 
     Args:
         trial: a ``DeepSpeedTrial``.
-        context: its context.
-        steps: optimizer steps that the training data continues after.
+        context: the trial's context.
+        steps: optimizer steps done; the training data continues after them.
 
     Raises:
         InvalidInput: if there is too little data for a step or an evaluation.
@@ -92,7 +92,7 @@ def build(trial: Any, context: Any, steps: int) -> Data:
 
 
 def _test(trial: Any, context: Any, builds: bool) -> Batches | None:
-    """Return the test data, if any; reading the first batch does not change the random generators."""
+    """Return the test data; None without any. Random generators keep their states."""
     build = getattr(trial, "build_test_data_loader", None)
     loader = build() if build and builds else None
     if not any(context.distributed.allgather(loader is not None)):
@@ -102,7 +102,7 @@ def _test(trial: Any, context: Any, builds: bool) -> Batches | None:
 
 
 def _training(trial: Any, context: Any, skip: int) -> Any:
-    """Return the endless loader, after ``skip`` micro-batches; shuffled by the seed, equally on all ranks."""
+    """Return the endless loader, from micro-batch ``skip`` on; the order is the same on all ranks."""
     loader = trial.build_training_data_loader()
     if not isinstance(loader, pytorch.DataLoader):
         _refuse_unless_allowed(context, "build_training_data_loader", loader)
@@ -118,13 +118,13 @@ def _training(trial: Any, context: Any, skip: int) -> Any:
 
 
 def _evaluated(what: str, build: Callable[[], Any], builds: bool, context: Any) -> Batches:
-    """Return data to evaluate on, with the least number of batches of any rank.
+    """Return data to evaluate on; every rank uses as many batches as the rank with the fewest.
 
     Args:
-        what: the data's name in error lines.
-        build: of the trial.
-        builds: whether this rank builds a loader.
-        context: of the trial.
+        what: name of the data in error lines.
+        build: the trial's method that returns the loader.
+        builds: whether this rank calls ``build``.
+        context: the trial's context.
     """
     loader, count, size = None, None, None
     micro_batches = context.get_num_micro_batches_per_slot() if context.use_pipeline_parallel else 1
@@ -143,7 +143,7 @@ def _evaluated(what: str, build: Callable[[], Any], builds: bool, context: Any) 
     counts = [number for number in context.distributed.allgather(count) if number is not None]
     sizes = [number for number in context.distributed.allgather(size) if number is not None]
     if not min(counts):
-        raise InvalidInput(f"{what}: a rank gets no batch; use more, fewer processes or smaller batches")
+        raise InvalidInput(f"{what}: a rank gets no batch; use more data, fewer processes or smaller batches")
     _warn_if_unequal(context, what, counts)
     return Batches(loader, min(counts), min(sizes))
 

@@ -1,14 +1,14 @@
 """The training loop: step, report, validate, save, stop, and at the end the test.
 
-Read ``run``, ``train`` and ``steps``: these show everything that happens in a training, in order. The loop
-calls a ``DeepSpeedTrial`` and its callbacks as Determined's own trainer does, and uses its public Core API.
-It differs from Determined 0.38 on purpose:
+Read ``run`` and ``train`` first: they show everything that happens in a training, in order. The loop calls a
+``DeepSpeedTrial`` and its callbacks as Determined's trainer does, and uses Determined's public Core API. It
+differs from Determined 0.38 on purpose:
 
 - Periods may be longer than an epoch, and a trial sees the true epoch.
 - Metrics stay on the device until a report, which fetches and averages them once.
 - A resumed trial continues at the same batch of the same order, also under gradient accumulation.
-- A validation leaves the generators of random numbers as they were, so weights do not depend on how often a
-  run validates.
+- A validation restores the random number generators, so the number of validations does not change the
+  weights.
 - A stop by the search, by a signal or by the master takes effect after the next step.
 """
 
@@ -46,16 +46,16 @@ class Loop:
     """Trains, validates, saves and tests any ``DeepSpeedTrial``; ``Trainer.fit`` makes and runs it.
 
     Args:
-        trial: made with ``context``.
+        trial: a ``DeepSpeedTrial``, constructed with ``context``.
         context: a ``TrialContext``.
-        settings: of this training.
-        first_step: optimizer steps done in the run of ``settings.checkpoint``.
+        settings: the settings of this training.
+        first_step: optimizer steps done at ``settings.checkpoint``.
 
     Attributes:
         state: progress of the trial.
         test: metrics of the test, on rank 0.
-        outcome: why the training ended.
-        budget: of a length in minutes, else None.
+        outcome: the reason for the end of the training.
+        budget: the time budget of a length in minutes; else None.
     """
 
     data: loaders.Data
@@ -88,12 +88,12 @@ class Loop:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps done, including the steps of the runs that this run continues."""
+        """Optimizer steps done, including the steps before a resume."""
         return self.state.batches_trained
 
     @property
     def total(self) -> int:
-        """Optimizer steps of the whole training, once the data is there."""
+        """Optimizer steps of the whole training; known once the data is loaded."""
         length = self.settings.length
         if self.settings.test_mode:
             return 1
@@ -171,7 +171,7 @@ class Loop:
         """Train until something is due, or the end of an epoch.
 
         Returns:
-            The metrics of each micro-batch, on the device; the events that are due; whether a stop is.
+            The metrics of each micro-batch, on the device; the events that are due; whether to stop.
         """
         if self.is_chief:
             self.core.train.set_status("training")
@@ -292,17 +292,17 @@ class Loop:
                 self._is_invalid = True
 
     def save_unless_current(self) -> None:
-        """Save, unless the last checkpoint is of this step."""
+        """Save, unless the last checkpoint was saved at this step."""
         if self.state.last_ckpt != self.steps:
             self.save()
 
     def validate_unless_current(self) -> None:
-        """Validate, unless the last validation is of this step."""
+        """Validate, unless the last validation was at this step."""
         if self.state.last_val != self.steps:
             self.validate()
 
     def choose_weights(self) -> None:
-        """Load the best checkpoint if the settings ask for it; else print that an earlier one is better."""
+        """Load the best checkpoint if the settings require it; otherwise print a better earlier one."""
         best = None if self.settings.test_mode else self.services.best_checkpoint()
         best = self.context.distributed.broadcast(best)
         if best is None or best[1] == self.steps:
@@ -324,7 +324,7 @@ class Loop:
     # ---------------------------------------------------------------------------------------- the details
 
     def _set_up(self, ends: contextlib.ExitStack) -> None:
-        """Start the callbacks, build the data, and load the checkpoint; ``ends`` gets what to undo."""
+        """Start the callbacks, build the data, and load the checkpoint; ``ends`` collects the clean-up."""
         name = self.settings.checkpoint
         with contextlib.ExitStack() as restored:
             folder = None
@@ -350,7 +350,7 @@ class Loop:
             self.core.profiler.on()
 
     def _plan(self) -> None:
-        """Tell the schedules how long the training is; a length in minutes is planned as it goes."""
+        """Set the length of the schedules; the plan of a length in minutes changes during the training."""
         if not self.budget:
             if not self.settings.test_mode:
                 self.context.plan.fix(self.total)
@@ -360,7 +360,7 @@ class Loop:
         self.budget.begin(self.steps, self.settings.work(self.data, trained))
 
     def _correct_plan(self) -> None:
-        """Look at the plan of a length in minutes when it is time, on all ranks by the chief's clock."""
+        """For a length in minutes, correct the plan when that is due, by the chief's clock on all ranks."""
         if not self.budget or not self.budget.is_due(self.steps):
             return
         get_accelerator().synchronize()
@@ -372,7 +372,7 @@ class Loop:
         return self.settings.due(self.steps, self.total, self.data.epoch)
 
     def _stop_after(self, event: Due) -> Outcome | None:
-        """Return why the training ends after an event; None if it does not."""
+        """Return the reason to end the training after an event; None to continue."""
         if self._is_invalid:
             return Outcome.INVALID
         is_judged = event is Due.VALIDATION and self.steps < self.total
@@ -381,13 +381,13 @@ class Loop:
         return Outcome.STOPPED if self.context.get_stop_requested() else None
 
     def _count(self, evaluation: dict[str, Any]) -> None:
-        """Add the steps and epochs, which searchers read, unless the trial reports its own."""
+        """Add the numbers of steps and epochs, which searchers read, unless the trial reports them."""
         evaluation.setdefault("batches", self.steps)
         evaluation.setdefault("epochs", self.state.epochs_trained)
 
     @contextlib.contextmanager
     def _leaving(self) -> Iterator[None]:
-        """Tell the watch of other ranks when an error ends this one."""
+        """Tell the other ranks' watch if an error ends this rank."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""The machine of a run: processor, memory, versions."""
+"""Information about the machine of a run: processor, memory, versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("torch", "torchvision", "deepspeed", "determined")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that compute."""
+    """Return the versions of Python and of the numerical packages."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -31,7 +31,7 @@ def versions() -> dict[str, str]:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module can be imported; a plain folder of its name does not count."""
+    """Return whether a module is installed; a plain folder with its name does not count."""
     found = importlib.util.find_spec(module)
     return found is not None and found.origin is not None
 
@@ -50,7 +50,7 @@ def describe() -> dict[str, Any]:
 
 
 def has_bf16_instructions() -> bool:
-    """Return whether the processor has bf16 instructions; without them fp32 is faster. True if unknown."""
+    """Return whether the processor has bf16 instructions, or True if unknown. Without them fp32 is faster."""
     flags = _cpuinfo("flags") or _cpuinfo("Features")  # of x86, of Arm
     return not flags or not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
 
@@ -67,7 +67,7 @@ def _cpuinfo(key: str) -> str:
 
 
 def peak_memory() -> float:
-    """Return the peak memory of this process in MiB, of its GPU, or of the host if there is no GPU."""
+    """Return the peak memory of this process in MiB, on its GPU, or on the host if there is no GPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     unit = 1 if sys.platform == "darwin" else 1024
@@ -77,8 +77,8 @@ def peak_memory() -> float:
 def memory_limit(processes: int, device: str) -> int | None:
     """Return the memory limit in bytes of one of this machine's ``processes``; None if unknown.
 
-    On a GPU it is all of its memory. On the host it is an equal share of the machine's memory or of the
-    cgroup's limit, and at most the process's limit (``ulimit -v``, ``-d``).
+    The limit on a GPU is all of its memory. On the host it is an equal share of the machine's memory or of
+    the cgroup's limit, and at most the process's limit (``ulimit -v``, ``-d``).
     """
     if device == "cuda":
         return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None

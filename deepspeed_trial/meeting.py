@@ -1,4 +1,4 @@
-"""The store of a run's ranks; other hosts cannot reach it if all ranks are on one host."""
+"""The store through which a run's ranks meet. With all ranks on one host, other hosts cannot reach it."""
 
 from __future__ import annotations
 
@@ -53,22 +53,22 @@ def local_size() -> int:
 
 
 def is_launchers_store() -> bool:
-    """Return whether torchrun opens the store, which outlives a restart of the ranks.
+    """Return whether torchrun opens the store, so that the store survives a restart of the ranks.
 
-    Otherwise each start of the ranks has another store. Then hosts may differ in their number of restarts.
+    Otherwise each start of the ranks opens a new store, and hosts may differ in their number of restarts.
     """
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def meet(mine: str = "") -> None:
-    """Set the network addresses at which the ranks meet.
+    """Set the network addresses that the ranks use.
 
-    The ranks of one host use its loopback interface, which other hosts cannot reach. By default torch's store
-    would listen on all interfaces, and gloo at the hostname's address. Rank 0 opens the store, unless
+    Ranks on one host use the loopback interface, which other hosts cannot reach. By default torch's store
+    listens on all interfaces, and gloo at the hostname's address. Rank 0 opens the store, unless
     torchrun has opened it.
 
     Args:
-        mine: the address of this host for ranks of other hosts; looked up if empty.
+        mine: the address of this host for ranks on other hosts; looked up if empty.
 
     Raises:
         InvalidInput: if the launcher's port is in use.
@@ -98,7 +98,7 @@ def _serve_at(port: int, process: int) -> TCPStore:
 
 
 def serve(port: int) -> TCPStore:
-    """Open a store at a port, or at any port that is free if it is 0."""
+    """Open a store at a port; 0 selects any free port."""
     if _is_one_host():
         listener = socket.create_server((LOOPBACK, port))
     elif socket.has_dualstack_ipv6():
@@ -143,9 +143,9 @@ def _own_address() -> str:
 
 
 def _address_towards(host: str) -> str:
-    """Return this host's address on the way to another host; empty if it cannot be looked up.
+    """Return the address of this host's interface towards another host; empty if it cannot be looked up.
 
-    It is also empty on the first host if that host's name stands for the loopback, as on Debian.
+    It is also empty on the first host if the host's name resolves to the loopback address, as on Debian.
     """
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
         probe.connect((host, 1))  # which sends nothing

@@ -1,7 +1,7 @@
-"""Messages between ranks: plain values, by msgpack, through a store in rank 0's process.
+"""Messages between ranks: plain values, encoded by msgpack, sent through a store in rank 0's process.
 
-Determined and ``torch.distributed`` send pickles, and whoever reaches a rank's port can run code by a pickle.
-A message here holds data alone.
+Determined and ``torch.distributed`` send pickles. A pickle runs code, so anyone who reaches a rank's port can
+run code there. Messages of this module contain only data.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def unpack(content: bytes) -> Any:
     """Return the value that ``pack`` encoded, with tensors on the CPU.
 
     Raises:
-        ValueError: if ``pack`` cannot have made the bytes.
+        ValueError: if the bytes are not an output of ``pack``.
     """
     return msgpack.unpackb(content, ext_hook=_value, strict_map_key=False)
 
@@ -84,9 +84,9 @@ def _value(kind: int, content: bytes) -> Any:
 
 
 class Ranks(core.DistributedContext):
-    """Determined's ranks, whose messages go through a store of rank 0 instead of sockets and pickles.
+    """Determined's ranks, with messages through a store of rank 0 instead of sockets and pickles.
 
-    As in Determined, all ranks have to call the same methods in the same order, in one thread.
+    As in Determined, all ranks must call the same methods in the same order, in one thread.
     """
 
     @override
@@ -99,7 +99,7 @@ class Ranks(core.DistributedContext):
 
     @override
     def close(self) -> None:
-        """Wait until every rank has read what this one has told it: rank 0 takes the store with it."""
+        """Wait until every rank has read this rank's messages: the store ends with rank 0's process."""
         deadline = time.monotonic() + LAST_MESSAGE
         keys = [key for keys in self._unread.values() for key in keys]
         while any(self._store.check([key]) for key in keys) and time.monotonic() < deadline:
@@ -177,7 +177,7 @@ class Ranks(core.DistributedContext):
 
 
 def all_gather(value: Any, group: Any = None) -> list[Any]:
-    """Return the value of every rank of a process group, as ``all_gather_object`` does by pickles."""
+    """Return the value of every rank of a process group: ``all_gather_object`` without pickles."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     content = torch.frombuffer(bytearray(pack(value)), dtype=torch.uint8).to(device)
     ranks = torch.distributed.get_world_size(group)

@@ -1,4 +1,4 @@
-"""Metrics of steps and evaluations: kept on the device, fetched together, reduced over the ranks."""
+"""Metrics of steps and evaluations: stored on the device, fetched together, and reduced over the ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NOT_A_DICTIONARY = "{method} must return a dictionary mapping string names to Te
 
 
 def kept(metrics: Any) -> dict[str, Any]:
-    """Return a micro-batch's metrics as they wait for the next report.
+    """Return a micro-batch's metrics in the form that waits for the next report.
 
-    Scalars stay on the device, without their graph; of other tensors the host gets a copy.
+    Scalars stay on the device, without their graph; other tensors are copied to the host.
 
     Args:
-        metrics: returned by ``train_batch``: a dictionary, or a tensor, the loss.
+        metrics: the result of ``train_batch``: a dictionary, or the loss as a tensor.
 
     Raises:
         InvalidExperimentException: for any other type.
@@ -56,12 +56,12 @@ def fetched(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def averaged_over_ranks(
     metrics: list[dict[str, Any]], distributed: core.DistributedContext
 ) -> list[dict[str, Any]]:
-    """Return the mean of each micro-batch's metrics over the ranks that report any; on rank 0 only.
+    """Return the mean of each micro-batch's metrics over the ranks that report metrics; only on rank 0.
 
     Every rank calls it. Arrays become one number, their mean.
 
     Args:
-        metrics: of this rank's micro-batches; equally many on all ranks that have any.
+        metrics: metrics of this rank's micro-batches; the same number on all ranks that have metrics.
         distributed: the ranks.
     """
     if distributed.size == 1:
@@ -83,12 +83,12 @@ def of_workload(metrics: list[dict[str, Any]], reduced: Mapping[str, Any]) -> di
     """Return the metrics of the steps since the last report.
 
     Args:
-        metrics: of micro-batches, averaged over the ranks.
-        reduced: of the trial's own reducers.
+        metrics: metrics of micro-batches, averaged over the ranks.
+        reduced: metrics from the trial's reducers.
 
     Returns:
-        ``batch_metrics``, the first argument, and ``avg_metrics``: means over them, None for values that are
-        no numbers, and the reduced ones.
+        ``batch_metrics``: the argument ``metrics``; ``avg_metrics``: their means, None for values that are
+        not numbers, and the reduced metrics.
     """
     workload = det.util.make_metrics(None, metrics)
     workload["avg_metrics"].update(as_numpy(reduced))
@@ -107,17 +107,17 @@ def evaluated(trial: Any, context: Any, batches: Batches, most: int | None) -> l
     """Evaluate batches on this rank.
 
     Args:
-        trial: whose ``evaluate_batch`` is called.
-        context: of the trial.
-        batches: to evaluate.
-        most: batches at most; None for all.
+        trial: a ``DeepSpeedTrial``.
+        context: the trial's context.
+        batches: the data.
+        most: maximum number of batches; None for all.
 
     Returns:
-        The metrics of each batch; none on ranks that report none.
+        The metrics of each batch; empty on ranks that report none.
 
     Raises:
         InvalidExperimentException: if ``evaluate_batch`` returns no dictionary.
-        ValueError: if the metrics' names differ between batches.
+        ValueError: if the names of the metrics differ between batches.
     """
     iterator = iter(batches.loader) if batches.loader else None
     takes_index = len(inspect.signature(trial.evaluate_batch).parameters) > 1
@@ -145,8 +145,8 @@ def reduced_over_ranks(
     Every rank calls it; ranks without metrics are left out.
 
     Args:
-        metrics: of this rank's batches.
-        reducer: of ``evaluation_reducer``: one, or one per metric.
+        metrics: metrics of this rank's batches.
+        reducer: the result of ``evaluation_reducer``: one reducer, or one per metric.
         distributed: the ranks.
 
     Raises:
@@ -190,13 +190,13 @@ def _reduced(reducer: pytorch.Reducer, values: Any, counts: list[int] | None) ->
 
 
 def write_scalars(context: Any, step: int, metrics: Mapping[str, Any], is_validation: bool) -> None:
-    """Write the metrics that are numbers for TensorBoard, under Determined's tags, unless it is off.
+    """Write numeric metrics for TensorBoard, under Determined's tags, unless TensorBoard is off.
 
     Args:
-        context: of the trial.
+        context: the trial's context.
         step: optimizer steps done.
-        metrics: by name.
-        is_validation: whether names get ``val_`` before them.
+        metrics: metrics by name.
+        is_validation: whether names get the prefix ``val_``.
     """
     if not context.get_enable_tensorboard_logging():
         return
@@ -211,10 +211,10 @@ def write_training(context: Any, steps: int, workload: Mapping[str, Any], calls_
     """Write the metrics of each step for TensorBoard, and the reducers' metrics at the last step.
 
     Args:
-        context: of the trial.
+        context: the trial's context.
         steps: optimizer steps done.
-        workload: of ``of_workload``.
-        calls_per_step: micro-batches in ``batch_metrics`` per step, averaged here.
+        workload: the result of ``of_workload``.
+        calls_per_step: micro-batches in ``batch_metrics`` per step, to be averaged.
     """
     batches, averages = workload["batch_metrics"], workload["avg_metrics"]
     first = steps - len(batches) // calls_per_step

@@ -1,4 +1,4 @@
-"""Error lines of a training that runs out of memory."""
+"""Error lines for a training that runs out of memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def explain_out_of_memory(when: Callable[[], str], advice: Callable[[], str]) ->
     """End the block with one line of advice when the process or a data loader's worker runs out of memory.
 
     Args:
-        when: returns the step, in words.
-        advice: returns a change that saves memory, in words.
+        when: returns the current step as text.
+        advice: returns a change that saves memory, as text.
 
     Raises:
         TrainingStopped: if memory runs out.
@@ -39,7 +39,7 @@ def explain_out_of_memory(when: Callable[[], str], advice: Callable[[], str]) ->
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that the memory of a GPU or of the host is used up."""
+    """Return whether an error means that a GPU or the host has run out of memory."""
     messages = ("not enough memory", "can't allocate memory", "out of memory")
     says_so = any(text in str(error) for text in messages) or str(error) == ONEDNN
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and says_so)

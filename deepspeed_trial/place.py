@@ -1,4 +1,4 @@
-"""Place of a rank in its work: the training's thread writes phase, step and part; the watch reads them."""
+"""Position of a rank in the training: phase, step and part. The training writes it, the watch reads it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DATA, FORWARD, BACKWARD, STEP, GATHER = "data", "forward", "backward", "optimize
 
 @dataclass
 class Place:
-    """Place of a rank in its work."""
+    """Position of a rank in the training: phase, step and part."""
 
     step: int = 0  # current optimizer step; outside of training, the last one
     phase: str = START
@@ -46,7 +46,7 @@ class Place:
 
     @contextlib.contextmanager
     def during(self, phase: str, step: int) -> Iterator[None]:
-        """Begin a phase, and after the block the phase before it; an error leaves the place unchanged."""
+        """Set the phase during the block, then restore the previous one; after an error, keep the phase."""
         before = self.phase
         self.begin(phase, step)
         yield
@@ -54,7 +54,7 @@ class Place:
 
 
 def follow(engine: Any, place: Place) -> None:
-    """Make an engine write its passes and optimizer steps into the place; a pipeline's, every instruction."""
+    """Record an engine's passes and optimizer steps in the place; for a pipeline, every instruction."""
     if hasattr(engine, "_INSTRUCTION_MAP"):
         # Not a move: every stage has another schedule
         follow_instructions(engine, lambda instruction: setattr(place, "part", instruction))

@@ -12,7 +12,7 @@ from determined import pytorch
 class Minutes(pytorch.Batch):
     """A length of training in minutes of wall time, for ``Trainer.fit``; see docs/time-budget.md.
 
-    The loop sees a number of steps; each plan changes it.
+    The plan converts the minutes into a number of steps, and corrects that number during the training.
 
     Args:
         minutes: above 0.
@@ -24,7 +24,7 @@ class Minutes(pytorch.Batch):
 
 
 def least_rest(done: int) -> int:
-    """Return the steps that bring a schedule to its end when the time is over, after ``done`` steps."""
+    """Return the number of steps to end a schedule in when the time is up: 1 % of ``done``, at least 1."""
     return max(1, done // 100)
 
 
@@ -62,7 +62,7 @@ class Plan:
         return index if self._from == (0, 0.0) else self.fraction(index) * (self.total - 1)
 
     def has_passed(self, share: float, index: int) -> bool:
-        """Return whether a step is beyond a share of the training."""
+        """Return whether a step is past a fraction of the training."""
         return self.total is not None and self.position(index) >= share * self.total
 
     def make(self, done: int, total: int) -> None:
@@ -79,7 +79,7 @@ class Plan:
         self._tell()
 
     def fix(self, total: int | None) -> None:
-        """Set the number of steps from the start; None if unknown."""
+        """Set the number of steps for the whole training; None if unknown."""
         if self.total != total:
             self.total, self._from = total, (0, 0.0)
             self._tell()
@@ -103,9 +103,9 @@ class Plan:
         plans = [tuple(each) for each in state["plans"]]
         whole = [start, total, *(number for each in plans for number in each)]
         if any(type(each) is not int or each < 0 for each in whole) or not start < total >= done:
-            raise ValueError("must hold whole numbers of steps")
+            raise ValueError("must have whole numbers of steps")
         if type(passed) not in (int, float) or not 0 <= passed <= 1 or any(len(each) != 2 for each in plans):
-            raise ValueError("must hold a fraction from 0 to 1, and pairs of steps")
+            raise ValueError("must have a fraction from 0 to 1, and pairs of steps")
         self.total, self.plans, self._from = total, plans, (start, passed)
         if longer != 1:
             self._from = done - 1, min(1.0, self.fraction(done - 1) / longer)

@@ -1,4 +1,4 @@
-"""The processes of a run: their cores and process group."""
+"""Cores and process group of a run's processes."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def device_type() -> str:
 
 
 def share_cores() -> None:
-    """Give each local process its share of the cores; with all cores each process is several times slower."""
+    """Limit each local process to its share of the cores; with all cores each is several times slower."""
     check_ranks()
     if local_size() > 1 and not _user_chose_threads():
         torch.set_num_threads(threads_per_process(local_size()))
 
 
 def threads_per_process(processes: int) -> int:
-    """Return the number of threads for one of a host's ``processes``.
+    """Return the number of threads per process, if a host has ``processes``.
 
-    A process bound to fewer cores than its launcher may use all of them.
+    A process that is bound to fewer cores than its launcher may use all its cores.
     """
     cores = joblib.cpu_count()
     shared = cores
@@ -53,7 +53,7 @@ def threads_per_process(processes: int) -> int:
 
 
 def threads_of_each(here: int) -> int:
-    """Return the threads of each of the ``here`` ranks that this process will start, by ``share_cores``."""
+    """Return the threads of each of the ``here`` ranks that this process starts; see ``share_cores``."""
     if here == 1 or _user_chose_threads():
         share_cores()
         return torch.get_num_threads()
@@ -61,7 +61,7 @@ def threads_of_each(here: int) -> int:
 
 
 def _user_chose_threads() -> bool:
-    """Return whether the user set ``OMP_NUM_THREADS``; torchrun sets a missing one to 1."""
+    """Return whether the user set ``OMP_NUM_THREADS``; torchrun sets it to 1 if it is missing."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         with contextlib.suppress(psutil.Error):
             return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
@@ -72,7 +72,7 @@ def start_process_group(hang_after: float = HANG_AFTER) -> None:
     """Start the process group of torch and DeepSpeed; a single process needs no launcher and no port.
 
     Args:
-        hang_after: seconds that another rank may take to join; a collective waits three times as long.
+        hang_after: seconds to wait until other ranks have joined; collectives wait three times as long.
 
     Raises:
         InvalidInput: if there are more processes than GPUs, or the launcher's port is in use.

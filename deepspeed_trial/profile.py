@@ -1,4 +1,4 @@
-"""A profile of a few steps by torch's profiler."""
+"""Profiles a few steps with torch's profiler."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ AFTER, WARM_UP, STEPS = 10, 2, 5  # steps left out, warmed up with, and profiled
 
 @contextlib.contextmanager
 def profiled(context: Any, services: Services, is_wanted: bool) -> Iterator[None]:
-    """Profile steps of the chief inside the block, or run the profiler that the trial has set.
+    """Profile some of the chief's steps during the block, or run the profiler that the trial has set.
 
     Args:
-        context: of the trial.
-        services: keep the table.
+        context: the trial's context.
+        services: store the table of operators.
         is_wanted: whether to profile.
     """
     if not (is_wanted and services.is_chief):

@@ -1,8 +1,8 @@
-"""Redaction: the parts of a configuration, a command and a text that files, pages and logs may show.
+"""Redaction of configurations, commands and texts before files, pages and logs show them.
 
-A list names the fields that are shown. ``MARK`` replaces the value of every other field: of storage options,
-environment variables and registry credentials only the names are shown. URLs in shown text lose the parts
-that may be a credential: the user, the password, the query and the fragment.
+A list names the fields that are shown. ``MARK`` replaces the value of every other field, e.g. of storage
+options, environment variables and registry credentials. In URLs the parts that may be a credential are
+removed: the user, the password, the query and the fragment.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _URL = re.compile(
 
 
 def text(value: str) -> str:
-    """Return a text whose URLs have neither user nor password, and no query and no fragment."""
+    """Remove user, password, query and fragment from all URLs in a text."""
     return _URL.sub(_shown_url, value) if "://" in value else value
 
 
@@ -59,7 +59,7 @@ def _shown_url(found: re.Match[str]) -> str:
 
 
 def values(value: Any) -> Any:
-    """Return JSON values of a field that passes: text as ``text`` has it, and no credential by its key."""
+    """Redact JSON values of a field that is shown: URLs, and the values of keys such as ``password``."""
     if isinstance(value, Mapping):
         return {key: MARK if _is_credential(key, inner) else values(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -73,12 +73,12 @@ def _is_credential(key: object, value: Any) -> bool:
 
 
 def experiment(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an experiment configuration that others may read."""
+    """Return an experiment configuration without credentials."""
     return {name: field(name, value) for name, value in config.items()}
 
 
 def field(name: str, value: Any) -> Any:
-    """Return a field of an experiment configuration, such as ``data``, that others may read."""
+    """Return a field of an experiment configuration, such as ``data``, without credentials."""
     if value is None or name in _FIELDS:
         return values(value)
     if name in _SECTIONS and isinstance(value, Mapping):
@@ -110,7 +110,7 @@ def _at(path: str, value: Any) -> Any:
 
 
 def override(argument: str) -> str:
-    """Return ``PATH=VALUE``, as ``--set`` takes it, with the part of the value that may be shown."""
+    """Return ``PATH=VALUE``, an argument of ``--set``, with a redacted value."""
     from ruamel.yaml import YAML  # here, for error lines need this module before any library is imported
 
     path, equals, given = argument.partition("=")
@@ -125,7 +125,7 @@ def override(argument: str) -> str:
 
 
 def command(words: Sequence[str]) -> list[str]:
-    """Return the words of a command as others may read them."""
+    """Return the words of a command without credentials."""
     found: list[str] = []
     for before, word in zip(["", *words], words, strict=False):
         option, equals, rest = word.partition("=")
@@ -139,5 +139,5 @@ def command(words: Sequence[str]) -> list[str]:
 
 
 def _is_set(option: str) -> bool:
-    """Return whether argparse takes an option as ``--set``; it accepts the beginning of a name."""
+    """Return whether argparse reads an option as ``--set``: argparse accepts abbreviations."""
     return len(option) > 2 and SET.startswith(option)

@@ -1,4 +1,4 @@
-"""A trial's checkpoints: everything that one holds, checked before any of it is loaded."""
+"""Writing, checking and loading a trial's checkpoints; all files are checked before any is loaded."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Saving:
 
     Args:
         trial: a ``DeepSpeedTrial``.
-        context: its context.
-        callbacks: whose states are saved.
-        services: of this training.
+        context: the trial's context.
+        callbacks: the callbacks; their states are saved.
+        services: metrics, checkpoints and stops of this training.
     """
 
     def __init__(
@@ -114,10 +114,10 @@ class Saving:
         Args:
             path: the checkpoint's folder.
             name: its name in error lines.
-            steps: optimizer steps that the trial has done, by its metadata or by the master.
+            steps: optimizer steps that the trial has done, from the metadata or the master.
 
         Raises:
-            UnusableCheckpoint: on every rank, with all lines of any rank.
+            UnusableCheckpoint: on every rank, with the lines of all ranks.
         """
         with contents.loading(name, self.context.distributed):
             if self.context.distributed.local_rank == 0:
@@ -131,10 +131,10 @@ class Saving:
                     state.check(engine, shards.folder_of(path, index), self.hooks.layer_names())
 
     def load_budget(self, path: pathlib.Path, name: str, steps: int, budget: TimeBudget) -> None:
-        """Restore the plan of a length in minutes, before the engines, whose schedules follow the plan.
+        """Restore the plan of a length in minutes, before the engines: their schedules follow the plan.
 
         Raises:
-            InvalidInput: if the checkpoint has no plan of minutes, or a damaged one.
+            InvalidInput: if the checkpoint has no plan for minutes, or a damaged one.
         """
         file, plan = path / identity.FILE, identity.read(path, name)["progress"].get(BUDGET)
         if plan is None:
@@ -146,10 +146,10 @@ class Saving:
             raise InvalidInput(f"{file}: progress.{BUDGET}: {one_line(error)}; it is damaged") from error
 
     def load(self, path: pathlib.Path, name: str) -> State:
-        """Load a checkpoint that ``check`` has passed. Every rank calls it.
+        """Load a checkpoint that ``check`` accepted. Every rank calls it.
 
         Returns:
-            The trial's progress; of another trial's checkpoint only the weights are taken.
+            The trial's progress; from another trial's checkpoint only the weights are loaded.
         """
         rank = self.context.distributed.rank
         with contents.loading(name, self.context.distributed), contextlib.ExitStack() as around:
@@ -191,11 +191,13 @@ class Saving:
             if name in states:
                 callback.load_state_dict(states[name])
             elif det.util.is_overridden(callback.load_state_dict, pytorch.PyTorchCallback):
-                logger.warning(f"callback {name!r}: the checkpoint has no state of it; it starts afresh")
+                logger.warning(
+                    f"callback {name!r}: the checkpoint has no state of it; it starts from scratch"
+                )
 
 
 def _random_numbers(context: Any) -> dict[str, Any]:
-    """Return the states of the generators under Determined's names."""
+    """Return the states of the random number generators under Determined's names."""
     python, numpy, cpu, gpu = random_state(context.device)
     states = {"cpu_rng_state": cpu, "np_rng_state": numpy, "random_rng_state": python}
     return states if gpu is None else {**states, "gpu_rng_state": gpu}

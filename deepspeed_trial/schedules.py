@@ -19,7 +19,7 @@ SETTINGS = ("lr", FACTOR, STARTS_AFTER, "weight_decay", "momentum", "betas", "ep
 
 
 class _Rate(torch.optim.Optimizer):
-    """A schedule's optimizer: one parameter group, no training."""
+    """A placeholder optimizer for a schedule, with one parameter group and no training."""
 
     def step(self, closure: Any = None) -> Any:
         """Do nothing; torch warns about a schedule that steps before its optimizer."""
@@ -28,19 +28,19 @@ class _Rate(torch.optim.Optimizer):
 class GroupSchedule:
     """A schedule that scales one learning rate by the ``lr_factor`` of each parameter group.
 
-    DeepSpeed's schedules set the same rate in every group, torch's start from the rate of each group, and
-    torch's refuse ZeRO's optimizers. Here the schedule acts on a stand-in with one group, and its settings
-    are copied to all groups. Pass this class to ``deepspeed.initialize`` as ``lr_scheduler``, with all
-    arguments bound except the first.
+    DeepSpeed's schedules set the same rate in every group. torch's schedules start from the rate of each
+    group, and refuse ZeRO's optimizers. Here the schedule changes a placeholder optimizer with one group, and
+    its settings are copied to all groups. Pass this class to ``deepspeed.initialize`` as ``lr_scheduler``,
+    with all arguments bound except the first.
 
     Args:
         optimizer: a torch optimizer. Its groups may have the keys ``lr_factor``, by default 1, and
             ``starts_after``, by default 0.
-        lr: the learning rate without a schedule, or the rate that the schedule scales.
-        make: makes the schedule for an optimizer; None for a constant rate.
+        lr: the constant learning rate, or the rate that the schedule scales.
+        make: creates the schedule for an optimizer; None for a constant rate.
 
     Attributes:
-        last_batch_iteration: steps done, less 1, as DeepSpeed's schedules count and save them.
+        last_batch_iteration: steps done minus 1, as in DeepSpeed's schedules.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class GroupSchedule:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step, in a group whose factor is 1."""
+        """Learning rate of the next step, for a group with ``lr_factor`` 1."""
         return float(self._now()["lr"])
 
     def step(self, batch_iteration: int | None = None) -> None:
@@ -74,7 +74,7 @@ class GroupSchedule:
         self._pass_on()
 
     def act_on(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the rates of another optimizer from now on."""
+        """Attach the schedule to another optimizer."""
         self.optimizer = optimizer
         self._pass_on()
 
@@ -83,11 +83,11 @@ class GroupSchedule:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of steps; the configuration has the rest."""
+        """Return the number of steps; all other values follow from the configuration."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Move to the saved number of steps; the rates follow this configuration."""
+        """Move to the saved number of steps; the rates follow the current configuration."""
         self.step(state["last_batch_iteration"])
 
     def _restart(self) -> None:
@@ -105,7 +105,7 @@ class GroupSchedule:
             self._schedule.step()
 
     def _now(self) -> dict[str, Any]:
-        """Return the settings of the schedule's group."""
+        """Return the current settings of the placeholder's group."""
         return self._rate.param_groups[0]
 
     def _pass_on(self) -> None:
@@ -117,16 +117,16 @@ class GroupSchedule:
 
 
 class PlannedSchedule(GroupSchedule):
-    """A ``GroupSchedule`` of a training whose plan corrects the number of steps.
+    """A ``GroupSchedule`` for a training whose plan may change the number of steps.
 
-    Each plan makes a schedule of its length, at the plan's position, with linear rates between two steps. A
-    plan without a correction gives the bits of a ``GroupSchedule`` of its length.
+    Each change creates a schedule of the new length, evaluated at the plan's position with linear
+    interpolation between two steps. Without a change the bits are those of a ``GroupSchedule``.
 
     Args:
         optimizer: as in ``GroupSchedule``.
         lr: as in ``GroupSchedule``.
-        make_for: takes a number of steps, or None before the first plan, and returns ``make``.
-        plan: of the training.
+        make_for: maps a number of steps, or None before the first plan, to ``make``.
+        plan: the plan of the training.
     """
 
     def __init__(
@@ -180,6 +180,6 @@ def _between(before: Any, after: Any, share: float) -> Any:
 
 
 def learning_rate(engine: Any) -> float:
-    """Return the learning rate of an engine's next step, in a parameter group whose factor is 1."""
+    """Return the learning rate of an engine's next step, for a parameter group with ``lr_factor`` 1."""
     schedule = engine.lr_scheduler
     return schedule.learning_rate if isinstance(schedule, GroupSchedule) else float(engine.get_lr()[0])

@@ -1,4 +1,4 @@
-"""The two places where a training runs, this machine and a Determined cluster, behind one interface."""
+"""One interface for the services of a local run and of a Determined cluster."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ logger = logging.getLogger("deepspeed_trial")
 class Services:
     """Metrics, checkpoints, stops and progress of a training.
 
-    ``core`` has the interface of Determined's Core API in both places; the methods add the rest.
+    ``core`` has the interface of Determined's Core API in both cases; the methods add the rest.
 
     Args:
-        core_context: for reports and checkpoints.
+        core_context: context of the Core API, for reports and checkpoints.
         experiment: the experiment's configuration.
 
     Attributes:
         trial_id: the trial's number in its checkpoints.
-        vote: agreement of the ranks on the last step.
+        vote: the ranks' agreement on the last step.
         progress: shows the training, on the chief of a local run.
     """
 
@@ -52,7 +52,7 @@ class Services:
         self.vote, self.progress = Vote(core_context.distributed), Progress()
 
     def is_asked_to_stop(self) -> bool:
-        """Return whether this rank got a signal, or the chief a request of the master."""
+        """Return whether this rank received a signal, or the chief a request from the master."""
         raise NotImplementedError
 
     def copy_code(self, code: Code, path: pathlib.Path) -> None:
@@ -60,24 +60,24 @@ class Services:
         raise NotImplementedError
 
     def is_last(self, step: int, meets: bool) -> bool:
-        """Return whether all ranks stop after a step; see ``Vote.is_last``."""
+        """Return whether all ranks stop after this step; see ``Vote.is_last``."""
         if self.is_asked_to_stop():
             self.vote.ask()
         return self.vote.is_last(step, meets)
 
     def stoppable(self) -> contextlib.AbstractContextManager[None]:
-        """Let requests to stop end the training after a step, inside the block."""
+        """During the block, let a request to stop end the training after a step."""
         return contextlib.nullcontext()
 
     def last_validation(self) -> int | None:
-        """Return the step of the trial's last validation before this process; None if there was none.
+        """Return the step of the last validation before this process started; None without one.
 
         Every rank calls it.
         """
         return None
 
     def has_search_stopped(self, steps: int) -> bool:
-        """Return whether the search has stopped this trial, by its validation after ``steps`` steps.
+        """Return whether the search has stopped this trial after the validation at ``steps`` steps.
 
         Every rank calls it.
         """
@@ -87,7 +87,7 @@ class Services:
         """Upload TensorBoard's files."""
 
     def metrics(self) -> list[dict[str, Any]] | None:
-        """Return the reports that the run made before this process, or None if they are elsewhere."""
+        """Return the run's reports from before this process started; None if they are elsewhere."""
         return None
 
     def best_checkpoint(self) -> tuple[str, int] | None:
@@ -95,16 +95,16 @@ class Services:
         return None
 
     def keep_profile(self, table: str) -> None:
-        """Keep the profile of a few steps."""
+        """Store the profile of a few steps."""
 
 
 class LocalServices(Services):
     """Services of this machine: a folder for checkpoints and metrics, a terminal, and signals.
 
     Args:
-        core_context: for reports and checkpoints.
+        core_context: context of the Core API, for reports and checkpoints.
         experiment: the experiment's configuration.
-        output: the run's folder; None writes no metrics there and shows none.
+        output: the run's folder; None neither writes nor shows metrics.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class LocalServices(Services):
 
     @override
     def copy_code(self, code: Code, path: pathlib.Path) -> None:
-        """Leave out the paths of ``.detignore``, runs, ``code.excluded``, and dangling links."""
+        """Copy the code without paths in ``.detignore``, runs, ``code.excluded`` and dangling links."""
         excluded = {folder.resolve() for folder in code.excluded}
         by_detignore = det.util.detignore.make_shutil_ignore(code.folder)
 
@@ -194,9 +194,9 @@ class ClusterServices(Services):
         )
 
     def _is_marked(self, steps: int) -> bool:
-        """Ask the master for the mark of a stopped trial, once it has recorded a validation.
+        """Ask the master, after it has recorded a validation, whether it has marked this trial as stopped.
 
-        Determined 0.38 marks such a trial and tells its container nothing, so it would train to its end.
+        Determined 0.38 marks a trial that its search stops, but does not notify the container.
         """
         deadline = time.monotonic() + RECORDED_WITHIN
         try:

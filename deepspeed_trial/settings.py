@@ -1,4 +1,4 @@
-"""Settings of a training, and the events that they make due after a step."""
+"""Settings of a training, and the events that are due after a step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments of ``Trainer.fit``, with the defaults filled in; see there."""
+    """Arguments of ``Trainer.fit``, with defaults filled in; see ``Trainer.fit``."""
 
     length: pytorch.TrainUnit
     validation_period: pytorch.TrainUnit
@@ -71,12 +71,13 @@ class Settings:
         """Return whether the checkpoint policy saves after a validation.
 
         Args:
-            validation: metrics by name.
-            best: the searcher's metric of the best validation before; None if this is the first.
-            experiment: has the searcher's metric.
+            validation: metrics of the validation by name.
+            best: value of the searcher's metric in the best earlier validation; None for the first
+                validation.
+            experiment: the configuration, which names the searcher's metric.
 
         Raises:
-            InvalidInput: if the searcher's metric is missing, or no number.
+            InvalidInput: if the searcher's metric is missing or not a number.
         """
         if self.checkpoint_policy != "best":
             return self.checkpoint_policy == "all"
@@ -87,11 +88,11 @@ class Settings:
         return best is None or bool(value < best if experiment.smaller_is_better else value > best)
 
     def work(self, data: Data, trained: int) -> time_budget.Work:
-        """Return the work besides the steps; the plan of a length in minutes needs it.
+        """Return the amount of work besides the steps, which the plan of a length in minutes needs.
 
         Args:
-            data: of the trial.
-            trained: examples that a rank trains on in a step.
+            data: the trial's data.
+            trained: examples per rank and training step.
         """
         validated = data.validation.count * data.validation.size
         tested = data.test.count * data.test.size if data.test else 0
@@ -104,7 +105,7 @@ class Settings:
 
 
 def is_reached(period: pytorch.TrainUnit, steps: int, epoch: int) -> bool:
-    """Return whether a period ends with the last step; periods of epochs end with an epoch's last step."""
+    """Return whether a period ends with the last step; a period of epochs ends with an epoch's last step."""
     if isinstance(period, pytorch.Epoch):
         epochs, rest = divmod(steps, epoch)
         return not rest and period.should_stop(epochs)

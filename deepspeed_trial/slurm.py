@@ -1,6 +1,6 @@
-"""Ranks from SLURM: what ``srun`` says to each of its tasks, by the names that torch and DeepSpeed read.
+"""Ranks from SLURM: translates variables of ``srun`` to the names that torch and DeepSpeed read.
 
-Names by ``man srun``, "OUTPUT ENVIRONMENT VARIABLES" (https://slurm.schedmd.com/srun.html). No ssh is needed.
+Source: ``man srun``, "OUTPUT ENVIRONMENT VARIABLES" (https://slurm.schedmd.com/srun.html). No ssh is needed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")  # of "2(x3),1"
 
 
 def take_ranks(environment: MutableMapping[str, str]) -> None:
-    """Gives a task of ``srun`` its rank, and the address and port of rank 0, unless another launcher does.
+    """Set the rank of a task of ``srun``, and rank 0's address and port, unless another launcher did.
 
-    A ``MASTER_ADDR`` or ``MASTER_PORT`` that is there stays.
+    An existing ``MASTER_ADDR`` or ``MASTER_PORT`` stays unchanged.
 
     Args:
-        environment: of this process, which is changed.
+        environment: the variables of this process; changed in place.
     """
     size = int(environment.get("SLURM_STEP_NUM_TASKS", 1))  # not there in a batch script's own process
     if size < 2 or "RANK" in environment or "DET_CLUSTER_ID" in environment:
@@ -40,11 +40,11 @@ def take_ranks(environment: MutableMapping[str, str]) -> None:
 
 
 def first_node(nodes: str) -> str:
-    """The first of a list of nodes such as ``a[01-03,7],b``, on which rank 0 is."""
+    """Return the first node, which runs rank 0, of a list such as ``a[01-03,7],b``."""
     found = _NODE.match(nodes)
     return _FIRST.sub(r"\1", found[0]) if found else nodes
 
 
 def tasks_per_node(counts: str) -> list[int]:
-    """How many tasks each node has, of a list such as ``2(x3),1``."""
+    """Return the number of tasks on each node, from a list such as ``2(x3),1``."""
     return [int(tasks) for tasks, times in _TASKS.findall(counts) for _ in range(int(times or 1))]

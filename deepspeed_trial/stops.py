@@ -1,4 +1,4 @@
-"""Stops of a training before its length: by a signal, by a cluster's master, or with the launcher's end."""
+"""Early stops of a training: by a signal, by a cluster's master, or by the end of the launcher."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class Vote:
-    """Agreement of all ranks on the last step, after any of them has asked to stop.
+    """Agreement of all ranks on the last step, after one of them has requested a stop.
 
-    Ranks agree through a store in rank 0's process. A thread of each rank looks there for a request, and a
-    step costs nothing until one comes. After a request each rank writes to the store that it knows, and looks
-    there after every step. Once all know, rank 0 writes the last step. No rank waits for another outside of
-    the collectives of a step.
+    Ranks agree through a store in rank 0's process. A thread of each rank polls the store for a request, so a
+    step without a request costs nothing. After a request, each rank acknowledges it in the store, and checks
+    the store after every step. When all ranks have acknowledged, rank 0 writes the last step. No rank waits
+    for another outside of the collectives of a step.
     """
 
     def __init__(self, distributed: core.DistributedContext) -> None:
@@ -55,7 +55,7 @@ class Vote:
 
         Args:
             step: optimizer steps done.
-            meets: whether the ranks wait for each other after this step anyway, as for a report.
+            meets: whether the ranks wait for each other after this step anyway, e.g. for a report.
         """
         if self.size == 1:
             return self._is_asked.is_set()
@@ -86,14 +86,15 @@ class Vote:
 
 
 class Signals:
-    """Signals of a local run; inside ``gracefully`` they request a stop, else they end the process.
+    """Signals of a local run; inside ``gracefully`` they request a stop, otherwise they end the process.
 
-    The signals are SIGINT, SIGTERM and SIGUSR1; SLURM sends the last one before a job's time ends. A second
-    SIGINT or SIGTERM, a second or more after the first, ends the process at once; launchers repeat a signal
-    within a second. The end of the launcher, or of the process ``STOP_WITH_PID``, works as a SIGTERM.
+    The signals are SIGINT, SIGTERM and SIGUSR1, which SLURM sends before a job's time limit. A repeated
+    SIGINT or
+    SIGTERM ends the process at once, unless it comes within a second: launchers repeat signals. The end of
+    the launcher, or of the process ``STOP_WITH_PID``, has the effect of a SIGTERM.
 
     Args:
-        is_chief: whether this rank says that it stops.
+        is_chief: whether this rank prints that it stops.
     """
 
     def __init__(self, is_chief: bool) -> None:
@@ -128,7 +129,7 @@ class Signals:
     def _stop_with_launcher(self) -> None:
         if not self.requested:  # a second signal would end the process at once
             if self.is_chief:
-                print("the launcher of this process is gone; stopping", file=sys.stderr)
+                print("the launcher of this process has ended; stopping", file=sys.stderr)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _request(self, number: int, frame: object) -> None:

@@ -1,8 +1,8 @@
-"""Plan the number of steps of a training whose length is a time, from the speed of its steps.
+"""Converts a training's length in minutes to a number of steps, by measuring the speed of the steps.
 
-Rank 0 alone measures and decides. It looks at the plan after 1, 2, 4, 8, ... steps, and towards the end after
-each quarter of the rest. It corrects a plan that would end more than ``TOLERANCE`` of the budget too early or
-too late.
+Only rank 0 measures and decides. It checks the plan after 1, 2, 4, 8, ... steps, and near the end after each
+quarter of the remaining steps. It corrects a plan that would end too early or too late by more than
+``TOLERANCE`` of the budget.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ WITHIN = "within"  # a checkpoint that a validation saves
 
 @dataclass(frozen=True)
 class Work:
-    """Work of a training in addition to its steps.
+    """The work of a training in addition to its steps.
 
     Attributes:
         validation_period: optimizer steps between validations; None for a single one at the end.
         checkpoint_period: optimizer steps between checkpoints; None for a single one at the end.
-        validation_steps: duration of a validation in training steps, until one is measured.
-        test_share: duration of the test at the end in validations; 0 without a test.
+        validation_steps: estimated duration of a validation, in training steps; used until one is measured.
+        test_share: duration of the final test over the duration of a validation; 0 without a test.
     """
 
     validation_period: int | None = None
@@ -43,15 +43,15 @@ class Work:
 
 
 class TimeBudget:
-    """Make a training last its minutes by correcting the plan of its steps.
+    """Corrects the number of steps so that a training lasts a given time.
 
     Args:
         minutes: wall time of the training.
-        plan: the plan to make and correct.
+        plan: the plan to set and correct.
         clock: returns seconds.
 
     Attributes:
-        next_look: step after which to look at the plan next; equal on all ranks.
+        next_look: number of steps after which to check the plan next; equal on all ranks.
     """
 
     def __init__(self, minutes: float, plan: Plan, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,7 +72,7 @@ class TimeBudget:
 
     @property
     def used(self) -> float:
-        """Seconds used."""
+        """Seconds since the start of the training, including runs before a resume."""
         return self._used_before + (0.0 if self._began is None else self.clock() - self._began)
 
     @property
@@ -84,7 +84,7 @@ class TimeBudget:
         """Start the clock.
 
         Args:
-            done: steps done in the runs that this one continues.
+            done: steps done before this run resumed.
             work: work in addition to the steps.
         """
         self.work, self._began, self._first = work, self.clock(), done
@@ -93,7 +93,7 @@ class TimeBudget:
 
     @contextlib.contextmanager
     def measuring(self, what: str) -> Iterator[None]:
-        """Measure a validation, or a checkpoint, which may be part of a validation."""
+        """Measure the duration of a validation or a checkpoint; a checkpoint may be part of a validation."""
         began, other = self.clock(), self._other
         try:
             yield
@@ -107,11 +107,11 @@ class TimeBudget:
                 self._costs[WITHIN] = (self._costs.get(WITHIN, took - own) + took - own) / 2
 
     def is_due(self, done: int) -> bool:
-        """Return whether to look at the plan after ``done`` steps; equal on all ranks."""
+        """Return whether to check the plan after ``done`` steps; equal on all ranks."""
         return done == self.next_look and done != self.plan.total
 
     def look(self, done: int) -> bool:
-        """Look at the plan after a step; for the rank whose clock counts.
+        """Check the plan after a step; only on the rank whose clock counts.
 
         Args:
             done: steps done.
@@ -143,7 +143,7 @@ class TimeBudget:
         return corrects
 
     def _rest(self, done: int, total: int) -> float:
-        """Return the seconds from step ``done`` to the end, if the training has ``total`` steps."""
+        """Return the remaining seconds after step ``done``, if the training has ``total`` steps."""
         step, work = self._costs[STEP], self.work
         guessed = step * work.validation_steps
         validation = self._costs.get(VALIDATION, guessed)
@@ -155,12 +155,12 @@ class TimeBudget:
         return rest + validations * validation + checkpoints * checkpoint
 
     def _affordable(self, done: int, left: float) -> int:
-        """Return the most steps in all that end within the seconds left."""
+        """Return the maximum total number of steps that fits in the remaining seconds."""
         more = range(done + 1, done + 2**50)
         return done + bisect.bisect_right(more, left, key=lambda total: self._rest(done, total))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, in JSON values."""
+        """Return the state for a checkpoint, as JSON values."""
         return {
             "minutes": self.minutes,
             "seconds": self.used,
@@ -176,19 +176,19 @@ class TimeBudget:
             done: steps done.
 
         Raises:
-            ValueError, TypeError, KeyError: if the state is not from ``state_dict``.
+            ValueError, TypeError, KeyError: if the state does not come from ``state_dict``.
         """
         minutes, seconds, costs = state["minutes"], state["seconds"], dict(state["costs"])
         numbers = [minutes, seconds, *costs.values()]
         if any(type(n) not in (int, float) or not math.isfinite(n) or n < 0 for n in numbers):
-            raise ValueError("must hold minutes and seconds")
+            raise ValueError("must have minutes and seconds")
         if not minutes or STEP not in costs:
-            raise ValueError("must hold minutes, and the seconds of a step")
+            raise ValueError("must have minutes, and the seconds of a step")
         self.plan.load_state_dict(state["plan"], done, self.minutes / minutes)
         self._used_before, self._costs = float(seconds), costs
 
     def summary(self) -> dict[str, Any]:
-        """Return the minutes, the seconds used, and every plan, in JSON values."""
+        """Return the minutes, the seconds used, and every plan, as JSON values."""
         plans = [{"after": done, "steps": total} for done, total in self.plan.plans]
         return {"minutes": self.minutes, "seconds": self.used, "plans": plans}
 
@@ -198,7 +198,7 @@ class TimeBudget:
         return f"plan: {self.plan.total:,} steps, {when}"
 
     def decisions(self) -> tuple[int, list[tuple[int, int]]]:
-        """Return the decisions for the other ranks: when to look next, and the plans."""
+        """Return the decisions for the other ranks: the step of the next check, and the plans."""
         return self.next_look, self.plan.plans
 
     def follow(self, decisions: tuple[int, list[tuple[int, int]]]) -> None:
@@ -209,7 +209,7 @@ class TimeBudget:
 
 
 def _periods(period: int | None, done: int, total: int) -> int:
-    """Count the ends of a period from step ``done``, included; the end of the training counts as one."""
+    """Count the ends of a period from step ``done`` (included) to the last step, which counts as one."""
     return 1 if period is None else -(-total // period) - (done - 1) // period
 
 

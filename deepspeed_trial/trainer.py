@@ -31,13 +31,13 @@ class FitResult:
 
     Attributes:
         steps: optimizer steps since the start of training, including steps before a resume.
-        epochs: complete epochs in them.
+        epochs: complete epochs in these steps.
         checkpoint: UUID of the checkpoint with the final weights.
-        validation: metrics of the last validation, or with ``best_weights`` of the best, on rank 0 of a local
-            run; else empty.
-        test: metrics of the test at the end, on rank 0; empty without test data or after an interruption.
+        validation: metrics of the last validation, with ``best_weights`` of the best; empty on a cluster and
+            on other ranks than 0.
+        test: metrics of the final test, on rank 0; empty without test data or after an interruption.
         interrupted: whether a signal stopped a local run.
-        budget: seconds used and plans of a length in minutes; else empty.
+        budget: seconds used, and the plans, of a length in minutes; else empty.
     """
 
     steps: int
@@ -53,8 +53,8 @@ class Trainer:
     """Trains a ``DeepSpeedTrial``, with the interface of ``determined.pytorch.deepspeed.Trainer``.
 
     Args:
-        trial: made with ``context``.
-        context: from ``init``.
+        trial: a ``DeepSpeedTrial``, constructed with ``context``.
+        context: the context from ``init``.
     """
 
     def __init__(self, trial: Any, context: TrialContext) -> None:
@@ -78,12 +78,13 @@ class Trainer:
         Args:
             max_length: ``pytorch.Batch(N)`` optimizer steps, ``pytorch.Epoch(N)``, or ``Minutes(M)``.
             validation_period: steps or epochs between validations; None validates only at the end.
-            checkpoint_period: steps or epochs between checkpoints, besides ``checkpoint_policy``.
+            checkpoint_period: steps or epochs between checkpoints, in addition to ``checkpoint_policy``.
             reporting_period: steps or epochs between reports of training metrics; None means 100 steps.
-            checkpoint_policy: ``best`` (by ``searcher.metric``; without it ``all``), ``all`` or ``none``.
+            checkpoint_policy: ``best`` (by ``searcher.metric``; without a metric ``all``), ``all`` or
+                ``none``.
             latest_checkpoint: UUID of the checkpoint to resume from.
             step_zero_validation: whether to validate before the first step.
-            test_mode: whether to stop after one batch of everything.
+            test_mode: whether to train, validate and save only one batch.
             profiling_enabled: whether to profile a few steps, and on a cluster to record system metrics.
             best_weights: whether a local run loads the weights of the best validation before the test.
 
@@ -123,7 +124,7 @@ class Trainer:
         )
 
     def _steps_of(self, checkpoint: str | None) -> int:
-        """Return the optimizer steps that the trial has done, by the checkpoint or by the master."""
+        """Return the optimizer steps that the trial has done, from the checkpoint or the master."""
         if not checkpoint or on_cluster():
             return int(self.context.get_initial_batch())
         try:
@@ -139,9 +140,9 @@ def find_checkpoint(context: TrialContext, which: str | None) -> str | None:
     """Return the UUID of the checkpoint to resume from, or None to start from scratch.
 
     Args:
-        context: from ``init``.
-        which: a UUID, ``latest``, ``auto`` (the last complete checkpoint, if there is one), or None. On a
-            cluster the master chooses.
+        context: the context from ``init``.
+        which: a UUID, ``latest``, ``auto`` (the last complete checkpoint, if any), or None; ignored on a
+            cluster, where the master chooses.
 
     Raises:
         InvalidInput: if the checkpoint is missing or damaged.

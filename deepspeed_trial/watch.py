@@ -1,6 +1,6 @@
 """Watch the ranks: name the one that hangs or is lost, and end the run.
 
-Determined's collectives have no time limit. Torch's have one of minutes, and name no rank.
+Determined's collectives have no time limit. Torch's fail after minutes, and their error names no rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NCCL = ", and shows how to make torch's flight recorder write the last collectiv
 
 
 def reported_after(hang_after: float) -> float:
-    """Return the seconds without a move until the report, where a run ends after ``hang_after``."""
+    """Return the seconds without progress until the report; the run ends after ``hang_after`` seconds."""
     return min(REPORTED_AFTER, hang_after / 3)
 
 
@@ -79,7 +79,7 @@ def watching(distributed: core.DistributedContext, place: Place, hang_after: flo
     Args:
         distributed: the ranks.
         place: this rank's place.
-        hang_after: seconds without a move of any rank after which the run ends.
+        hang_after: the run ends after this many seconds without progress of any rank.
 
     Raises:
         LostRank: if a collective has failed because another rank is gone; the message names that rank.
@@ -115,7 +115,7 @@ class _Watch:
         self._heartbeats.close()
 
     def find_lost(self) -> str:
-        """Return a line about the rank whose loss made a collective fail, after the seconds to find it."""
+        """Wait until the lost rank is known, and return a line about it: its loss made a collective fail."""
         if self._stuck:
             return "no rank has moved, and another has ended the run"
         deadline = time.monotonic() + SILENT_AFTER + 2 * TICK
@@ -138,7 +138,7 @@ class _Watch:
                     self._end_if_stuck(ranks)
 
     def _end_if_missed(self, ranks: list[Beat]) -> None:
-        """End this process some seconds after another has died or failed, because it may wait for that one.
+        """End this process some seconds after another rank has died or failed: it may wait for that rank.
 
         Most collectives fail within those seconds, and ``watching`` raises the error.
         """
@@ -150,7 +150,7 @@ class _Watch:
             self._end(f"{self._first_line(ranks)}; {RESUME}")
 
     def _end_if_stuck(self, ranks: list[Beat]) -> None:
-        """Report that no rank moves, or that one moves again; end the process at the limit."""
+        """Report a hang, or its end; end the process at the limit."""
         before, still = self._stuck, min(beat.still for beat in ranks)
         is_stuck = still >= reported_after(self._hang_after) and len(ranks) == self._size
         self._stuck = still if is_stuck else 0.0
@@ -190,7 +190,7 @@ class _Watch:
         return f"{name} {state}, in {place} for {beat.still:.0f} s{collective}"
 
     def _end(self, line: str, others: Sequence[psutil.Process] = ()) -> NoReturn:
-        """Say a line, and end this process, its children, and others."""
+        """Log a line, and end this process, its children, and the given other processes."""
         _say(line)
         with contextlib.suppress(Exception):
             for process in [*others, *psutil.Process().children(recursive=True)]:
@@ -202,7 +202,7 @@ class _Watch:
 def find_behind(ranks: list[Beat]) -> list[Beat]:
     """Find the ranks that the others wait for; none if all are at the same place.
 
-    Missing ranks come first, then the ranks that have come least far. Of ranks at the same place, the ones
+    Missing ranks come first, then the ranks with the least progress. Of ranks at the same place, the ranks
     outside of a collective are behind.
     """
     for reason in MISSING:
@@ -216,7 +216,7 @@ def find_behind(ranks: list[Beat]) -> list[Beat]:
 
 
 def _stacks() -> str:
-    """Return the stacks of the main thread and of other threads that do not wait, innermost call first."""
+    """Return the stacks of the main thread and of all busy threads, innermost call first."""
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file)
         file.seek(0)
@@ -227,7 +227,7 @@ def _stacks() -> str:
 
 
 def _has_lost_rank(error: RuntimeError) -> bool:
-    """Return whether gloo or the store has lost another rank, or has waited for one in vain."""
+    """Return whether gloo or the store has lost another rank, or its wait for a rank has timed out."""
     is_gloo = "gloo" in str(error) and re.search("onnect|Timed out", str(error))
     return bool(is_gloo) or isinstance(error, torch.distributed.DistNetworkError)
 

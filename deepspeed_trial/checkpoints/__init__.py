@@ -1,1 +1,1 @@
-"""Checkpoints of a run: complete or absent, checked before use, and loaded without running code."""
+"""Checkpoints of a run: written atomically, checked before use, and loaded without running code."""

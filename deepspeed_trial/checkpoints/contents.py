@@ -24,9 +24,9 @@ def check(path: pathlib.Path, saved: Identity, steps: int, trial_id: int) -> Non
 
     Args:
         path: the checkpoint's folder.
-        saved: its identity, which ``identity.check`` has passed.
-        steps: optimizer steps of the training that resumes, by the metadata or by the master.
-        trial_id: of the trial that resumes.
+        saved: its identity, checked by ``identity.check``.
+        steps: optimizer steps that the resumed training has done, from the metadata or the master.
+        trial_id: the number of the trial that resumes.
 
     Raises:
         InvalidInput: with a line for each file that is missing, damaged, or from another step.
@@ -49,14 +49,14 @@ def check(path: pathlib.Path, saved: Identity, steps: int, trial_id: int) -> Non
 
 @contextlib.contextmanager
 def loading(name: str, distributed: core.DistributedContext) -> Iterator[None]:
-    """End a check or a load with one line on every rank, if the body fails on any rank.
+    """Raise the same one-line error on every rank if the body fails on any rank.
 
     Args:
-        name: the checkpoint's, in the line.
+        name: the checkpoint's name in the line.
         distributed: the ranks.
 
     Raises:
-        UnusableCheckpoint: with the lines of ``InvalidInput``, or one for any other error.
+        UnusableCheckpoint: with the lines of ``InvalidInput``, or a line for any other error.
     """
     failed: Exception | None = None
     lines: list[str] = []
@@ -90,7 +90,7 @@ def _check_steps(path: pathlib.Path, steps: int, trial_id: int) -> None:
     if state.trial_id != trial_id and steps:  # a cluster starts another trial's weights at step 0
         what = f"{file}: trial_id: {state.trial_id}: is of a trial of a cluster"
         raise InvalidInput(
-            f"{what}, whose place in the data this run cannot take; start a run with its weights"
+            f"{what}, so this run cannot continue at its place in the data; start a run with its weights"
         )
 
 
@@ -110,4 +110,4 @@ def _check_rank_state(file: pathlib.Path) -> None:
         np.random.RandomState().set_state(rng["np_rng_state"])
         random.Random().setstate(rng["random_rng_state"])
     except Exception as error:  # each generator refuses in its own way
-        raise InvalidInput(f"{file}: rng_state: is no state ({one_line(error)}); {REMEDY}") from error
+        raise InvalidInput(f"{file}: rng_state: is invalid ({one_line(error)}); {REMEDY}") from error

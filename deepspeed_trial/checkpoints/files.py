@@ -1,4 +1,4 @@
-"""A checkpoint's folder on disk: its metadata, the digests of its files, and whether it is whole."""
+"""A checkpoint's folder on disk: its metadata, the digests of its files, and the check for damage."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ NUMBER, OWN_DIGEST = "number", "sha256"  # keys in it
 def write_metadata(folder: pathlib.Path, metadata: dict[str, Any]) -> None:
     """Write the description of a new checkpoint, and flush the whole checkpoint to the disk.
 
-    The description holds ``metadata``, the checkpoint's number in its run, the size and SHA-256 of every
-    file, and last its own SHA-256. Numbers give the order of checkpoints; a clock may be set back.
+    The file has ``metadata``, the checkpoint's number in the run, the size and SHA-256 of every file, and at
+    the end the SHA-256 of the text before it. The number orders checkpoints, because a clock may be set back.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     digests = {
@@ -40,7 +40,7 @@ def write_metadata(folder: pathlib.Path, metadata: dict[str, Any]) -> None:
 
 
 def sync(folder: pathlib.Path) -> None:
-    """Flush the names in a folder to the disk."""
+    """Flush a folder's directory entries to the disk."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -53,19 +53,19 @@ def read_metadata(checkpoint: pathlib.Path) -> dict[str, Any]:
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it describes no checkpoint.
+        ValueError: if it is not the description of a checkpoint.
     """
     metadata = json.loads(regular_file(checkpoint / METADATA).read_text())
     files = metadata.get("files", {}) if isinstance(metadata, dict) else None
     if not isinstance(files, dict) or not all(map(_is_described, files.values())):
-        raise ValueError("not what describes a checkpoint")
+        raise ValueError("not the description of a checkpoint")
     if type(metadata.get("steps_completed")) is not int:
         raise ValueError("steps_completed is missing")
     # Without a digest: what Determined has written on a cluster, and runs of earlier versions.
     if metadata.pop(OWN_DIGEST, None) not in (None, _digest_of(metadata)):
-        raise ValueError("it differs from the written file")
+        raise ValueError("it has changed since it was written")
     if type(metadata.setdefault(NUMBER, 0)) is not int:
-        raise ValueError(f"{NUMBER} is no whole number")
+        raise ValueError(f"{NUMBER} is not a whole number")
     return metadata
 
 
@@ -101,7 +101,7 @@ def _folders(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def damage(folder: pathlib.Path) -> str | None:
-    """Return the first fault of a checkpoint, after the file's name; None if there is no fault."""
+    """Return a checkpoint's first fault as ``FILE: fault``; None without a fault."""
     try:
         wanted = read_metadata(folder).get("files")
     except FileNotFoundError:
@@ -120,12 +120,12 @@ def damage(folder: pathlib.Path) -> str | None:
         if (folder / file).stat().st_size < size:
             return f"{file}: is truncated"
         if sha256(folder / file) != digest:
-            return f"{file}: differs from the written file"
+            return f"{file}: has changed since it was written"
     return None
 
 
 def sha256(path: pathlib.Path, flush: bool = False) -> str:
-    """Return the SHA-256 of a file's bytes, in hexadecimal; ``flush`` writes them to the disk first."""
+    """Return the SHA-256 of a file in hexadecimal; with ``flush``, first flush the file to the disk."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
@@ -136,11 +136,11 @@ def sha256(path: pathlib.Path, flush: bool = False) -> str:
 
 
 def locate(source: pathlib.Path, which: str = "latest") -> pathlib.Path:
-    """Return the folder of a whole checkpoint.
+    """Return the folder of an undamaged checkpoint.
 
     Args:
-        source: a run's folder, or a checkpoint's own, which may have been downloaded from a cluster.
-        which: of a run: ``latest``, ``best`` (by the metric of its experiment) or a UUID.
+        source: the folder of a run, or of a checkpoint, e.g. one downloaded from a cluster.
+        which: the checkpoint of a run: ``latest``, ``best`` (by ``searcher.metric``) or a UUID.
 
     Raises:
         InvalidInput: if there is none, or a file of it is missing, damaged or does not belong to it.
@@ -169,12 +169,12 @@ def locate(source: pathlib.Path, which: str = "latest") -> pathlib.Path:
 
 
 def in_words(found: dict[str, dict[str, Any]]) -> str:
-    """Return the names of checkpoints as words of an error line."""
+    """Return the remedy of an error line: the checkpoints to choose from."""
     return f"it holds {', '.join(found)}" if found else "it holds no checkpoint"
 
 
 def _best(run: pathlib.Path, found: dict[str, dict[str, Any]]) -> str | None:
-    """Return the checkpoint of the best validation; of equals, the earlier."""
+    """Return the checkpoint of the best validation; of a tie the earlier."""
     try:
         experiment = Experiment(json.loads((run / "run.json").read_text())["config"], {})
         metric, sign = experiment.metric, -1 if experiment.smaller_is_better else 1

@@ -1,4 +1,4 @@
-"""The settings of a checkpoint's trial, and whether another trial can resume from it."""
+"""The settings that a checkpoint records, and the check whether a trial can resume from it."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Progress = Mapping[str, Any]
 
 
 def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Iterable[Identity]) -> Identity:
-    """Return the settings that a trial must share with another to resume from its checkpoint.
+    """Return the settings that two trials must share if one resumes from the other's checkpoint.
 
     Args:
-        engines: the trial's; the keys of all but the first have the engine's number before them.
+        engines: the trial's engines; from the second engine on, its number precedes each key.
         seed: of the experiment.
-        more: settings of the trial's hooks, in the groups ``net``, ``mode`` and ``position``.
+        more: settings from ``TrialHooks.identity``, in the groups ``net``, ``mode`` and ``position``.
 
     Returns:
-        JSON values by key, in four groups: ``net``: without a match the weights are useless; ``mode``:
-        another one must have the same precision and optimizer; ``position``: without a match the place in
-        the data is lost; ``states``: whether the optimizer has each further state.
+        JSON values by key, in four groups. ``net``: a difference makes the weights useless. ``mode``: a
+        difference is allowed with the same precision and optimizer. ``position``: a difference loses the
+        place in the data. ``states``: whether the optimizer keeps each optional state.
     """
     mode: dict[str, Any] = {PROCESSES: torch.distributed.get_world_size()}
     position: dict[str, Any] = {"reproducibility.experiment_seed": seed}
@@ -58,7 +58,7 @@ def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Iterable[Id
 
 
 def _kept_states(optimizer: torch.optim.Optimizer | None) -> dict[str, bool]:
-    """Return whether each setting is on that makes an optimizer keep a further state."""
+    """Return whether the optimizer keeps each optional state, by its setting."""
     if optimizer is None:
         return {}
     settings = {"amsgrad", "centered"}
@@ -78,7 +78,7 @@ def read(path: pathlib.Path, name: str) -> Identity:
 
     Args:
         path: the checkpoint's folder.
-        name: the checkpoint's, in an error line.
+        name: the checkpoint's name in error lines.
 
     Raises:
         InvalidInput: if it is missing or damaged.
@@ -101,7 +101,7 @@ def read(path: pathlib.Path, name: str) -> Identity:
 
 
 def _shown(value: Any, most: int = 500) -> str:
-    """Return a value of a checkpoint, which may be of any length, for a line."""
+    """Format a checkpoint's value for an error line, and shorten it."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]} ..."
 
@@ -121,9 +121,9 @@ def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
 
     Args:
         path: the checkpoint's folder.
-        name: the checkpoint's, in an error line.
+        name: the checkpoint's name in error lines.
         mine: the trial's identity.
-        trial_id: of the trial; one that starts from another's checkpoint takes its weights, not its position.
+        trial_id: the trial's number; from another trial's checkpoint it takes the weights, not the position.
 
     Raises:
         InvalidInput: with a line for each key that differs.
@@ -146,10 +146,10 @@ def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
     for key, needed in mine["states"].items():
         if needed and saved["states"].get(key) is False:
             errors.append(
-                f"{key}: True: checkpoint {name} holds no state for it; set it to false, or start a new run"
+                f"{key}: True: checkpoint {name} has no state for it; set it to false, or start a new run"
             )
     if errors:
         if is_other_mode and not converts:
             made = "made by an earlier version, on NVMe, or by a trial's own save"
-            errors.append(f"--resume: {name}: holds files of one mode only ({made}); resume in that mode")
+            errors.append(f"--resume: {name}: its files fit only one mode ({made}); resume in that mode")
         raise InvalidInput(errors)

@@ -1,4 +1,4 @@
-"""Where each parameter lies in the tensors that the ranks' optimizers step, in every mode of DeepSpeed."""
+"""The location of each parameter in the tensors that the ranks' optimizers update, in every mode."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Piece(NamedTuple):
     """The part of a parameter that this rank holds.
 
     Attributes:
-        owner: the fp32 tensor that the optimizer steps; the parameter itself if it is frozen.
+        owner: the fp32 tensor that the optimizer updates; the parameter itself if it is frozen.
         start: the part's first element in the flattened parameter.
         numel: elements of the part; 0 if other ranks hold the whole parameter.
-        first: the part's first element in the owner, where that is a flat tensor of many parameters.
+        first: the part's first element in the owner, if the owner is a flat tensor of many parameters.
         group: the number of the optimizer's parameter group; None if the parameter is frozen.
         is_shared: whether other ranks hold the same part.
-        matrix: where ZeRO 1 and 2 keep Muon's momentum in whole matrices: the first element of the
-            parameter's in the momentum, and the elements of all.
+        matrix: where ZeRO 1 or 2 keeps Muon's momentum in whole matrices: the first element of the
+            parameter in the momentum, and the number of elements of the momentum.
     """
 
     owner: Tensor
@@ -50,7 +50,7 @@ class Piece(NamedTuple):
     matrix: tuple[int, int] | None = None
 
     def of(self, values: Tensor) -> Tensor:
-        """Return the part of a tensor that lies as the owner does."""
+        """Return the part of a tensor that has the owner's layout."""
         is_whole = values.numel() == self.numel
         return values if is_whole else values.view(-1).narrow(0, self.first, self.numel)
 
@@ -62,11 +62,11 @@ class Piece(NamedTuple):
 
 
 def named(engine: DeepSpeedEngine, layers: LayerNames) -> Iterator[tuple[str, tuple[int, ...], Piece, bool]]:
-    """Yield this rank's part of each parameter of the network, or of the rank's stage of a pipeline.
+    """Yield this rank's part of each parameter of the network; of a pipeline, of the rank's stage.
 
     Yields:
         The parameter's name in the plain network; its shape; the piece; whether this rank writes the piece
-        into a checkpoint: one of all that hold it.
+        into a checkpoint: exactly one rank writes a shared piece.
     """
     of_trained = trained(engine)
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
@@ -82,7 +82,7 @@ def named(engine: DeepSpeedEngine, layers: LayerNames) -> Iterator[tuple[str, tu
 
 
 def trained(engine: DeepSpeedEngine) -> dict[nn.Parameter, Piece]:
-    """Return the piece of each parameter that the optimizer steps."""
+    """Return the piece of each parameter that the optimizer updates."""
     zero, optimizer = engine.optimizer, engine.basic_optimizer
     found: dict[nn.Parameter, Piece] = {}
     if zero is None:
@@ -116,13 +116,13 @@ def _of_flat(
     rank: int | None,
     offsets: Sequence[int] | None = None,
 ) -> dict[nn.Parameter, Piece]:
-    """Return the pieces of parameters that lie one after the other, cut into parts of equal length.
+    """Return the pieces of concatenated parameters, which are cut into parts of equal length.
 
     Args:
         members: the parameters.
         owner: this rank's part.
-        group: its number.
-        rank: this rank's number among the parts; None if every rank has the whole.
+        group: the number of the parameter group.
+        rank: the index of this rank's part; None if every rank holds all parameters.
         offsets: the first element of each parameter, if there is padding between parameters.
     """
     begin, end, found = (rank or 0) * owner.numel(), 0, {}
@@ -136,7 +136,7 @@ def _of_flat(
 
 
 def _with_matrices(pieces: dict[nn.Parameter, Piece]) -> dict[nn.Parameter, Piece]:
-    """Add the place of each parameter in Muon's momentum: ZeRO 1 and 2 keep whole matrices."""
+    """Add each parameter's place in Muon's momentum, which ZeRO 1 and 2 keep in whole matrices."""
     here = {parameter: piece for parameter, piece in pieces.items() if piece.numel}
     total, first = sum(parameter.numel() for parameter in here), 0
     for parameter, piece in here.items():
@@ -178,7 +178,7 @@ def buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_first_replica(engine: DeepSpeedEngine, name: str) -> bool:
-    """Return whether this rank is the first one of the ranks with the same parameter or buffer."""
+    """Return whether this rank is the first of the ranks with the same parameter or buffer."""
     if found := _EXPERT.match(name):
         layer = engine.module.get_submodule(found["layer"])
         return bool(groups._get_expert_data_parallel_rank(layer.expert_group_name) == 0)
@@ -186,13 +186,13 @@ def is_first_replica(engine: DeepSpeedEngine, name: str) -> bool:
 
 
 def name_in_stage(name: str, layers: Sequence[str]) -> str:
-    """Return the plain network's name of a weight that a pipeline names by the number of its layer."""
+    """Translate a pipeline's name of a weight, which begins with a layer's number, to the plain network's."""
     index, _, rest = name.partition(".")
     return f"{layers[int(index)]}.{rest}"
 
 
 def plain_name(engine: DeepSpeedEngine, name: str, layers: LayerNames) -> str:
-    """Return the plain network's name of a weight that a rank of a pipeline or of experts numbers itself."""
+    """Translate a rank's name of a weight, with numbers of layers or experts, to the plain network's."""
     if layers:
         return name_in_stage(name, layers)
     found = _EXPERT.match(name)
@@ -205,10 +205,10 @@ def plain_name(engine: DeepSpeedEngine, name: str, layers: LayerNames) -> str:
 
 
 def are_known(engine: DeepSpeedEngine) -> bool:
-    """Return whether this module knows where an engine keeps its whole state.
+    """Return whether this module can locate the complete state of an engine.
 
-    It does not with NVMe, tensor parallelism, data efficiency, an optimizer of ``UNKNOWN`` or with other
-    states than numbers and fractions in its weights' shapes, and layers that override ``get_extra_state``.
+    It cannot with NVMe, tensor parallelism, data efficiency, or layers that override ``get_extra_state``; nor
+    with an optimizer in ``UNKNOWN``, or one with states that are neither numbers nor shaped as the weights.
     """
     zero, optimizer, grid = engine.optimizer, engine.basic_optimizer, getattr(engine, "grid", None)
     away = ("swap_optimizer", "params_in_nvme_and_cpu", "save_muon_momentum_buffer_in_memory")
@@ -226,7 +226,7 @@ def are_known(engine: DeepSpeedEngine) -> bool:
 
 
 def _has_known_states(engine: DeepSpeedEngine) -> bool:
-    """Return whether each state of the optimizer is a number, or fractions that lie as its weights do."""
+    """Return whether each state of the optimizer is a number, or fractions in the shape of its weight."""
     states = engine.basic_optimizer.state if engine.basic_optimizer else {}
     return all(
         _is_known(piece, kind, value)

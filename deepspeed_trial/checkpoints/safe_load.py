@@ -1,4 +1,4 @@
-"""Checkpoints are loaded without running anything that they hold."""
+"""Loads checkpoints without running code in them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class State:
     """Progress of a trial, under the names of Determined's ``trial_state.pkl``.
 
     Attributes:
-        trial_id: of the trial that made this progress.
+        trial_id: the number of the trial.
         last_ckpt: step of the last checkpoint.
         last_val: step of the last validation.
         step_id: unused; Determined's own trainer expects it.
@@ -45,7 +45,7 @@ class State:
 
 
 def _member_of_zero_stage(enum: Any, name: str) -> ZeroStageEnum:
-    """Replace ``getattr``: Python 3.11.2 pickles the member of an enumeration as a call of it."""
+    """Replace ``getattr``, which Python 3.11.2 calls to unpickle a member of an enumeration."""
     if enum is not ZeroStageEnum:
         raise pickle.UnpicklingError(f"getattr of {enum} is not allowed in a checkpoint")
     return ZeroStageEnum[name]
@@ -63,19 +63,19 @@ ALLOWED: list[Any] = [
 
 
 def allowed_globals() -> contextlib.AbstractContextManager[Any]:
-    """Let ``torch.load`` construct the classes of ``ALLOWED``, and no other class."""
+    """Let ``torch.load`` construct only the classes in ``ALLOWED``."""
     if not hasattr(torch.serialization, "safe_globals"):  # before torch 2.5, whose torch.load checks nothing
         return contextlib.nullcontext()
     return torch.serialization.safe_globals(ALLOWED)
 
 
 def read(file: pathlib.Path) -> Any:
-    """Read the structure of a file of ``torch.save`` without running code.
+    """Load a file of ``torch.save`` without running code.
 
-    Its tensors stay in the file; the values are read at their first use.
+    Tensors are mapped: their values are read at the first use.
 
     Raises:
-        InvalidInput: if it is damaged, or has an object of a class that is not allowed.
+        InvalidInput: if the file is damaged, or has an object of a class that is not allowed.
     """
     try:
         with allowed_globals():
@@ -98,12 +98,12 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def is_count(value: Any) -> bool:
-    """Return whether a value is a whole number that a count of steps may have."""
+    """Return whether a value is a valid count of steps."""
     return type(value) is int and 0 <= value <= sys.maxsize
 
 
 def _plain_values(content: bytes) -> Any:
-    """Return the plain values of a small pickle; refuse one whose memo indices would allocate gigabytes."""
+    """Unpickle plain values from a small file; refuse memo indices that would allocate gigabytes."""
     for code, number, _ in pickletools.genops(content):
         if code.name in ("PUT", "LONG_BINPUT") and (number or 0) > len(content):  # makes a list so long
             raise pickle.UnpicklingError(f"object {number:,} of {len(content):,} bytes")

@@ -1,7 +1,7 @@
-"""A state in a folder: a safetensors file of each rank, and ``state.json``, which rank 0 writes last.
+"""An engine's state in a folder: a safetensors file per rank, and ``state.json``, which rank 0 writes last.
 
-A file holds flat parts of tensors in the form of ``torch.distributed.checkpoint``: the header says where each
-part begins in the flattened tensor. torch's ``HuggingFaceStorageReader`` reads the files. None runs code.
+A file has flat parts of tensors in the format of ``torch.distributed.checkpoint``: the header has the first
+element of each part in the flattened tensor. torch's ``HuggingFaceStorageReader`` reads the files.
 A tensor's key is a kind and a name: ``weights/conv1.weight``, ``exp_avg/conv1.weight``.
 """
 
@@ -54,7 +54,7 @@ def folder_of(checkpoint: pathlib.Path, index: int = 0) -> pathlib.Path:
 
 
 def are_in(checkpoint: pathlib.Path) -> bool:
-    """Return whether a checkpoint has this form, and not DeepSpeed's."""
+    """Return whether a checkpoint has this format; otherwise it has DeepSpeed's."""
     return (folder_of(checkpoint) / RECORD).exists()
 
 
@@ -64,10 +64,10 @@ def has_written(checkpoint: pathlib.Path, rank: int) -> bool:
 
 
 def write(folder: pathlib.Path, rank: int, parts: Mapping[str, Part]) -> None:
-    """Write this rank's parts by the tensors' keys. Every rank calls it.
+    """Write this rank's parts, given by the tensors' keys. Every rank calls it.
 
     Raises:
-        OSError: if the disk does not take them.
+        OSError: if the disk is full or fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / NAME.format(rank + 1), parts)
@@ -78,7 +78,7 @@ def write(folder: pathlib.Path, rank: int, parts: Mapping[str, Part]) -> None:
 
 
 def write_file(file: pathlib.Path, parts: Mapping[str, Part]) -> None:
-    """Write parts into one file; raises ``OSError`` if the disk does not take it."""
+    """Write parts into one file; raise ``OSError`` if the disk is full or fails."""
     flat: dict[str, Tensor] = {}
     places = set()
     for key, part in parts.items():
@@ -97,19 +97,19 @@ def write_file(file: pathlib.Path, parts: Mapping[str, Part]) -> None:
 
 
 class Shards:
-    """The files of all ranks; values stay in the files until they are read.
+    """The files of all ranks; each value is read when it is needed.
 
     Args:
-        folder: the files'.
+        folder: the folder with the files.
 
     Attributes:
         shapes: of each tensor, by its key.
-        network: by the name of each weight and buffer: the key of its average, if there is one, or its key.
-        kinds: by the name of each parameter: the kinds of the optimizer's states.
+        network: key of each weight and buffer by name; the key of its average, if there is one.
+        kinds: the optimizer's states of each parameter by name, e.g. ``exp_avg``.
 
     Raises:
-        InvalidInput: with a line for each file that is missing or damaged, or for each tensor with missing
-            or doubled elements.
+        InvalidInput: with a line for each missing or damaged file, or for each tensor with missing or
+            repeated elements.
     """
 
     def __init__(self, folder: pathlib.Path) -> None:
@@ -176,11 +176,11 @@ class Shards:
         return self.read(key, 0, 1).dtype
 
     def copy(self, key: str, target: Tensor, start: int = 0) -> None:
-        """Copy elements of a tensor, from the given one on, to all of another tensor."""
+        """Fill a tensor with a saved tensor's elements, from the given element on."""
         target.copy_(self.read(key, start, target.numel()).view(target.shape))
 
     def outlines(self) -> dict[str, Tensor]:
-        """Return the weights and buffers by name, without values."""
+        """Return shapes and types of the weights and buffers by name, as tensors without values."""
         return {
             name: torch.empty(self.shapes[key], dtype=self.dtype(key), device="meta")
             for name, key in self.network.items()

@@ -1,4 +1,4 @@
-"""The state of an engine on disk: one form, which an engine in any mode reads."""
+"""The state of an engine on disk, in one format that an engine in any mode reads."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ Averages = Mapping[Tensor, Tensor]  # by the master weights and buffers, each of
 
 
 def save(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames, averages: Averages) -> None:
-    """Write an engine's tensors: each rank its parts. Every rank calls it.
+    """Write an engine's tensors. Every rank calls it and writes its parts.
 
     Args:
-        engine: one whose ``pieces.are_known``.
+        engine: an engine for which ``pieces.are_known`` is true.
         folder: to write into.
         layers: the names of a pipeline's layers.
-        averages: written besides.
+        averages: averages of the weights to write, too.
 
     Raises:
-        OSError: if the disk does not take it.
+        OSError: if the disk is full or fails.
     """
     shards.write(folder, torch.distributed.get_rank(), dict(_parts(engine, layers, averages)))
 
@@ -61,7 +61,7 @@ def _parts(engine: DeepSpeedEngine, layers: LayerNames, averages: Averages) -> I
 
 
 def _states(engine: DeepSpeedEngine, piece: Piece) -> dict[str, Any]:
-    """Return the optimizer's states of a piece; of a frozen one there are none."""
+    """Return the optimizer's states for a piece; none for a frozen parameter."""
     return {} if piece.group is None else engine.basic_optimizer.state.get(piece.owner, {})
 
 
@@ -72,15 +72,15 @@ def _is_moment(piece: Piece, kind: str, value: Any) -> bool:
 
 
 def check(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames) -> None:
-    """Check that saved tensors fit an engine, by the parameters that this rank has parts of.
+    """Check that saved tensors fit the parameters of which this rank of the engine holds parts.
 
     Args:
-        engine: any.
-        folder: the tensors'.
+        engine: an engine in any mode.
+        folder: the folder with the tensors.
         layers: the names of a pipeline's layers.
 
     Raises:
-        InvalidInput: with a line for each file or tensor that is damaged, or one for another network.
+        InvalidInput: with a line for each damaged file or tensor, or a line if another network saved them.
     """
     saved, wanted = Shards(folder), {}
     if not pieces.are_known(engine):
@@ -96,7 +96,7 @@ def check(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames) -> 
             raise InvalidInput(f"{folder}: {what}; {REMEDY}")
         dtype, is_number = saved.dtype(key), math.prod(saved.shapes[key]) == 1
         if not (dtype.is_floating_point or dtype.is_complex or is_number):
-            raise InvalidInput(f"{folder}: {key}: is of {dtype}, and no moment of an optimizer; {REMEDY}")
+            raise InvalidInput(f"{folder}: {key}: {dtype} is no type of an optimizer's state; {REMEDY}")
     for name, average in saved.network.items():  # of the weight or buffer, if no average was saved
         for key in (f"{WEIGHTS}/{name}", f"{BUFFERS}/{name}"):
             if saved.shapes.get(key, saved.shapes[average]) != saved.shapes[average]:
@@ -129,13 +129,13 @@ def _check_moments(engine: DeepSpeedEngine, saved: Shards, folder: pathlib.Path,
 
 @torch.no_grad()
 def read(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames, averages: Averages) -> None:
-    """Read tensors that ``check`` has passed into this rank's parts; ``update_network`` has to follow.
+    """Read tensors, checked by ``check``, into this rank's parts; then call ``update_network``.
 
     Args:
-        engine: any, with the optimizer that the tensors are of.
-        folder: the tensors'.
+        engine: an engine in any mode, with the optimizer that saved the tensors.
+        folder: the folder with the tensors.
         layers: the names of a pipeline's layers.
-        averages: to read into; from the weights if no averages were saved.
+        averages: gets the saved averages, or the weights if no averages were saved.
 
     Raises:
         ValueError: if a count is negative or not finite.
@@ -175,7 +175,7 @@ def _moment(piece: Piece, kind: str, value: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _number(optimizer: torch.optim.Optimizer, piece: Piece, value: Tensor) -> Tensor | float:
-    """Return a number in an optimizer's type: torch's have tensors, DeepSpeed's own have counts."""
+    """Return a number in the optimizer's type: a tensor for torch's optimizers, an int for DeepSpeed's."""
     group = optimizer.param_groups[piece.group or 0]
     stepping = (
         getattr(optimizer, "aux_optimizer", None) or optimizer
@@ -191,7 +191,7 @@ def _number(optimizer: torch.optim.Optimizer, piece: Piece, value: Tensor) -> Te
 
 
 def numbers(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Return an engine's counts, loss scale, schedule and the settings of its parameter groups."""
+    """Return an engine's step counts, loss scale, schedule, and the settings of its parameter groups."""
     scaler, schedule = _changing_scale(engine), engine.lr_scheduler
     groups = engine.basic_optimizer.param_groups if engine.basic_optimizer else []
     return {
@@ -203,10 +203,10 @@ def numbers(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def load_numbers(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
-    """Load what ``numbers`` returned, also for an engine in another mode.
+    """Load the result of ``numbers``; the engine may be in another mode.
 
     Raises:
-        ValueError: naming a value that is not of the type of the engine's.
+        ValueError: if a value's type differs from the engine's.
     """
     here = numbers(engine)
     for key in COUNTS:
@@ -227,7 +227,7 @@ def load_numbers(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
 
 
 def _check_types(name: str, saved: Any, here: Any) -> None:
-    """Raise ``ValueError`` if a saved value is no mapping, list or number where the engine has one."""
+    """Raise ``ValueError`` if a saved value's type (mapping, list or number) differs from the engine's."""
     for kinds in (dict, (list, tuple), (int, float)):
         if isinstance(here, kinds) and not isinstance(saved, kinds):
             raise ValueError(f"{name}: {saved!r}: must be like {here!r}")
@@ -240,7 +240,7 @@ def _check_types(name: str, saved: Any, here: Any) -> None:
 
 
 def _changing_scale(engine: DeepSpeedEngine) -> Any:
-    """Return the object with fp16's loss scale, if the scale is dynamic."""
+    """Return the object with fp16's loss scale; None if the scale is static."""
     optimizer = engine.optimizer
     scaler = getattr(optimizer, "loss_scale_config", None) or getattr(optimizer, "loss_scaler", None)
     changes = getattr(scaler, "dynamic_loss_scale", False) or getattr(scaler, "dynamic", False)

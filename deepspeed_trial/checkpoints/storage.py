@@ -1,4 +1,4 @@
-"""The place that ``checkpoint_storage`` names, for runs without a cluster.
+"""The storage that ``checkpoint_storage`` configures, for runs without a cluster.
 
 Its fields are Determined's:
 https://github.com/determined-ai/determined/blob/v0.38.1/docs/reference/experiment-config-reference.rst
@@ -35,7 +35,7 @@ class Storage:
     Attributes:
         kind: a key of ``TYPES``.
         base: a bucket or a folder, which must exist.
-        root: the folder: ``base``, or one below it.
+        root: the folder of all runs: ``base`` or a folder in it.
         options: fsspec's storage options, with credentials.
     """
 
@@ -46,14 +46,14 @@ class Storage:
 
     @property
     def url(self) -> str:
-        """The folder in words of an error line."""
+        """The folder as error lines show it."""
         return redaction.text(f"{TYPES[self.kind][0]}://{self.root}")
 
     def open(self) -> Any:
         """Return the file system.
 
         Raises:
-            InvalidInput: if its library is not installed, or takes no such options.
+            InvalidInput: if its library is not installed, or rejects the options.
         """
         protocol, _, _, library = TYPES[self.kind]
         try:
@@ -69,7 +69,7 @@ class Storage:
 
 
 def errors(section: Mapping[str, Any]) -> list[str]:
-    """Return an error line for each wrong field; no ``type`` means no storage."""
+    """Return an error line for each invalid field; a section without ``type`` configures no storage."""
     kind = section.get("type")
     if kind is None or kind in OF_CLUSTERS:
         return []
@@ -80,9 +80,9 @@ def errors(section: Mapping[str, Any]) -> list[str]:
     lines = []
     if not _is_text(section.get(place)):
         shown = _shown(place, section.get(place))
-        lines.append(f"{SECTION}.{place}: {shown}: must be a text without '..', as type {kind} needs it")
+        lines.append(f"{SECTION}.{place}: {shown}: must be text without '..'; type {kind} needs it")
     if section.get(below) is not None and not _is_text(section[below]):
-        lines.append(f"{SECTION}.{below}: {_shown(below, section[below])}: must be a text without '..'")
+        lines.append(f"{SECTION}.{below}: {_shown(below, section[below])}: must be text without '..'")
     elif below == "storage_path" and not lines and not _path(section, kind).is_relative_to(section[place]):
         where = f"{SECTION}.{place}"
         lines.append(f"{SECTION}.{below}: {_shown(below, section[below])}: must be a folder in {where}")
@@ -93,7 +93,7 @@ def errors(section: Mapping[str, Any]) -> list[str]:
 
 
 def storage_of(section: Mapping[str, Any]) -> Storage | None:
-    """Return the storage of a run without a cluster; None without a type.
+    """Return the storage of a run without a cluster; None if the section has no ``type``.
 
     Raises:
         InvalidInput: with a line for each wrong field.

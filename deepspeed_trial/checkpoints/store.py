@@ -1,4 +1,4 @@
-"""The checkpoints of a run without a cluster: visible when complete; the best and the latest remain."""
+"""The checkpoints of a run without a cluster. Only complete ones are visible; old ones are removed."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ AUTO = "auto"  # the latest that is whole
 class LocalCheckpoints:
     """Replaces Determined's checkpoint storage without a cluster.
 
-    A checkpoint is written in a hidden folder, with the size and SHA-256 of every file in its
-    ``metadata.json``, and renamed when it is whole. Only then are older ones removed.
+    All ranks write a checkpoint into a hidden folder. ``metadata.json`` lists the size and SHA-256 of every
+    file. The complete folder is renamed; after that older checkpoints are removed.
 
     Args:
-        folder: holds one folder a checkpoint, named by its UUID; all ranks see it.
+        folder: has a folder for each checkpoint, named by its UUID; all ranks can read it.
         distributed: the ranks.
-        keep_best: how many of the best to keep (``checkpoint_storage.save_trial_best``).
-        keep_latest: how many of the latest to keep, at least one (``checkpoint_storage.save_trial_latest``).
-        score: gives a validation's score by its step, the higher the better; None where there was none.
-        uploads: of complete checkpoints to ``checkpoint_storage``, on rank 0; None without any.
+        keep_best: number of best checkpoints to keep (``checkpoint_storage.save_trial_best``).
+        keep_latest: number of latest ones to keep, at least 1 (``checkpoint_storage.save_trial_latest``).
+        score: returns the score of the validation after a step, higher is better; None without a validation.
+        uploads: uploads complete checkpoints to ``checkpoint_storage``, on rank 0; None without storage.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class LocalCheckpoints:
         """Yield the folder into which all ranks write a new checkpoint, and its UUID.
 
         Raises:
-            TrainingStopped: if it cannot be written; the checkpoints before it stay as they are.
+            TrainingStopped: if the checkpoint cannot be written; earlier checkpoints stay unchanged.
         """
         name = self._dist.broadcast(str(uuid.uuid4()))
         partial = self.folder / f"{_PARTIAL}{name}"
@@ -105,8 +105,8 @@ class LocalCheckpoints:
         """Return the UUID of a checkpoint with undamaged files.
 
         Args:
-            which: ``latest``, a UUID, or ``auto``: the latest undamaged one. A line names a
-                later, damaged one.
+            which: ``latest``, a UUID, or ``auto``: the latest undamaged one. A printed line names
+                a later, damaged one.
 
         Raises:
             InvalidInput: if there is no such checkpoint; the line names the last undamaged one.
@@ -133,7 +133,7 @@ class LocalCheckpoints:
         raise InvalidInput(f"--resume: {which}: {self.folder / name / damage}; {mend}")
 
     def best(self) -> list[str]:
-        """Return the names of checkpoints with a validation, the best first, and of equals the earlier."""
+        """Return the names of the validated checkpoints, the best first; ties are in their order of time."""
         known = files.known(self.folder)
         scores = {name: self._score(metadata["steps_completed"]) for name, metadata in known.items()}
         judged = [name for name in reversed(known) if scores[name] is not None]

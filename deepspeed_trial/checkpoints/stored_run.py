@@ -1,4 +1,4 @@
-"""A run's folder in ``checkpoint_storage``, laid out as the local one; nothing read from it is trusted."""
+"""A run's folder in ``checkpoint_storage``, with the layout of a local run's; its content is not trusted."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _BLOCK = 2**22  # bytes
 class StoredRun:
     """A run's complete checkpoints, metrics and results.
 
-    A checkpoint is complete once its ``metadata.json`` is there, which comes last and goes first.
+    A checkpoint is complete if it has ``metadata.json``: uploads write it last, removals delete it first.
 
     Args:
-        storage: the place.
+        storage: the file system and its root folder.
         name: the run's folder in it.
 
     Attributes:
-        url: the folder in words of a line.
+        url: the folder as log lines show it.
         complete: names of the complete checkpoints that ``prepare`` has found.
     """
 
@@ -65,10 +65,10 @@ class StoredRun:
     # --------------------------------------------------------------------------------------------- write
 
     def upload(self, checkpoint: pathlib.Path, name: str) -> None:
-        """Upload a complete checkpoint; its sizes in the store are checked before it becomes complete there.
+        """Upload a complete checkpoint, compare the stored sizes, and then mark it as complete.
 
         Raises:
-            OSError: if a file arrived with another size.
+            OSError: if a stored file has the wrong size.
         """
         described = files.read_metadata(checkpoint)["files"]
         folder = self.at("checkpoints", name)
@@ -78,11 +78,11 @@ class StoredRun:
         for file, (size, _) in described.items():
             there = held.get(f"{folder}/{file}", {}).get("size")
             if there != size:
-                raise OSError(f"{file}: {there} bytes arrived of {size}")
+                raise OSError(f"{file}: {there} bytes arrived, expected {size}")
         self.put(checkpoint / files.METADATA, f"checkpoints/{name}/{files.METADATA}")
 
     def put(self, file: pathlib.Path, name: str) -> None:
-        """Upload a file; on a disk it gets its name when it is whole, as in an object store."""
+        """Upload a file atomically: on a disk, rename it once it is complete."""
         target = self.at(name)
         if not self._is_disk:
             self._files.put_file(str(file), target)
@@ -108,13 +108,13 @@ class StoredRun:
 
         Args:
             output: the run's folder.
-            resumes: whether the run continues another; None if it continues one that has a checkpoint.
+            resumes: whether to continue the stored run; None to continue it if it has a checkpoint.
 
         Returns:
-            Whether the store has a run to continue.
+            Whether the store holds a run to continue.
 
         Raises:
-            InvalidInput: if the store cannot be read, or has a run that a new one would replace.
+            InvalidInput: if the store cannot be read, or a new run would replace a stored run.
         """
         with _refused(self.url), tempfile.TemporaryDirectory() as folder:
             if not self._files.exists(self._base):
@@ -128,7 +128,7 @@ class StoredRun:
         return bool(complete)
 
     def _complete(self, folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-        """Return the metadata of complete checkpoints, the latest first, and keep their files in a folder."""
+        """Download the metadata of all complete checkpoints into a folder; return it, the latest first."""
         for name in self.names():
             (folder / name).mkdir()
             try:
@@ -141,12 +141,12 @@ class StoredRun:
                 _check_names(described, folder / name)
             except (OSError, ValueError, RecursionError) as error:
                 file = f"{self.url}/checkpoints/{name}/{files.METADATA}"
-                _tell(f"{file}: cannot be read ({one_line(error)}); the run does without this checkpoint")
+                _tell(f"{file}: cannot be read ({one_line(error)}); the run ignores this checkpoint")
                 shutil.rmtree(folder / name)
         return files.known(folder)
 
     def _bring(self, complete: dict[str, dict[str, Any]], folder: pathlib.Path, output: pathlib.Path) -> None:
-        """Download the checkpoints that the run's folder lacks, and the metrics with a newer one."""
+        """Download the checkpoints that the run's folder lacks; with a newer checkpoint, also the metrics."""
         checkpoints = output / "checkpoints"
         here = files.known(checkpoints)
         for number, (name, metadata) in enumerate(complete.items()):
@@ -156,7 +156,7 @@ class StoredRun:
             self._download(name, metadata["files"], folder / name / files.METADATA, partial)
             damage = files.damage(partial)
             if damage and number:  # of the latest, --resume says it
-                _tell(f"{self.url}/checkpoints/{name}/{damage}; the run does without this checkpoint")
+                _tell(f"{self.url}/checkpoints/{name}/{damage}; the run ignores this checkpoint")
                 shutil.rmtree(partial)
                 continue
             os.rename(partial, checkpoints / name)
@@ -196,7 +196,7 @@ def stored_run(section: Mapping[str, Any], output: pathlib.Path) -> StoredRun | 
 
     Args:
         section: ``checkpoint_storage`` of the experiment.
-        output: the run's folder here; its path from the working directory names the one there.
+        output: the local folder of the run; its path from the working directory names the stored folder.
 
     Raises:
         InvalidInput: with a line for each wrong field.
@@ -214,7 +214,7 @@ def _blocks(file: Any, most: int) -> Iterator[bytes]:
     while most >= 0 and (block := file.read(min(_BLOCK, most + 1))):
         most -= len(block)
         if most < 0:
-            raise OSError("has more bytes than its checkpoint describes")
+            raise OSError("has more bytes than the checkpoint's metadata.json lists")
         yield block
 
 
@@ -225,7 +225,7 @@ def _check_names(described: Any, folder: pathlib.Path) -> None:
         inside = (folder / name).resolve().is_relative_to(folder.resolve())
         parts = name.split("/")
         if not inside or name == files.METADATA or {"", ".", ".."} & {*parts} or "\0" in name:
-            raise ValueError(f"{name!r} is no name of a file in its folder")
+            raise ValueError(f"{name!r} is not the name of a file in the checkpoint's folder")
         if not 0 <= described[name][0] < 2**50:
             raise ValueError(f"{name!r} has {described[name][0]} bytes")
     if not described:
@@ -233,7 +233,7 @@ def _check_names(described: Any, folder: pathlib.Path) -> None:
 
 
 def is_uuid(name: str) -> bool:
-    """Return whether a text is a UUID in its usual form, as the name of a checkpoint is."""
+    """Return whether a text is a UUID in canonical form, as the names of checkpoints are."""
     try:
         return str(uuid.UUID(name)) == name
     except ValueError:
@@ -246,7 +246,7 @@ def _tell(line: str) -> None:
 
 @contextlib.contextmanager
 def _refused(url: str) -> Iterator[None]:
-    """Raise ``InvalidInput`` for any error of the store in the block; each library raises its own."""
+    """Turn every error of the store into ``InvalidInput``; the libraries raise different exceptions."""
     try:
         yield
     except InvalidInput:

@@ -26,18 +26,18 @@ logger = logging.getLogger("deepspeed_trial")
 
 
 class Uploads:
-    """Uploads new checkpoints in a thread, and removes dropped ones from the store.
+    """Uploads new checkpoints in a thread, and removes from the store the checkpoints that the run removes.
 
-    A checkpoint waits as a folder of hard links, so the training may drop it at any time. While the store is
-    away the training continues. At the end of the run the block waits for the last upload.
+    A waiting checkpoint is a folder of hard links, so the training may remove the original at any time. The
+    training continues if the store does not answer. The end of the block waits for the last upload.
 
     Args:
         run: the run's folder in the store.
-        output: the run's folder here.
-        also: names of files in it that are uploaded with the checkpoints, as TensorBoard's are.
+        output: the local folder of the run.
+        also: names of files in it to upload with each checkpoint, besides TensorBoard's.
 
     Raises:
-        TrainingStopped: at the end of the block, if the store is still away after ``PATIENCE`` seconds.
+        TrainingStopped: at the end of the block, if the store does not answer within ``PATIENCE`` seconds.
     """
 
     def __init__(self, run: StoredRun, output: pathlib.Path, also: Sequence[str]) -> None:
@@ -69,7 +69,7 @@ class Uploads:
         self._finish(PATIENCE if kind is None else 0.0)
 
     def add(self, name: str) -> None:
-        """Let a complete checkpoint wait for its upload."""
+        """Queue a complete checkpoint for upload."""
         shutil.copytree(self._folder / name, self._folder / _LINKING, copy_function=_link)
         os.rename(self._folder / _LINKING, self._folder / f"{_LINKED}{name}")
         self._is_new.set()
@@ -113,7 +113,7 @@ class Uploads:
             wait = min(2 * wait, LONGEST_WAIT)
 
     def _upload(self) -> None:
-        """Upload new checkpoints, the newest first, then remove the ones that the run has dropped."""
+        """Upload new checkpoints, the newest first, then remove stored ones that the run no longer keeps."""
         waiting = {path.name.removeprefix(_LINKED): path for path in self._folder.glob(f"{_LINKED}*")}
         here = files.known(self._folder)
         for name in here:

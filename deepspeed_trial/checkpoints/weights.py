@@ -1,4 +1,4 @@
-"""Whether weights go with a network: by their names, shapes and kinds."""
+"""Check that weights fit a network, by their names, shapes and types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 def mismatch(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
     """Name the first weight that does not fit, and similar names; None if all fit.
 
-    Whole numbers do not fit where fractions belong; the other way they do: a count may be kept as fp32.
+    Integers do not fit a floating-point weight. Floating-point values fit an integer: some files store counts
+    as fp32.
 
     Args:
         found: weights by name, e.g. of a file.

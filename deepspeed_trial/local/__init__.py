@@ -1,1 +1,1 @@
-"""A run without a cluster: its folder, its progress, its signals, and the local test mode of ``det``."""
+"""Runs without a cluster: folder, progress, signals, and the local test mode of ``det``."""

@@ -1,4 +1,4 @@
-"""Folder of a run: its name, and its lock."""
+"""The folder of a run: its name and its lock."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def default_output(name: str) -> pathlib.Path:
 
 
 def shown(path: pathlib.Path) -> str:
-    """Return a path as a user would write it: relative to the working directory if that contains it."""
+    """Return a path for display: relative to the working directory if it is inside."""
     path = path.resolve()
     return str(path.relative_to(pathlib.Path.cwd()) if path.is_relative_to(pathlib.Path.cwd()) else path)
 
@@ -43,8 +43,8 @@ def why_unusable(output: pathlib.Path, resumes: bool, writes: Sequence[str] = ()
 
     Args:
         output: the folder.
-        resumes: whether the run continues the folder's run.
-        writes: further files that the run writes.
+        resumes: whether the run continues the run in the folder.
+        writes: more files that the run writes.
     """
     for name in (*FILES, *writes, *FOLDERS):
         path, is_file = output / name, name not in FOLDERS
@@ -66,18 +66,18 @@ def _has_checkpoints(output: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def locked_folder(output: pathlib.Path, writer: str) -> Iterator[None]:
-    """Make a folder, and lock it inside the block.
+    """Create a folder, and lock it during the block.
 
     Args:
         output: the folder.
-        writer: name of the writer in an error line.
+        writer: the word for the writer in an error line, e.g. ``run``.
 
     Raises:
-        InvalidInput: if the folder cannot be made, or another writer has locked it.
+        InvalidInput: if the folder cannot be created, or another process has locked it.
     """
     lock = filelock.FileLock(output / LOCK)
     if str(output).encode(errors="replace") != os.fsencode(output):
-        raise InvalidInput(f"--output: {str(output)!r}: is no text in UTF-8; give another folder")
+        raise InvalidInput(f"--output: {str(output)!r}: is not UTF-8; give another folder")
     try:
         output.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
@@ -102,16 +102,17 @@ def own_folder(
     writes: Sequence[str] = (),
     stored: StoredRun | None = None,
 ) -> Iterator[bool]:
-    """Create and lock a run's folder on the chief while the block runs.
+    """Create a run's folder, and let the chief lock it during the block.
 
-    Yields whether the folder has a run that this run continues.
+    Yields whether this run continues a run in the folder.
 
     Args:
         output: the folder.
         distributed: the ranks.
         resumes: as in ``why_unusable``; None to continue if the folder has a checkpoint.
         writes: as in ``why_unusable``.
-        stored: the run's folder in ``checkpoint_storage``, whose checkpoints come into this one.
+        stored: the run's folder in ``checkpoint_storage``; its checkpoints are downloaded into the local
+            folder.
 
     Raises:
         InvalidInput: on every rank, if the folder cannot be used.
@@ -133,7 +134,7 @@ def own_folder(
 
 
 def on_chief(work: Callable[[], T], distributed: core.DistributedContext) -> T:
-    """Do work on rank 0, and return its result, or raise its ``InvalidInput``, on every rank."""
+    """Call a function on rank 0; return its result, or raise its ``InvalidInput``, on every rank."""
     done: tuple[T | None, list[str]] = None, []
     if distributed.rank == 0:
         try:

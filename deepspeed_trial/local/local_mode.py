@@ -1,4 +1,4 @@
-"""The parts of a trial class that Determined's local test mode calls; since 0.38 its own classes lack them.
+"""The methods that Determined's local test mode calls on a trial class; Determined 0.38 removed them.
 
     det experiment create const.yaml . --local --test --config entrypoint=model_def:CIFARTrial
 
@@ -41,7 +41,7 @@ class _TestController:
 
     @staticmethod
     def pre_execute_hook(env: det.EnvContext, distributed_backend: Any) -> None:
-        """Start the process group of one process, and seed the process."""
+        """Start a process group of one process, and seed the random generators."""
         processes.start_process_group()
         seed_everything(env.trial_seed)
 
@@ -53,7 +53,7 @@ class _TestController:
         return cls(trial_inst, context)
 
     def run(self) -> None:
-        """Run the test in the real trainer."""
+        """Run the test in this package's trainer."""
         experiment = self.context.experiment
         self.trial.check_experiment({**experiment.config, "hyperparameters": experiment.hyperparameters})
         Trainer(self.trial, self.context).fit(max_length=pytorch.Batch(1), test_mode=True)
@@ -67,4 +67,4 @@ class LocalTestMode:
 
     @staticmethod
     def check_experiment(config: Mapping[str, Any]) -> Any:
-        """Raise ``InvalidInput`` if the experiment configuration is wrong; this default accepts any."""
+        """Raise ``InvalidInput`` if the experiment configuration is invalid; this default accepts all."""

@@ -1,4 +1,4 @@
-"""Errors about a run's folder whose disk is full or gone."""
+"""Errors of a run whose disk is full or no longer accessible."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def explain_lost_disk(output: pathlib.Path) -> Iterator[None]:
         output: folder of the run.
 
     Raises:
-        TrainingStopped: if the disk is full, or the folder is not writable any more.
+        TrainingStopped: if the disk is full, or the folder is no longer writable.
     """
     with _writers_errors_once():
         try:
@@ -41,7 +41,7 @@ def explain_lost_disk(output: pathlib.Path) -> Iterator[None]:
 
 
 def is_gone(error: BaseException, output: pathlib.Path) -> bool:
-    """Return whether an error says that a file of the folder has become inaccessible."""
+    """Return whether an error means that a file in the folder is no longer accessible."""
     if isinstance(error, shutil.Error):  # of a folder's copy; it has only the text
         return os.strerror(errno.ENOENT) in str(error)
     if not isinstance(error, OSError):
@@ -52,13 +52,13 @@ def is_gone(error: BaseException, output: pathlib.Path) -> bool:
 
 
 def how_to_go_on(output: pathlib.Path) -> str:
-    """Return the remedy after a run's disk was full."""
+    """Return the remedy for a full disk."""
     has_checkpoints = any(output.glob("checkpoints/[!.]*/"))
     return f"make room, then {RESUME if has_checkpoints else 'start again'}"
 
 
 def is_full_disk(error: BaseException) -> bool:
-    """Return whether an error says that a disk is full."""
+    """Return whether an error means that a disk is full."""
     if isinstance(error, shutil.Error):  # of a folder's copy; it has only the text
         return any(os.strerror(number) in str(error) for number in DISK_FULL)
     if isinstance(error, OSError):
@@ -68,7 +68,7 @@ def is_full_disk(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _writers_errors_once() -> Iterator[None]:
-    """Keep TensorBoard's writing thread from printing an error that its next caller raises."""
+    """Keep TensorBoard's writer thread from printing an error that the next call raises."""
     hook = threading.excepthook
 
     def show(arguments: threading.ExceptHookArgs) -> None:

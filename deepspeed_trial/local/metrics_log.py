@@ -1,4 +1,4 @@
-"""The lines of a run's ``metrics.jsonl``: its reports."""
+"""Reads a run's ``metrics.jsonl``, which has a line for each report."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FILE = "metrics.jsonl"
 def read(run: pathlib.Path) -> list[dict[str, Any]]:
     """Return a run's reports of training and validation, in order.
 
-    Lines that are no report are left out, such as a last one that a kill has cut off.
+    Invalid lines are skipped, e.g. an incomplete last line of a killed run.
 
     Args:
-        run: folder of the run; without the file there are no reports.
+        run: folder of the run; the result is empty without the file.
 
     Raises:
         OSError: if the file cannot be read.

@@ -1,4 +1,4 @@
-"""Metrics of a run without a cluster: written to a file, and shown as progress."""
+"""Metrics of a run without a cluster: a file, and the progress on the terminal."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Progress:
     def begin(
         self, steps: int | None, steps_per_epoch: int, done: int, budget: TimeBudget | None = None
     ) -> None:
-        """Start to show the training.
+        """Start showing the training.
 
         Args:
-            steps: optimizer steps in all; None if not known yet.
+            steps: total optimizer steps; None if not known yet.
             steps_per_epoch: optimizer steps in an epoch.
-            done: steps done in the run that this one continues.
-            budget: budget of a training whose length is a time.
+            done: steps done before this run resumed.
+            budget: the time budget, if the training's length is a time.
         """
 
     def plan(self, steps: int, text: str) -> None:
@@ -197,7 +197,7 @@ class LocalMetrics(core.DummyTrainContext, Progress):
         pass
 
     def _forget_after(self, done: int) -> None:
-        """Remove the metrics of an earlier run in the folder that come after step ``done``."""
+        """Remove the metrics that an earlier run in the folder wrote after step ``done``."""
         (self.output / "summary.json").unlink(missing_ok=True)
         rest = self.output / f".{metrics_log.FILE}"
         with open(rest, "w") as file:
@@ -230,7 +230,7 @@ class LocalMetrics(core.DummyTrainContext, Progress):
         self._say_if_threads_wait()
 
     def _say_if_threads_wait(self) -> None:
-        """Show once that other programs take the cores of this run's threads."""
+        """Show once that this run's threads wait for cores, which other programs use."""
         threads, now = torch.get_num_threads(), time.monotonic()
         if threads == 1 or self._watched_since is None or now - self._watched_since[0] < WATCHED:
             return
@@ -263,9 +263,9 @@ class LocalMetrics(core.DummyTrainContext, Progress):
 
 
 def _in_words(metrics: Mapping[str, Any], chosen: str = "") -> dict[str, str]:
-    """Return the text of the metrics to show, by their labels.
+    """Format the metrics to show, with their labels.
 
-    The chosen metric comes first. Other metrics of single classes are left out.
+    The configured metric comes first. Other metrics of single classes are left out.
     """
     first = [name for name in (chosen, *FORMS) if name in metrics]
     others = [name for name in metrics if name not in (*FORMS, *NOT_SHOWN) and "/" not in name]

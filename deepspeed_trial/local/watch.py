@@ -1,4 +1,4 @@
-"""Launchers of this process, and calls at their end."""
+"""Detects the end of the launchers of this process."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def launchers() -> list[int]:
 
 @contextlib.contextmanager
 def at_the_end_of(processes: Mapping[int, Callable[[], None]]) -> Iterator[None]:
-    """Look once a second, inside the block, whether other processes still run.
+    """Check once a second, during the block, whether other processes still run.
 
     Args:
-        processes: call at the end of each process, by its id; it runs in another thread.
+        processes: for each process id, a function to call when that process has ended; it runs in a thread.
     """
     done, left = threading.Event(), {_find(pid): call for pid, call in processes.items()}
 

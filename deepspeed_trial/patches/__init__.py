@@ -1,12 +1,12 @@
 """The registry of this project's patches of DeepSpeed.
 
-A patch is a function under ``@patch``. The function applies the patch when it is called, unless the installed
-release does not need the patch. Before that, the guard compares the source of the patched functions with the
-source that the author of the patch read. A difference ends the program with one line: after an upstream fix,
-a patch could do harm without a sign (a loss scaled twice).
+A patch is a function with the decorator ``@patch``. A call of the function applies the patch if the installed
+release needs it. Before that, a guard compares the source of the patched functions with the source for which
+the patch was written. A difference ends the program with one line: after an upstream fix a patch could do
+silent harm, e.g. scale a loss twice.
 
-The modules: ``engine`` (every engine), ``zero``, ``pipeline``, ``muon`` and ``process`` (a process, before
-its first engine). ``docs/patches.md`` lists all patches.
+The modules are ``engine`` (for every engine), ``zero``, ``pipeline``, ``muon`` and ``process`` (applied
+before the first engine of a process). ``docs/patches.md`` lists all patches.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Patch:
     """One patch of the registry.
 
     Attributes:
-        name: of the function that applies the patch.
-        why: the fault that the patch cures, in one sentence.
+        name: name of the function that applies the patch.
+        why: the fault that the patch fixes, in one sentence.
         target: the patched attribute, as ``module:attribute``.
         versions: the releases of the target's package that need the patch, as a ``packaging`` specifier.
-        report: the upstream issue, or the pull request that cures or brought the fault, as
+        report: the upstream issue, or the pull request that fixes or introduced the fault, as
             ``owner/repository#number``, or ``NOT_REPORTED``.
-        guards: the functions whose source the guard compares, as ``module:attribute``; none where the patch
-            passes calls of a public name through.
-        digests: the digests of the source that the author of the patch read, one for each known form.
+        guards: the functions whose source is compared, as ``module:attribute``; empty if the patch only wraps
+            calls of a public name.
+        digests: the digests of the source for which the patch was written, one for each known variant.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Patch:
         return SpecifierSet(self.versions).contains(installed(self.package), prereleases=True)
 
     def check(self) -> None:
-        """Compare the source of the guarded functions with the source that the author of the patch read.
+        """Compare the source of the guarded functions with the source for which the patch was written.
 
         Raises:
             InvalidInput: if the sources differ.
@@ -91,15 +91,15 @@ def patch(
     digests: tuple[str, ...] = (),
     when: Callable[..., bool] = lambda *_: True,
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Register the function below as a patch; the first sentence of its docstring is the reason.
+    """Register the decorated function as a patch; the first sentence of its docstring states the fault.
 
     Args:
-        target: as of ``Patch``.
-        versions: as of ``Patch``.
-        report: as of ``Patch``.
-        guards: as of ``Patch``; by default the target itself.
-        digests: as of ``Patch``.
-        when: takes the function's arguments; the patch is checked and applied only if the result is true.
+        target: see ``Patch``.
+        versions: see ``Patch``.
+        report: see ``Patch``.
+        guards: see ``Patch``; by default the target itself.
+        digests: see ``Patch``.
+        when: gets the function's arguments; the patch is checked and applied only if it returns True.
     """
 
     def register(apply: Callable[P, None]) -> Callable[P, None]:
@@ -122,15 +122,15 @@ def patch(
 
 @functools.cache
 def installed(package: str) -> str:
-    """The installed release of a package."""
+    """Return the installed release of a package."""
     return importlib.metadata.version(package)
 
 
 @functools.cache
 def digest(functions: tuple[str, ...]) -> str:
-    """The digest of the functions' source without white space; empty if a function or its source is missing.
+    """Return the digest of functions' source without white space; empty if a source is missing.
 
-    A replaced function counts as the original if the replacement has ``functools.wraps`` around it.
+    A replacement made with ``functools.wraps`` counts as the original.
     """
     try:
         sources = [inspect.getsource(pkgutil.resolve_name(each)) for each in functions]
@@ -141,7 +141,7 @@ def digest(functions: tuple[str, ...]) -> str:
 
 @functools.cache  # once a process
 def warn_of_unknown_release() -> None:
-    """Warn of a release of DeepSpeed that the patches do not know; only rank 0 warns."""
+    """Warn, on rank 0, about a DeepSpeed release that the patches were not tested with."""
     for package, known in KNOWN.items():
         is_known = any(installed(package) in SpecifierSet(f"=={release}") for release in known)
         if not is_known and os.environ.get("RANK", "0") == "0":
@@ -152,7 +152,7 @@ def warn_of_unknown_release() -> None:
 
 
 def follow_calls(call: Any, before: Callable[[], None]) -> Any:
-    """Return a function that calls ``before`` and then passes its own call through."""
+    """Wrap a function so that ``before`` is called first."""
 
     @functools.wraps(call)
     def followed(*args: Any, **kwargs: Any) -> Any:

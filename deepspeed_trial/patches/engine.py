@@ -1,4 +1,4 @@
-"""Patches of every new engine; ``patch_engine`` also applies the ones in ``zero`` and ``pipeline``."""
+"""Patches for every engine; ``patch_engine`` also applies the patches in ``zero`` and ``pipeline``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def patch_engine(engine: deepspeed.DeepSpeedEngine) -> None:
     """Apply the patches that a new engine needs.
 
     Raises:
-        InvalidInput: if DeepSpeed's code differs from the code that a needed patch is written for.
+        InvalidInput: if DeepSpeed's code differs from the code for which a needed patch was written.
     """
     scale_fp16_loss_without_zero(engine)
     let_other_losses_pass(engine)
@@ -82,9 +82,9 @@ def scale_fp16_loss_without_zero(engine: deepspeed.DeepSpeedEngine) -> None:
 def let_other_losses_pass(engine: deepspeed.DeepSpeedEngine) -> None:
     """An engine refuses the loss of another engine, which a GAN's generator sends through the discriminator.
 
-    DeepSpeed takes that loss for one whose ``backward`` the trial itself has called: it refuses the loss
-    without ZeRO, and in fp16, where it misses the other engine's scale. This engine's weights keep gradients
-    of the loss until the trial calls the engine's ``zero_grad``.
+    DeepSpeed assumes that the trial itself called ``backward`` on that loss. It refuses the loss without
+    ZeRO, and in fp16, where the other engine's loss scale is missing. This engine's weights keep the loss's
+    gradients until the trial calls the engine's ``zero_grad``.
     """
     losses = engine_module._ENGINE_BACKWARD_GRAPH_TRACKER
     begin = engine._backward_prologue
@@ -124,9 +124,9 @@ def _steps_in_fp32(engine: deepspeed.DeepSpeedEngine) -> bool:
 def keep_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> None:
     """Without ZeRO, DeepSpeed forgets the norm of fp32 gradients, and ``get_global_grad_norm()`` gives None.
 
-    Where all ranks hold the same gradients, torch's own clipping serves: the result differs by rounding
-    alone, takes half the time, and needs none of DeepSpeed's sums over ranks, which serve experts and
-    parallel models. Those ranks compute the norm without clipping, too, in 1 % of a small step on a CPU.
+    If all ranks have the same gradients, the patch uses torch's clipping: it takes half the time, needs no
+    sum over ranks, and differs only by rounding. With experts or parallel models the ranks use DeepSpeed's
+    sums, and compute the norm even without clipping, which takes 1 % of a small step on a CPU.
     """
     replicated = engine.mpu is None and not engine.has_moe_layers
     parameters = list(engine.module.parameters())  # once, because a walk over the modules takes time
@@ -156,7 +156,7 @@ def keep_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> None:
     when=lambda engine: engine.dp_world_size == 1 and engine.zero_optimization_stage() == 0,
 )
 def skip_reductions_over_one_rank(engine: deepspeed.DeepSpeedEngine) -> None:
-    """A single process without ZeRO reduces gradients over itself: 4 % of a small step on a CPU."""
+    """A single process without ZeRO runs a useless gradient reduction: 4 % of a small step on a CPU."""
     engine.enable_backward_allreduce = False
 
 
@@ -171,10 +171,11 @@ def skip_reductions_over_one_rank(engine: deepspeed.DeepSpeedEngine) -> None:
     when=lambda engine: isinstance(engine.config, Mapping),
 )
 def save_plain_configuration(engine: deepspeed.DeepSpeedEngine) -> None:
-    """A checkpoint holds the trial's configuration object, with credentials.
+    """DeepSpeed saves the trial's configuration object, with credentials, in every checkpoint.
 
-    Determined's trials often give an ``AttrDict``, which a safe ``torch.load`` refuses. ``comet.api_key``
-    is such a credential. Checkpoints here hold plain dictionaries without credentials.
+    Determined's trials often pass an ``AttrDict``, which a safe ``torch.load`` refuses. An example of a
+    credential is ``comet.api_key``. With the patch, checkpoints contain plain dictionaries without
+    credentials.
     """
     engine.config = redaction.values(json.loads(json.dumps(engine.config, default=str)))
 
@@ -191,7 +192,7 @@ def follow_engine(
     """An engine has no hooks before its backward pass and its optimizer step.
 
     Args:
-        engine: of any kind but a pipeline's.
+        engine: an engine of any kind except a pipeline's.
         backward: called before each backward pass.
         step: called before each optimizer step.
     """

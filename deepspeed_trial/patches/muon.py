@@ -1,4 +1,4 @@
-"""Patches of DeepSpeed's Muon, applied on demand: its module takes seconds to import."""
+"""Patches for DeepSpeed's Muon, applied on demand because its module takes seconds to import."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def _on_cpu() -> bool:
     guards=(),
 )
 def patch_muon_on_demand() -> None:
-    """``deepspeed.initialize`` overwrites the ``use_muon`` that a trial has set, a classifier's head's, too.
+    """``deepspeed.initialize`` overwrites the attribute ``use_muon`` that a trial has set, e.g. on its head.
 
-    It sets the mark for all weights of two dimensions or more, except names with ``embed`` or ``lm_head``.
+    It sets ``use_muon`` for all weights of at least two dimensions, except names with ``embed`` or
+    ``lm_head``.
     """
     set_flags = deepspeed.set_optimizer_flags
 
@@ -62,7 +63,7 @@ def patch_muon() -> None:
     digests=("6ad2f490a9af",),
 )
 def flatten_filters() -> None:
-    """Muon fails on a convolution: it compares its matrix of filters with the gradient of four dimensions."""
+    """Muon fails on convolutions: it compares a matrix of filters with a gradient of four dimensions."""
 
     def flattened(update: Any, grad: Tensor, momentum: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if grad.ndim <= 2 or kwargs.get("is_expert_group"):
@@ -78,7 +79,7 @@ def flatten_filters() -> None:
 
 @patch(f"{MODULE}:ns_compute_dtype", versions=">=0.17.6", digests=("d0cf2168c4f7",), when=_on_cpu)
 def compute_in_fp32() -> None:
-    """Muon computes in fp16 or bf16 wherever the accelerator can, and a CPU does so slowly."""
+    """Muon computes in fp16 or bf16 if the accelerator supports it, which is slow on a CPU."""
     from deepspeed.runtime.zero.muon import original_muon
 
     original_muon.ns_compute_dtype = lambda ns_method="gram": torch.float32
@@ -92,7 +93,7 @@ def compute_in_fp32() -> None:
     when=lambda: _on_cpu() and hasattr(torch.compiler, "set_stance"),  # torch has it since 2.6
 )
 def compute_uncompiled() -> None:
-    """On a CPU, too, Muon compiles its products of matrices: for a minute, and with a C++ compiler."""
+    """Muon compiles its matrix products, even on a CPU; that takes a minute and a C++ compiler."""
 
     def uncompiled(update: Any, *args: Any, **kwargs: Any) -> Tensor:
         with torch.compiler.set_stance("force_eager"):
@@ -103,9 +104,9 @@ def compute_uncompiled() -> None:
 
 @patch("deepspeed:DeepSpeedEngine._muon_param_groups", versions=">=0.17.6", digests=("d9c1dbfb8357",))
 def keep_given_groups() -> None:
-    """Muon splits parameter groups into its own two, and a group's ``lr_factor`` is lost.
+    """Muon regroups the parameters into two groups, and loses each group's ``lr_factor``.
 
-    Groups that say themselves whether they use Muon stay as they are.
+    Groups with an explicit ``use_muon`` stay unchanged.
     """
     split = deepspeed.DeepSpeedEngine._muon_param_groups
 
@@ -119,7 +120,7 @@ def keep_given_groups() -> None:
 
 
 def _wrap_update(wrapper: Any) -> None:
-    """Put a function around Muon's update, in both modules that call it."""
+    """Wrap Muon's update function in both modules that call it."""
     from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
 
     update = original_muon.muon_update

@@ -1,4 +1,4 @@
-"""Patches of DeepSpeed's pipelines."""
+"""Patches for DeepSpeed's pipelines."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
     digests=("4f2d2a0cbc35",),
 )
 def clip_stages_together(stage: torch.nn.Module) -> None:
-    """DeepSpeed takes a pipeline's parameters for replicated ones, and clips only by the first stage's norm.
+    """DeepSpeed treats a pipeline's parameters as replicated, and clips by the norm of the first stage only.
 
     Args:
-        stage: the stage's module, before its engine is made.
+        stage: the stage's module, before its engine is created.
     """
     for parameter in stage.parameters():
         parameter.model_parallel = True  # type: ignore[attr-defined]
@@ -56,7 +56,7 @@ def _stages_are_uneven(engine: deepspeed.DeepSpeedEngine) -> bool:
     when=_stages_are_uneven,
 )
 def join_norms_of_uneven_stages(engine: deepspeed.DeepSpeedEngine) -> None:
-    """ZeRO sums the norm over stages for each parameter group: it waits forever for a stage with fewer."""
+    """ZeRO sums the norm over stages per parameter group, and hangs if a stage has fewer groups."""
     optimizer: Any = engine.optimizer
     measure, reduce = optimizer.scaled_global_norm, optimizer._model_parallel_all_reduce
 
@@ -82,11 +82,11 @@ def join_norms_of_uneven_stages(engine: deepspeed.DeepSpeedEngine) -> None:
     when=lambda engine, _: hasattr(engine, "_INSTRUCTION_MAP"),
 )
 def follow_instructions(engine: Any, before: Callable[[str], None]) -> None:
-    """A pipeline's engine has no hooks before the instructions of its schedule.
+    """DeepSpeed has no hooks before the instructions of a pipeline's schedule.
 
     Args:
-        engine: of a pipeline.
-        before: called before each instruction with the name of its class, such as ``ForwardPass``.
+        engine: a pipeline's engine.
+        before: is called before each instruction with the name of its class, such as ``ForwardPass``.
     """
     engine._INSTRUCTION_MAP = {
         kind: follow_calls(call, functools.partial(before, kind.__name__))

@@ -1,4 +1,4 @@
-"""Patches of a process, before its first engine and its process group."""
+"""Patches for a process, applied before its first engine and its process group."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def _on_cpu() -> bool:
 
 @functools.cache  # once a process
 def prepare_process() -> None:
-    """Apply the patches that a process needs before its first engine; warn of an untested release.
+    """Apply the patches that a process needs before its first engine; warn about an untested release.
 
     Raises:
-        InvalidInput: if DeepSpeed's code differs from the code that a needed patch is written for.
+        InvalidInput: if DeepSpeed's code differs from the code for which a needed patch was written.
     """
     warn_of_unknown_release()
     silence_misleading_warnings()
@@ -37,11 +37,11 @@ def prepare_process() -> None:
 
 
 def silence_misleading_warnings() -> None:
-    """Hide three warnings that come at every start and ask for nothing.
+    """DeepSpeed, Determined and torch print three warnings at every start that require no action.
 
-    Determined warns that APEX is missing, which DeepSpeed has not needed since 0.3. DeepSpeed warns that
-    someone asked for a rate before the first step, and its own engine does. Torch warns that DeepSpeed uses
-    deprecated names.
+    Determined warns that APEX is missing, which DeepSpeed has not needed since 0.3. DeepSpeed warns
+    that the learning rate was read before the first step; its own engine reads it. Torch warns that DeepSpeed
+    uses deprecated names.
     """
     misleading = ("Missing package APEX", "learning rate from scheduler before it has started")
     for name in ("determined.pytorch", "DeepSpeed"):
@@ -63,7 +63,7 @@ def silence_misleading_warnings() -> None:
     when=_on_cpu,
 )
 def allow_fp16_on_cpu() -> None:
-    """DeepSpeed refuses fp16 on a CPU without instructions for it, where torch computes fp16, slowly."""
+    """DeepSpeed refuses fp16 on a CPU without fp16 instructions, although torch supports it, slowly."""
     get_accelerator().is_fp16_supported = lambda: True
 
 
@@ -76,9 +76,9 @@ def allow_fp16_on_cpu() -> None:
     when=_on_cpu,
 )
 def reduce_over_gloo() -> None:
-    """On a CPU, DeepSpeed compiles an all-reduce over shared memory for most of a minute.
+    """On a CPU, DeepSpeed spends most of a minute compiling an all-reduce over shared memory.
 
-    gloo's gives the same bits on every machine.
+    The patch uses gloo's all-reduce, which gives the same bits on every machine.
     """
     builder = get_accelerator().create_op_builder
     get_accelerator().create_op_builder = lambda op: None if op == "ShareMemCommBuilder" else builder(op)
@@ -91,10 +91,10 @@ def reduce_over_gloo() -> None:
     digests=("249aef849cae",),
 )
 def limit_waiting(limit: datetime.timedelta) -> None:
-    """DeepSpeed gives its groups torch's default time limit, whatever limit ``init_distributed`` has.
+    """DeepSpeed ignores the time limit of ``init_distributed`` for its groups, and uses torch's default.
 
     Args:
-        limit: the longest wait of a collective for the other ranks.
+        limit: the maximum time that a collective waits for the other ranks.
     """
 
     @functools.wraps(TorchBackend.new_group)

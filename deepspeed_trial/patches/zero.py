@@ -1,4 +1,4 @@
-"""Patches of DeepSpeed's ZeRO optimizers."""
+"""Patches for DeepSpeed's ZeRO optimizers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _remade(engine: deepspeed.DeepSpeedEngine) -> torch.optim.Optimizer | None:
     when=lambda engine: _remade(engine) is not None,
 )
 def follow_remade_optimizer(engine: deepspeed.DeepSpeedEngine) -> None:
-    """ZeRO replaces Adagrad by a new one of one group, and the schedule still acts on the old one."""
+    """ZeRO replaces Adagrad by a new instance with one group; the schedule still changes the old one."""
     engine.basic_optimizer = _remade(engine)
     if isinstance(engine.lr_scheduler, GroupSchedule):
         engine.lr_scheduler.act_on(engine.basic_optimizer)
@@ -57,9 +57,9 @@ def follow_remade_optimizer(engine: deepspeed.DeepSpeedEngine) -> None:
     when=lambda engine: getattr(engine.optimizer, "round_robin_gradients", False),
 )
 def find_weights_in_round_robin(engine: deepspeed.DeepSpeedEngine) -> None:
-    """With ``round_robin_gradients`` DeepSpeed looks for a weight and its moments where other weights are.
+    """With ``round_robin_gradients`` DeepSpeed looks for a weight and its moments in the wrong place.
 
-    It partitions the weights in round-robin order, and then looks for them in the network's order.
+    It partitions the weights in round-robin order, but looks them up in the network's order.
     """
     zero = engine.optimizer
     link = zero._link_all_hp_params
@@ -103,9 +103,10 @@ def _has_groups(engine: deepspeed.DeepSpeedEngine) -> bool:
     when=_has_groups,
 )
 def join_collectives_of_groups(engine: deepspeed.DeepSpeedEngine) -> None:
-    """ZeRO 1 and 2 wait for one parameter group after the other, so that many learning rates slow a step.
+    """ZeRO 1 and 2 wait for the parameter groups one by one, so many learning rates slow down a step.
 
-    Here a step waits once for all groups in the norm of the gradients, and once after the update.
+    With the patch a step waits for all groups together: once in the norm of the gradients, once after the
+        update.
     """
     zero = engine.optimizer
     of_each_group = zero.scaled_global_norm
@@ -134,7 +135,7 @@ def _gather_together(
     dp_process_group: Sequence[Any],
     **_: Any,
 ) -> None:
-    """Gather as DeepSpeed's ``all_gather_dp_groups`` does, and wait for all groups together."""
+    """Do the work of DeepSpeed's ``all_gather_dp_groups``, and wait for all groups together."""
     under_way = [
         comm.all_gather_into_tensor(flat, parts[comm.get_rank(group=group)], group, async_op=True)
         for flat, parts, group in zip(groups_flat, partitioned_param_groups, dp_process_group, strict=True)

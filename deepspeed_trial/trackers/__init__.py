@@ -1,1 +1,1 @@
-"""Records of a run in MLflow and Weights & Biases."""
+"""Experiment trackers: MLflow and Weights & Biases."""

@@ -1,4 +1,4 @@
-"""A run in MLflow, sent by its asynchronous logging.
+"""A run in MLflow, sent by MLflow's asynchronous logging.
 
 Source: https://mlflow.org/docs/latest/api_reference/python_api/mlflow.client.html
 """
@@ -25,7 +25,7 @@ KEY = "deepspeed_trial.run"  # the tag that identifies a run
 
 
 class Record:
-    """A record at ``MLFLOW_TRACKING_URI``; it keeps the first value of a parameter and of a step."""
+    """A run at ``MLFLOW_TRACKING_URI``; MLflow keeps the first value of a parameter and of a step."""
 
     def __init__(self, key: str, name: str, project: str, config: Mapping[str, Any], has_all: bool) -> None:
         for library in ("mlflow", "alembic"):  # they raise their errors, too
@@ -47,7 +47,7 @@ class Record:
         self._sent = [client.log_batch(self._id, params=new, synchronous=False)]
 
     def log(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
-        """Send the metrics of a step, except those in the record."""
+        """Send the metrics of a step that the record lacks."""
         named = {_name(name): value for name, value in metrics.items()}
         new = [name for name in named if (name, step) not in self._recorded]
         values = [Metric(name, named[name], int(seconds * 1000), step) for name in new]
@@ -58,7 +58,7 @@ class Record:
         self._client.log_artifact(self._id, str(path))
 
     def finish(self, status: str) -> None:
-        """End the record once MLflow has everything."""
+        """Wait until MLflow has received everything, and end the run there."""
         mlflow.flush_async_logging()
         for operation in filter(None, self._sent):  # None: the record had everything
             operation.wait()
@@ -66,13 +66,13 @@ class Record:
 
 
 def _name(text: str) -> str:
-    """Return the nearest name that is valid in MLflow, and as the path of a file."""
+    """Return a similar name that is valid in MLflow and as the path of a file."""
     parts = re.sub(r"[^/\w.\- ]", "_", text).split("/")
     return "/".join("_" if part.strip(".") == "" else part for part in parts)[:250]
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the values of a nested mapping by their paths, joined by dots."""
+    """Yield the values of a nested mapping with their dotted paths."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")

@@ -1,7 +1,7 @@
 """Sends the reports of a run to MLflow and Weights & Biases.
 
-The library of a tracker sends the reports while the training computes. A tracker that fails gets no more
-reports from this process. ``metrics.jsonl`` holds every report, and a resumed run sends the missing ones.
+A tracker's library sends the reports in the background. After a failure this process sends no more reports to
+that tracker. ``metrics.jsonl`` has every report, and a resumed run sends the missing ones.
 """
 
 import contextlib
@@ -34,8 +34,8 @@ class Tracking:
     """The records of a run in its trackers.
 
     Args:
-        experiment: names the trackers.
-        key: identifies the run before and after a resume; empty on a rank that reports nothing.
+        experiment: the configuration, which names the trackers.
+        key: identifies the run, also after a resume; empty on a rank that reports nothing.
         name: the name that people see.
     """
 
@@ -45,7 +45,7 @@ class Tracking:
         self._records: dict[str, Any] = {}  # by tracker
 
     def start(self, earlier: Sequence[Mapping[str, Any]] | None) -> None:
-        """Open the records, and send the reports of before a resume that a record lacks.
+        """Open the runs in the trackers; after a resume, send the earlier reports that a tracker lacks.
 
         Args:
             earlier: the lines of ``metrics.jsonl``; None if unknown.
@@ -64,7 +64,7 @@ class Tracking:
             self.log(entry["group"], entry["steps_completed"], metrics, entry.get("time"))
 
     def log(self, group: str, step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> None:
-        """Record the metrics that are one number, at a time since 1970 or now; return at once."""
+        """Send the metrics that are single numbers, with a time (Unix seconds) or now; return at once."""
         numbers = metrics_log.scalars(metrics) if self._records else {}
         named = {f"{group}/{name}": value for name, value in numbers.items()}
         self._all("log", step, seconds or time.time(), named)
@@ -75,7 +75,7 @@ class Tracking:
             self._all("add_file", path)
 
     def finish(self, status: str) -> None:
-        """Wait for the servers, at most until a signal, and end the records."""
+        """Wait for the servers, at most until a signal, and end the runs there."""
         with contextlib.suppress(KeyboardInterrupt):
             self._all("finish", status)
 
@@ -95,7 +95,7 @@ class Tracking:
 
 @contextlib.contextmanager
 def tracked(tracking: Tracking, train: Any, was_interrupted: Callable[[], bool]) -> Iterator[Tracking]:
-    """Record the reports to Determined's training context, and end the records as the block ends."""
+    """Send each report of Determined's training context to the trackers, until the block ends."""
     for kind, group in GROUPS.items() if tracking.names else ():
         report = functools.partial(_report, tracking, getattr(train, f"report_{kind}"), group)
         setattr(train, f"report_{kind}", report)
@@ -114,7 +114,7 @@ def _report(tracking: Tracking, report: Callable[..., Any], group: str, *given: 
 
 
 def tracking_here(experiment: Experiment, is_chief: bool, output: pathlib.Path, resumes: bool) -> Tracking:
-    """Return the records of a local run, whose folder stores their key."""
+    """Return the tracking of a local run; a file in its folder stores the key."""
     if not (experiment.trackers and is_chief):
         return Tracking(experiment)
     file = output / FILE
@@ -126,7 +126,7 @@ def tracking_here(experiment: Experiment, is_chief: bool, output: pathlib.Path, 
 
 
 def tracking_on_cluster(experiment: Experiment, is_chief: bool, info: det.ClusterInfo) -> Tracking:
-    """Return the records of a cluster's trial, whose number is their key."""
+    """Return the tracking of a cluster's trial; the trial's number is the key."""
     key, name = f"{info.cluster_id}-{info.trial.trial_id}", f"experiment {info.trial.experiment_id}"
     if is_chief and "mlflow" in experiment.trackers and "MLFLOW_TRACKING_URI" not in os.environ:
         remedy = "set it in environment.environment_variables, or the record ends with the container"

@@ -1,4 +1,4 @@
-"""A run in Weights & Biases, sent by its own process, or written to a folder for ``wandb sync``.
+"""A run in Weights & Biases, sent by wandb's process, or written to a folder for ``wandb sync``.
 
 Source: https://docs.wandb.ai/ref/python/
 """
@@ -14,7 +14,7 @@ import wandb
 
 
 class Record:
-    """A record on the server; without a login, or with ``WANDB_MODE=offline``, in a folder."""
+    """A run on the server; without a login, or with ``WANDB_MODE=offline``, in a folder."""
 
     def __init__(self, key: str, name: str, project: str, config: Mapping[str, Any], has_all: bool) -> None:
         is_chosen = "WANDB_MODE" in os.environ or wandb.login(prompt=False, verify=False)
@@ -43,9 +43,9 @@ class Record:
             self._run.log(dict(metrics), step=step)
 
     def add_file(self, path: pathlib.Path) -> None:
-        """Record a file, which the library sends as the run ends."""
+        """Record a file, which the library sends at the end of the run."""
         shutil.copy(path, self._run.dir)
 
     def finish(self, status: str) -> None:
-        """End the record once the server has everything, or its folder is complete."""
+        """Wait until the server has everything, or the folder is complete, and end the run."""
         self._run.finish(exit_code=0 if status == "FINISHED" else 1)

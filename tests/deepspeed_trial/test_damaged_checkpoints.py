@@ -142,9 +142,9 @@ WRONG = {
     "no processes": (identity.FILE, drop("mode", "processes"), ["identity.json", "(processes: None)"]),
     "no mode": (identity.FILE, put("mode", value={}), ["identity.json: cannot be read"]),
     "an odd mode": (identity.FILE, put("mode", value=[]), ["identity.json: cannot be read (mode: [])"]),
-    "no random state": (RANK0, put("rng_state", value={}), [RANK0, "rng_state: is no state"]),
+    "no random state": (RANK0, put("rng_state", value={}), [RANK0, "rng_state: is invalid"]),
     "random state of a list": (RANK0, put("rng_state", value=[1]), [RANK0, "rng_state is missing"]),
-    "random state of zeros": (RANK0, put("rng_state", "cpu_rng_state", value=torch.zeros(4)), ["is no state"]),
+    "random state of zeros": (RANK0, put("rng_state", "cpu_rng_state", value=torch.zeros(4)), ["is invalid"]),
     "no callbacks": (RANK0, drop("callbacks"), [RANK0, "callbacks is missing"]),
     "no numbers of the engine": (RANK0, drop("engines"), ["cannot be loaded (KeyError 'engines')"]),
     "no steps of the engine": (RANK0, drop("engines", 0, "counts", "global_steps"), ["KeyError 'global_steps'"]),
@@ -178,7 +178,7 @@ WRONG = {
 ANOTHER = {
     "net": ("hyperparameters__moe", "true", ["hyperparameters.moe: True", "made with False"]),
     "optimizer": (f"{DEEPSPEED}optimizer__type", "SGD", ["optimizer.type", "adam"]),
-    "state": (f"{DEEPSPEED}optimizer__params__amsgrad", "true", ["amsgrad: True", "holds no state for it"]),
+    "state": (f"{DEEPSPEED}optimizer__params__amsgrad", "true", ["amsgrad: True", "has no state for it"]),
     "precision": (f"{DEEPSPEED}bf16__enabled", "true", ["precision: 'bfloat16'", "'float32'"]),
     "batch": (f"{DEEPSPEED}train_batch_size", 48, ["train_batch_size: 48", "made with 32"]),
     "inputs": ("data__normalize", "imagenet", ["data.normalize: [[0.485, 0.456, 0.406]", "made with [[0.5, 0.5, 0.5]"]),
@@ -189,9 +189,9 @@ ANOTHER = {
 DAMAGE = {
     "no engine": (signed(lambda folder: shutil.rmtree(folder / "model0")), [],
                   ["It holds 0 engines, and the trial has 1", REMEDY]),
-    "other steps": (edit(METADATA, STEPS), [], [f"{METADATA}: cannot be read (it differs from the written file", OTHER]),
+    "other steps": (edit(METADATA, STEPS), [], [f"{METADATA}: cannot be read (it has changed since it was written", OTHER]),
     "truncated": (truncate_model, [], [MODEL, "is truncated", OTHER, "(step 2)"]),
-    "altered": (alter, [], [MODEL, "differs from the written file", OTHER]),
+    "altered": (alter, [], [MODEL, "has changed since it was written", OTHER]),
     "missing": (remove(MODEL), [], [MODEL, "is missing", OTHER]),
     "no metadata": (remove(METADATA), [], [f"{METADATA}: is missing", OTHER]),
     "metadata of nothing": (lambda folder: (folder / METADATA).write_text("[" * 100_000), [],
@@ -277,7 +277,7 @@ def test_digests_cover_every_byte_and_file(tmp_path):
     assert files.damage(tmp_path) is None
     for place in (0, (1 << 20) + 5, (3 << 20) - 1):
         large.write_bytes(whole[:place] + b"x" + whole[place + 1 :])
-        assert files.damage(tmp_path) == "large: differs from the written file", place
+        assert files.damage(tmp_path) == "large: has changed since it was written", place
     large.unlink()
     assert files.damage(tmp_path) == "large: is missing"
 

@@ -184,9 +184,12 @@ def name_of(place):
 
 
 HOSTILE = {
-    "a file above": (name_of("../../escaped"), "is no name of a file in its folder"),
-    "a path": (lambda m: name_of(f"{m.parents[4]}/escaped")(m), "is no name of a file in its folder"),
-    "its description": (name_of("metadata.json"), "is no name of a file in its folder"),
+    "a file above": (name_of("../../escaped"), "is not the name of a file in the checkpoint's folder"),
+    "a path": (
+        lambda m: name_of(f"{m.parents[4]}/escaped")(m),
+        "is not the name of a file in the checkpoint's folder",
+    ),
+    "its description": (name_of("metadata.json"), "is not the name of a file in the checkpoint's folder"),
     "more bytes": (lambda m: described(m, files={"identity.json": [1, "0"]}), "has more bytes than"),
     "a vast file": (lambda m: described(m, files={"identity.json": [2**49, "0"]}), "MiB are free"),
     "no size": (lambda m: described(m, files={"identity.json": [-1, "0"]}), "has -1 bytes"),
