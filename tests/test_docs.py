@@ -112,6 +112,12 @@ def test_the_readme_and_the_site_link_every_page():
         assert f"(docs/{page.name})" in text and f"- docs/{page.name}\n" in site, page.name
 
 
+def test_editors_find_the_schema_of_every_experiment_file():
+    for file in [*PROJECT.glob("experiments/*.yaml"), PROJECT / "const.yaml", PROJECT / "distributed.yaml"]:
+        first = file.read_text().split("\n", 1)[0].removeprefix("# yaml-language-server: $schema=")
+        assert (file.parent / first).resolve() == PROJECT / "docs/schema.json", file
+
+
 def test_the_reference_has_every_key_and_is_current(capsys):
     assert train.main(["--keys", "markdown"]) == 0
     page = capsys.readouterr().out
@@ -121,7 +127,11 @@ def test_the_reference_has_every_key_and_is_current(capsys):
     assert train.main(["--keys"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert train.main(["--keys", "json"]) == 0
-    schema = json.loads(capsys.readouterr().out)["properties"]
+    page = capsys.readouterr().out
+    assert page == (PROJECT / "docs/schema.json").read_text(), (
+        "python3 train.py --keys json > docs/schema.json"
+    )
+    schema = json.loads(page)["properties"]
     for section, keys in {"hyperparameters": Hyperparameters.keys(), "data": DataSettings.keys()}.items():
         assert schema[section]["properties"].keys() == keys.keys()
         for name, key in keys.items():

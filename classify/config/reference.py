@@ -76,9 +76,9 @@ def markdown(sections: Sections) -> str:
 
 
 def json_schema(sections: Sections) -> str:
-    """Return a JSON Schema; an editor completes and explains the keys with it.
+    """Return the JSON Schema ``docs/schema.json``, with which an editor completes and explains keys.
 
-    The schema restricts no value, because a search may put a range in the place of any.
+    The schema restricts no values, because a search may replace any value by a range.
     """
     root = _properties(sections[""])
     for section, keys in sections.items():
