@@ -8,8 +8,8 @@ import deepspeed_trial
 
 HEAD = """# The public names of `deepspeed_trial`
 
-`from deepspeed_trial import NAME` imports a name; `help(NAME)` shows its arguments and errors. `tests/api_page.py` writes this
-page. All other modules and names may change with any release.
+`from deepspeed_trial import NAME` imports a name; `help(NAME)` shows its arguments and errors.
+`tests/api_page.py` writes this page. All other modules and names may change with any release.
 """
 WIDTH = 110
 

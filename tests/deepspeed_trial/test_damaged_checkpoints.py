@@ -167,7 +167,7 @@ WRONG = {
     "a moment's shape": (RECORD, put("tensors", "exp_avg/fc3.bias", value=[5, 2]),
                          ["exp_avg/fc3.bias is (5, 2), but (10,) in this network"]),
     "a moment of whole numbers": (MODEL, put("exp_avg/fc3.bias", value=torch.zeros(10, dtype=torch.int32)),
-                                  ["exp_avg/fc3.bias: is of torch.int32, and no moment"]),
+                                  ["exp_avg/fc3.bias: torch.int32 is no type of an optimizer"]),
     "a count below 0": (MODEL, put("step/fc3.bias", value=torch.tensor([-1.0])),
                         ["cannot be loaded (step/fc3.bias: -1.0: must be at least 0 and finite)"]),
     "a learning rate as text": (RANK0, put("engines", 0, "groups", 0, "lr", value="1"),
