@@ -36,7 +36,7 @@ from sources import (
 from support import contents
 
 import shards
-from classify.images.listing import Listing, Location
+from classify.images.listing import ListedSource, Location
 from classify.images.sources import kind_of, remote
 from classify.images.sources.shards import expand
 
@@ -325,8 +325,8 @@ def test_a_replaced_parquet_file_is_read_again(tmp_path):
     for images in ([b"a", b"b", b"c", b"d"], [b"e", b"f", b"g", b"h"]):
         shutil.rmtree(tmp_path / "p", ignore_errors=True)
         parquet(tmp_path / "p", image=images)
-        listing = source.open(Location(str(tmp_path / "p"), cache=str(tmp_path / "cache"))).listing("all")
-        assert isinstance(listing, Listing) and listing.read(range(4)) == images
+        opened = source.open(Location(str(tmp_path / "p"), cache=str(tmp_path / "cache")))
+        assert isinstance(opened, ListedSource) and opened.listing("all").read(range(4)) == images
 
 
 def parquet_of(folder: pathlib.Path, columns: list[str], values: list[Any], names: object = None) -> None:
