@@ -127,11 +127,11 @@ def test_the_reference_has_every_key_and_is_current(capsys):
     assert train.main(["--keys"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert train.main(["--keys", "json"]) == 0
-    page = capsys.readouterr().out
-    assert page == (PROJECT / "docs/schema.json").read_text(), (
+    printed = capsys.readouterr().out
+    assert printed == (PROJECT / "docs/schema.json").read_text(), (
         "python3 train.py --keys json > docs/schema.json"
     )
-    schema = json.loads(page)["properties"]
+    schema = json.loads(printed)["properties"]
     for section, keys in {"hyperparameters": Hyperparameters.keys(), "data": DataSettings.keys()}.items():
         assert schema[section]["properties"].keys() == keys.keys()
         for name, key in keys.items():
