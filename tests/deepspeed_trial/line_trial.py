@@ -128,6 +128,15 @@ class LineTrial(DeepSpeedTrial):
         return [weight.clone() for engine in self.engines for weight in engine.module.state_dict().values()]
 
 
+def train_on_a_cpu(det_ds: Any) -> None:
+    """Let Determined's own context and trainer do without a GPU; DeepSpeed need not compile its operator."""
+    if not torch.cuda.is_available():
+        cpu = torch.device("cpu")
+        det_ds.DeepSpeedTrialContext._init_device = lambda context: setattr(context, "device", cpu)
+        det_ds.DeepSpeedTrialController._sync_device = lambda controller: None
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 HPARAMS = ("form", "deepspeed_config")
 KEEP: dict[str, Any] = {"checkpoint_storage": {"save_trial_latest": 99}}
 KEEP["reproducibility"] = {"experiment_seed": 3}

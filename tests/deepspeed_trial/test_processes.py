@@ -108,19 +108,13 @@ def test_steps_do_not_wait_for_the_device(tmp_path):
 
 
 STOCK = """
-import os
-import deepspeed, torch
+import deepspeed
 from determined import pytorch
 from determined.pytorch import deepspeed as det_ds
-
-if not torch.cuda.is_available():
-    def cpu(self):
-        self.device = torch.device("cpu")
-    det_ds.DeepSpeedTrialContext._init_device = cpu
-    det_ds.DeepSpeedTrialController._sync_device = lambda self: None
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # spares the compilation
-
+from line_trial import train_on_a_cpu
 from model_def import CIFARTrial
+
+train_on_a_cpu(det_ds)
 
 deepspeed.init_distributed()
 hparams = {"deepspeed_config": "ds_config.json", "overwrite_deepspeed_args": {"gradient_clipping": 0.5}}

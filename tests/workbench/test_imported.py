@@ -17,21 +17,16 @@ from deepspeed_trial.checkpoints.files import known
 from workbench.imported import import_checkpoint
 
 METADATA = {"determined_version": "0.38.1", "steps_completed": 10, "framework": "torch", "format": "pickle"}
-# Determined's own trainer, on a CPU
+# Determined's own trainer
 STOCK = """
 import pathlib, shutil, sys
 import deepspeed, torch
 from determined import pytorch
 from determined.pytorch import deepspeed as det_ds
-from line_trial import LineTrial
+from line_trial import LineTrial, train_on_a_cpu
 from deepspeed_trial.random_state import seed_everything
 
-if not torch.cuda.is_available():
-    def cpu(self):
-        self.device = torch.device("cpu")
-    det_ds.DeepSpeedTrialContext._init_device = cpu
-    det_ds.DeepSpeedTrialController._sync_device = lambda self: None
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+train_on_a_cpu(det_ds)
 
 target, stage = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 deepspeed.init_distributed()

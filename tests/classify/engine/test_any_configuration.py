@@ -67,11 +67,6 @@ def mutated(draw):
     return config
 
 
-def drawn(examples):
-    checks = list(HealthCheck)
-    return settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=checks)
-
-
 def runs_or_is_refused(tmp_path_factory, capfd, hparams):
     output = tmp_path_factory.mktemp("any")
     chosen = f"hyperparameters={json.dumps(hparams)}"
@@ -84,14 +79,11 @@ def runs_or_is_refused(tmp_path_factory, capfd, hparams):
         assert not list(output.glob("checkpoints/*"))
 
 
-@drawn(30)
-@given(hparams=mutated())
-def test_any_configuration_runs_or_is_refused(tmp_path_factory, capfd, hparams):
-    runs_or_is_refused(tmp_path_factory, capfd, hparams)
+@pytest.mark.parametrize("examples", [30, pytest.param(500, marks=pytest.mark.soak)])
+def test_any_configuration_runs_or_is_refused(tmp_path_factory, capfd, examples):
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(hparams=mutated())
+    def check(hparams):
+        runs_or_is_refused(tmp_path_factory, capfd, hparams)
 
-
-@pytest.mark.soak
-@drawn(500)
-@given(hparams=mutated())
-def test_hundreds_of_configurations_run_or_are_refused(tmp_path_factory, capfd, hparams):
-    runs_or_is_refused(tmp_path_factory, capfd, hparams)
+    check()
