@@ -40,7 +40,9 @@ CHUNK = 500  # images written at a time
 _HEAD = 4096  # bytes of ``.filled`` before the marks
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 _ENDINGS = ("pt", "raw", "partial", "sidecar", "growing", "filled", "begun", "unreadable")
-_FILE = re.compile(rf"\.((?:cifar10|images)-(?:train|val|test|all)-\d+x\d+)\.(?:{'|'.join(_ENDINGS)})")
+_FILE = re.compile(
+    rf"\.((?:cifar10|images)-(?:train|val|test|all)(?:-pad|-stretch)?-\d+x\d+)\.(?:{'|'.join(_ENDINGS)})"
+)
 _REMEDIES = {
     **dict.fromkeys(DISK_FULL, "free some disk space"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "allow writing there"),

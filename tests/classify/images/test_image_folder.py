@@ -68,6 +68,14 @@ def test_a_process_waits_only_for_its_own_images(folder, request, place):
     assert waiting.exitcode == 0
 
 
+@pytest.mark.parametrize("fit", ["pad", "stretch"])
+def test_caches_of_every_fit_are_listed_and_cleared(folder, fit, capsys):
+    DataPlan.resolve(DataSettings("imagefolder", str(folder), fit=fit)).load("train")
+    assert checkpoint.main(["caches", str(folder), "--clear"]) == 0
+    assert f"/.images-train-{fit}-32x32.raw" in capsys.readouterr().out
+    assert not list(folder.glob(".images-*.raw"))
+
+
 def test_the_place_of_a_cache_is_shown_listed_and_cleared(folder, tmp_path, monkeypatch, capsys):
     read(folder)
     said = capsys.readouterr().err
