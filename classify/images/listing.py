@@ -10,7 +10,7 @@ import os
 import pathlib
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -265,6 +265,42 @@ class ListedSource(abc.ABC):
     def class_counts(self, part: str) -> list[int]:
         """Return the number of a part's images in each class."""
         return self.listing(part).labels.bincount(minlength=len(self.classes)).tolist()
+
+
+class WithoutSome(ListedSource):
+    """A source without some of its images.
+
+    Args:
+        source: the source with all its images.
+        left_out: the indices of the others in each part.
+    """
+
+    def __init__(self, source: ListedSource, left_out: Mapping[str, Collection[int]]) -> None:
+        super().__init__(source.location)
+        self._source = source
+        self._listings = {part: source.listing(part) for part in source.parts}
+        self._listings |= {
+            part: Subset(self._listings[part], rows) for part, rows in left_out.items() if rows
+        }
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The class names, in the order of the labels."""
+        return self._source.classes
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
+        return self._source.parts
+
+    @property
+    def passed_over(self) -> Mapping[str, int]:
+        """The number of files in the folder that are no images of a class, by their extensions."""
+        return self._source.passed_over
+
+    def listing(self, part: str) -> Listing:
+        """Return the other images of a part."""
+        return self._listings[part]
 
 
 def is_remote(path: str) -> bool:

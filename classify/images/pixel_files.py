@@ -95,14 +95,36 @@ class PixelFile:
             InvalidInput: if the disk is too small, or refuses the file, or an image cannot be decoded.
             TrainingStopped: if the system kills a process that decodes.
         """
+
+        def filled(file: pathlib.Path) -> tuple[str, Tensor]:
+            fill(file)
+            return fingerprint, labels
+
         with self.lock() as folder:
             if (whole := self.read(fingerprint, labels)) is not None:
                 return whole
-            shape = (len(labels), 3, *self.size)
-            whole = _write(folder / f".{self.name}.pt", fingerprint, shape, labels, fill)
-        where = f"{folder / f'.{self.name}.raw'} ({in_bytes(math.prod(shape))})"
+            return self.write_some(folder, len(labels), filled)
+
+    def write_some(
+        self, folder: pathlib.Path, count: int, fill: Callable[[pathlib.Path], tuple[str, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Write the file of at most ``count`` images; needs the lock; return as ``read``.
+
+        Args:
+            folder: that the lock yields.
+            count: of the images that need room.
+            fill: writes images into an empty file; returns their fingerprint and labels.
+
+        Raises:
+            InvalidInput: as ``write``.
+            TrainingStopped: as ``write``.
+        """
+        whole = _write(folder / f".{self.name}.pt", (count, 3, *self.size), fill)
+        where = f"{folder / f'.{self.name}.raw'} ({in_bytes(whole[0].nbytes)})"
         remove = f"{typed('checkpoint', 'caches', self.root, '--clear')} removes it"
-        print(printable(f"{_in_words(shape)} are kept decoded in {where}; {remove}"), file=sys.stderr)
+        print(
+            printable(f"{_in_words(whole[0].shape)} are kept decoded in {where}; {remove}"), file=sys.stderr
+        )
         return whole
 
 
@@ -206,6 +228,20 @@ def write_resized(images: Tensor, size: tuple[int, int], target: pathlib.Path) -
             file.write(part.contiguous().numpy().data)
 
 
+def remove_images(file: pathlib.Path, count: int, rows: Sequence[int]) -> None:
+    """Remove images from a file of ``count`` images, in place; later images move forward."""
+    if not rows:
+        return
+    size = file.stat().st_size // count
+    kept = np.delete(np.arange(count), rows)
+    images = np.memmap(file, np.uint8, "r+", shape=(count, size))
+    for start in range(0, len(kept), CHUNK):
+        part = kept[start : start + CHUNK]
+        images[start : start + len(part)] = images[part]
+    images.flush()
+    os.truncate(file, len(kept) * size)
+
+
 def in_bytes(count: int) -> str:
     """Return a number of bytes in MiB or GiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
@@ -241,11 +277,7 @@ def _map(raw: pathlib.Path, shape: Sequence[int]) -> Tensor:
 
 
 def _write(
-    sidecar: pathlib.Path,
-    fingerprint: str,
-    shape: Sequence[int],
-    labels: Tensor,
-    fill: Callable[[pathlib.Path], None],
+    sidecar: pathlib.Path, shape: Sequence[int], fill: Callable[[pathlib.Path], tuple[str, Tensor]]
 ) -> tuple[Tensor, Tensor]:
     raw, partial, new_sidecar = (sidecar.with_suffix(f".{kind}") for kind in ("raw", "partial", "sidecar"))
     try:
@@ -255,10 +287,10 @@ def _write(
             file.unlink(missing_ok=True)  # stale; the new images may need its room
         _check_room(raw, shape)
         partial.write_bytes(b"")
-        fill(partial)
+        fingerprint, labels = fill(partial)
         with open(partial, "rb+") as written:
             os.fsync(written.fileno())
-        _adopt(partial, sidecar, fingerprint, shape, labels)
+        _adopt(partial, sidecar, fingerprint, (len(labels), *shape[1:]), labels)
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "check the disk")
         reason = f"the decoded images could not be written ({one_line(error)})"

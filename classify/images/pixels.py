@@ -216,9 +216,7 @@ def open_pixels(
         TrainingStopped: if the system kills a process that decodes.
     """
     listing = source.listing(part)
-    name = f"images-{part}" if fit == CROP else f"images-{part}-{fit}"
-    file = PixelFile(source.location.folder, name, size)
-    fingerprint = f"{_FILE_FORMAT} {size} {listing.fingerprint}"
+    file, fingerprint = file_of(source, part, size, fit), fingerprint_of(listing, size)
     whole = file.read(fingerprint, listing.labels)
     if whole is None and state is State.MAPPED:
         fill = functools.partial(decode_all, listing, size, part, fit=fit)
@@ -227,6 +225,17 @@ def open_pixels(
         return Pixels(State.MAPPED, whole[0])
     growing = GrowingFile(file, fingerprint, listing.labels) if state is State.GROWING else None
     return Pixels(state, None, listing, size, growing, fit)
+
+
+def file_of(source: ListedSource, part: str, size: tuple[int, int], fit: str) -> PixelFile:
+    """Return the file of a part's decoded images."""
+    name = f"images-{part}" if fit == CROP else f"images-{part}-{fit}"
+    return PixelFile(source.location.folder, name, size)
+
+
+def fingerprint_of(listing: Listing, size: tuple[int, int]) -> str:
+    """Return the fingerprint of decoded images in their file."""
+    return f"{_FILE_FORMAT} {size} {listing.fingerprint}"
 
 
 def decode_all(

@@ -21,6 +21,7 @@ from classify.images.listing import (
     Listing,
     Location,
     Shard,
+    WithoutSome,
     is_remote,
     raise_some,
 )
@@ -29,8 +30,8 @@ from classify.images.pixel_files import in_bytes
 from classify.images.pixels import AHEAD, ImageSet, Pixels, State, open_pixels
 from classify.images.settings import AUTO, BALANCED, MOST_WORKERS, ONCE, SKIP, STREAM, DataSettings
 from classify.images.sources import Source
-from classify.images.sources.excluded import excluding, identity
-from classify.images.sources.readable import Readable
+from classify.images.sources.excluded import excluding
+from classify.images.sources.readable import refuse_empty_classes, unreadable
 from classify.images.sources.shard_cache import ShardsAhead
 from classify.images.splits import Cut, groups_of
 from deepspeed_trial.errors import InvalidInput
@@ -57,6 +58,10 @@ class DataPlan:
         cut: the held-out splits of the training part.
         state: the place of decoded images; ``MEMORY`` if the source decodes them.
         window: the number of shards that are shuffled together; None for all.
+        excluded_identity: the images that ``data.exclude`` names, as checkpoints name them; None if there
+            are none.
+        unreadable: the images of each part that ``data.unreadable: skip`` leaves out: their indices, and an
+            error line for each.
     """
 
     settings: DataSettings
@@ -64,6 +69,8 @@ class DataPlan:
     cut: Cut
     state: State
     window: int | None
+    excluded_identity: str | None
+    unreadable: Mapping[str, Mapping[int, str]]
 
     @classmethod
     def resolve(cls, settings: DataSettings) -> DataPlan:
@@ -73,15 +80,12 @@ class DataPlan:
             InvalidInput: if the data is missing, damaged or not usable, or with a line for each setting that
                 does not fit the dataset.
         """
-        source = _open(settings)
+        source, excluded, left_out = _open(settings)
         cut = _cut(source, settings)
         pixels = 3 * math.prod(settings.stored_size) * sum(source.count(part) for part in source.parts)
         shards = _shards(source, source.parts)
         remote = [shard.size for shard in dict.fromkeys(shards) if is_remote(shard.url)]
-        limit = settings.cache_limit
-        is_large = pixels > (LARGE if limit is None else min(LARGE, limit))
-        is_streamed = settings.decode == STREAM or (settings.decode is None and is_large)
-        is_streamed = is_streamed and isinstance(source, ListedSource)
+        is_streamed = isinstance(source, ListedSource) and _is_streamed(source, settings)
         window = WINDOW if settings.window is None and is_streamed and remote else settings.window
         if not isinstance(window, int) or len(_shards(source, [_training_part(source)])) <= window:
             window = None
@@ -95,7 +99,7 @@ class DataPlan:
         if isinstance(source, ListedSource):
             has_room = is_streamed and _has_room(source, settings, pixels + needed)
             state = State.MAPPED if not is_streamed else State.GROWING if has_room else State.NONE
-        return cls(settings, source, cut, state, window)
+        return cls(settings, source, cut, state, window, excluded, left_out)
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -131,29 +135,21 @@ class DataPlan:
     @property
     def passed_over(self) -> Mapping[str, int]:
         """The number of files in the folder that are no images of a class, by their extensions."""
-        source = self.source.source if isinstance(self.source, Readable) else self.source
-        return source.passed_over if isinstance(source, ListedSource) else {}
+        return self.source.passed_over if isinstance(self.source, ListedSource) else {}
 
     @property
     def left_out(self) -> list[str]:
         """An error line for each unreadable image that ``data.unreadable: skip`` leaves out."""
-        parts = self.source.left_out if isinstance(self.source, Readable) else {}
-        return [line for lines in parts.values() for line in lines.values()]
+        return [line for lines in self.unreadable.values() for line in lines.values()]
 
     @property
     def left_out_identity(self) -> str | None:
         """The left-out images, as checkpoints name them; None if there are none."""
         if not self.left_out:
             return None
-        assert isinstance(self.source, Readable)
-        indices = {part: list(lines) for part, lines in self.source.left_out.items()}
+        indices = {part: list(lines) for part, lines in self.unreadable.items()}
         digest = hashlib.sha256(repr(indices).encode()).hexdigest()[:8]
         return f"left out: {len(self.left_out):,}, digest {digest}"
-
-    @property
-    def excluded_identity(self) -> str | None:
-        """The images that ``data.exclude`` names, as checkpoints name them; None if there are none."""
-        return identity(self.source.source if isinstance(self.source, Readable) else self.source)
 
     @property
     def shards(self) -> list[Shard]:
@@ -253,8 +249,8 @@ class DataPlan:
         Raises:
             InvalidInput: with a line for each unreadable image, unless these images are left out.
         """
-        if isinstance(self.source, ListedSource) and not isinstance(self.source, Readable):
-            left_out = Readable(self.source, self.settings.stored_size).left_out.values()
+        if isinstance(self.source, ListedSource) and self.settings.unreadable != SKIP:
+            left_out = unreadable(self.source, self.settings.stored_size, self.settings.fit).values()
             raise_some([line for lines in left_out for line in lines.values()], NOT_READABLE)
 
     @functools.cached_property
@@ -300,20 +296,35 @@ def devices(sizes: Sequence[int], settings: DataSettings, device: torch.device) 
     return chosen
 
 
-def _open(settings: DataSettings) -> Source:
-    """Open the dataset without the images that ``data.exclude`` and ``data.unreadable`` leave out."""
+def _open(settings: DataSettings) -> tuple[Source, str | None, dict[str, dict[int, str]]]:
+    """Open the dataset without the images that ``data.exclude`` and ``data.unreadable`` leave out.
+
+    Returns:
+        The source, and ``excluded_identity`` and ``unreadable`` of the plan.
+    """
     folder, limit = settings.cache.folder, settings.cache_limit
     location = Location(
         settings.root, settings.download, settings.storage, folder, limit, settings.group_column
     )
-    source = settings.kind.open(location)
+    source, excluded = settings.kind.open(location), None
     if settings.exclude is not None:
-        source = excluding(source, settings.exclude, settings.stored_size)
+        source, excluded = excluding(source, settings.exclude, settings.stored_size)
     if settings.unreadable != SKIP:
-        return source
+        return source, excluded, {}
     if not isinstance(source, ListedSource):
         raise InvalidInput(f"data.unreadable: 'skip': {settings.dataset} has no image files; remove it")
-    return Readable(source, settings.stored_size)
+    keeps = not _is_streamed(source, settings)
+    left_out = unreadable(source, settings.stored_size, settings.fit, keeps)
+    refuse_empty_classes(source, left_out)
+    return WithoutSome(source, left_out), excluded, left_out
+
+
+def _is_streamed(source: ListedSource, settings: DataSettings) -> bool:
+    """Return whether images are decoded when a step needs them."""
+    if settings.decode is not None:
+        return settings.decode == STREAM
+    pixels = 3 * math.prod(settings.stored_size) * sum(source.count(part) for part in source.parts)
+    return pixels > (LARGE if settings.cache_limit is None else min(LARGE, settings.cache_limit))
 
 
 def _training_part(source: Source) -> str:

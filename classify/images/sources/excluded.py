@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from classify.images.listing import ListedSource, Listing, Subset
+from classify.images.listing import ListedSource, WithoutSome
 from deepspeed_trial.errors import InvalidInput, printable
 from deepspeed_trial.input_files import parsed, refused, small_file
 
@@ -43,8 +43,10 @@ def image_names(source: Any, part: str) -> Iterator[str]:
         yield f"{shard.url.removeprefix(root)}#{place - shard.start}"
 
 
-def excluding(source: Any, file: str, size: tuple[int, int]) -> Any:
-    """Return a source without some images, which trains as if they had never been there.
+def excluding(source: Any, file: str, size: tuple[int, int]) -> tuple[Any, str | None]:
+    """Return a source without some images, and the images as checkpoints name them.
+
+    A training is as if the images had never been there.
 
     Args:
         source: a ``ListedSource`` or ``DecodedSource``.
@@ -75,7 +77,7 @@ def excluding(source: Any, file: str, size: tuple[int, int]) -> Any:
         raise InvalidInput(errors)
     excluded: Any = ExcludedPixels(source, left_out, size)
     if isinstance(source, ListedSource):
-        excluded = ExcludedFiles(source, left_out)
+        excluded = WithoutSome(source, left_out)
     empty = [
         f"data.exclude: {file}: leaves no image of the class {name!r} in {part!r}; remove some lines"
         for part in source.parts
@@ -86,7 +88,7 @@ def excluding(source: Any, file: str, size: tuple[int, int]) -> Any:
     ]
     if empty:
         raise InvalidInput(empty)
-    return excluded
+    return excluded, _identity(left_out)
 
 
 def _lines(file: str) -> dict[str, int]:
@@ -100,42 +102,6 @@ def _lines(file: str) -> dict[str, int]:
     return {line.removeprefix("./"): number for line, number in numbered if line.strip() and line[0] != "#"}
 
 
-class ExcludedFiles(ListedSource):
-    """A source of encoded images without some of them.
-
-    Args:
-        source: the source with all its images.
-        left_out: the indices of the others in each part.
-    """
-
-    def __init__(self, source: ListedSource, left_out: Mapping[str, list[int]]) -> None:
-        super().__init__(source.location)
-        self._source, self.left_out = source, left_out
-        self._parts: dict[str, Listing] = {}
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The class names, in the order of the labels."""
-        return self._source.classes
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
-        return self._source.parts
-
-    @property
-    def passed_over(self) -> Mapping[str, int]:
-        """The number of files in the folder that are no images of a class, by their extensions."""
-        return self._source.passed_over
-
-    def listing(self, part: str) -> Listing:
-        """Return the other images of a part."""
-        if part not in self._parts:
-            images = self._source.listing(part)
-            self._parts[part] = Subset(images, self.left_out[part]) if self.left_out[part] else images
-        return self._parts[part]
-
-
 class ExcludedPixels:
     """A source of decoded images without some of them; see ``DecodedSource``.
 
@@ -146,16 +112,16 @@ class ExcludedPixels:
     """
 
     def __init__(self, source: Any, left_out: Mapping[str, list[int]], size: tuple[int, int]) -> None:
-        self._source, self.left_out, self._size = source, left_out, size
+        self._source, self._left_out, self._size = source, left_out, size
         self.classes, self.parts = source.classes, source.parts
 
     def count(self, part: str) -> int:
         """Return the number of images in a part."""
-        return self._source.count(part) - len(self.left_out[part])
+        return self._source.count(part) - len(self._left_out[part])
 
     def class_counts(self, part: str) -> list[int]:
         """Return the number of a part's images in each class."""
-        if not self.left_out[part]:
+        if not self._left_out[part]:
             return list(self._source.class_counts(part))
         labels = self.load(part, self._size)[1]
         return labels.bincount(minlength=len(self.classes)).tolist()
@@ -163,13 +129,12 @@ class ExcludedPixels:
     def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return images (N, 3, H, W) uint8 of this height and width, and labels (N,) int64."""
         images, labels = self._source.load(part, size)
-        rows = torch.from_numpy(np.delete(np.arange(len(labels)), self.left_out[part]))
-        return (images[rows], labels[rows]) if self.left_out[part] else (images, labels)
+        rows = torch.from_numpy(np.delete(np.arange(len(labels)), self._left_out[part]))
+        return (images[rows], labels[rows]) if self._left_out[part] else (images, labels)
 
 
-def identity(source: Any) -> str | None:
+def _identity(left_out: Mapping[str, list[int]]) -> str | None:
     """Return the excluded images, as checkpoints name them; None if there are none."""
-    left_out = getattr(source, "left_out", {}) if isinstance(source, (ExcludedFiles, ExcludedPixels)) else {}
     if not any(left_out.values()):
         return None
     digest = hashlib.sha256(repr(sorted(left_out.items())).encode()).hexdigest()[:8]

@@ -12,6 +12,7 @@ from support import all_at_once, error_line, overrides
 import checkpoint
 import shards
 import train as program
+from classify.images import pixels
 from classify.images.plan import UNREADABLE, DataPlan
 from classify.images.settings import DataSettings
 from classify.images.sources import readable
@@ -33,11 +34,12 @@ def scanned(monkeypatch) -> list[str]:
     parts: list[str] = []
     try_all = readable.try_all
 
-    def noted(images, size, split, target=None):
+    def noted(images, size, split, *more):
         parts.append(split.split()[0])
-        return try_all(images, size, split, target)
+        return try_all(images, size, split, *more)
 
     monkeypatch.setattr(readable, "try_all", noted)
+    monkeypatch.setattr(pixels, "try_all", noted)
     return parts
 
 
