@@ -74,13 +74,16 @@ def _without_places(description: Any) -> dict[str, Any]:
 
 
 def _sources(folder: pathlib.Path, name: str) -> list[str]:
-    """Copy the code of a network of ``net.py``; return the modules to import."""
+    """Copy the code of a network of ``net.py``; return the modules to import.
+
+    The ``net.py`` of a working directory becomes ``own_net.py``, beside the project's.
+    """
     if not pretrained.is_own(name):
         return []
-    files = [pathlib.Path(str(inspect.getsourcefile(each))) for each in (own.register, own.NETS[name])]
-    for file in dict.fromkeys(files):
-        shutil.copyfile(file, folder / file.name)  # without the file's mode
-    return list(dict.fromkeys(file.stem for file in files))
+    files = {each.__module__.rpartition(".")[2]: each for each in (own.register, own.NETS[name])}
+    for module, each in files.items():
+        shutil.copyfile(str(inspect.getsourcefile(each)), folder / f"{module}.py")  # without the file's mode
+    return list(files)
 
 
 def _write_config(path: pathlib.Path, made: nn.Module, description: dict[str, Any]) -> None:

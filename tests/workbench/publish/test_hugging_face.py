@@ -4,6 +4,7 @@ import json
 import pathlib
 import re
 import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from support import PROJECT, run
 from written_networks import MEAN, STD, VIT, changed, write_checkpoint
 
 import checkpoint
-from classify.models import net_file, pretrained
+import net
+from classify.models import net_file, own_net, pretrained
 
 CLASSES = ["a|b", "[c](d)", "`e`\x1b", "---"]
 TIMM = "timm/vit_tiny_patch16_224"
@@ -36,14 +38,41 @@ SHOW = "\nimport json\nprint(json.dumps(probabilities.tolist()))\n"
 def published(request, tmp_path_factory) -> tuple[pathlib.Path, str]:
     """A folder, and the name of its network."""
     name, root = request.param, tmp_path_factory.mktemp("published")
-    net = changed(name, 4, NETS[name])
-    source = write_checkpoint(root / "checkpoint", name, net, CLASSES, (36, 40), NETS[name], **FITS[name])
+    made = changed(name, 4, NETS[name])
+    source = write_checkpoint(root / "checkpoint", name, made, CLASSES, (36, 40), NETS[name], **FITS[name])
     assert checkpoint.main(["export", str(source), str(root / "folder"), "--format", "hf"]) == 0
     return root / "folder", name
 
 
 def test_the_code_of_the_card_classifies_as_predict_does(published, tmp_path, capsys):
-    folder, _ = published
+    assert_card_predicts(published[0], tmp_path, capsys)
+
+
+OWN = """
+from torch import nn
+from net import register
+
+@register("mine")
+def mine(num_classes):
+    return nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 32 * 32, num_classes))
+"""
+
+
+def test_a_net_of_the_working_directory_is_published_beside_the_project_s(tmp_path, monkeypatch, capsys):
+    for name in ("NETS", "LOSSES"):
+        monkeypatch.setattr(net, name, dict(getattr(net, name)))
+    monkeypatch.setenv(own_net.VARIABLE, "")
+    (tmp_path / "net.py").write_text(OWN)
+    monkeypatch.setitem(sys.modules, own_net.MODULE, None)  # removes the module at the end
+    del sys.modules[own_net.MODULE]
+    assert own_net.choose(tmp_path / "net.py")
+    source = write_checkpoint(tmp_path / "checkpoint", "mine", changed("mine", 4, {}), CLASSES)
+    assert checkpoint.main(["export", str(source), str(tmp_path / "folder"), "--format", "hf"]) == 0
+    assert (tmp_path / "folder/net.py").read_text() == (PROJECT / "net.py").read_text()
+    assert_card_predicts(tmp_path / "folder", tmp_path, capsys)
+
+
+def assert_card_predicts(folder, tmp_path, capsys):
     here = shutil.copytree(folder, tmp_path / "here")
     pixels = np.random.default_rng(0).integers(0, 256, (40, 90, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(here / "photo.jpg")
@@ -61,18 +90,18 @@ def test_the_code_of_the_card_classifies_as_predict_does(published, tmp_path, ca
 @pytest.mark.parametrize("published", [TIMM], indirect=True)
 def test_timm_and_trainings_load_networks_of_timm(published):
     folder, name = published
-    net = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    made = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
     images, kept = torch.randn(3, 3, 32, 32), net_file.read(folder)[0]
     with torch.no_grad():
-        assert torch.equal(net(images), kept(images))
-    config = timm.data.resolve_data_config(model=net)
+        assert torch.equal(made(images), kept(images))
+    config = timm.data.resolve_data_config(model=made)
     assert list(config["mean"]) == MEAN and config["input_size"] == (3, 32, 32)
     assert (
         config["crop_mode"] == "center"
         and config["interpolation"] == "bilinear"
         and config["crop_pct"] == pytest.approx(32 / 40)
     )
-    assert net.pretrained_cfg["label_names"] == CLASSES
+    assert made.pretrained_cfg["label_names"] == CLASSES
     weights = kept.state_dict()
     found = pretrained.read(name, str(folder), (32, 32), NETS[name], CLASSES)
     assert found.keys() == weights.keys()
