@@ -34,15 +34,15 @@ def make_callbacks(
     """
     is_chief = context.distributed.rank == 0
     output = getattr(context, "output", None) if is_chief else None  # Determined's context has no folder
+    experiment = Experiment(experiment_of(context), {})
     callbacks: dict[str, pytorch.PyTorchCallback] = {
-        "classification": ClassificationLog(output, metrics, images, config),
+        "classification": ClassificationLog(output, metrics, images, config, experiment),
         "tensorboard": TensorBoardLog(context, engine, metrics, lambda: images.validation, config),
     }
     if stopping := config.hyper.early_stopping:
-        searched = Experiment(experiment_of(context), {})
-        metric = searched.metric or stopping.get("metric", "loss")
+        metric = experiment.metric or stopping.get("metric", "loss")
         is_smaller_better = metric in METRICS and METRICS[metric].smaller_is_better
-        smaller = searched.smaller_is_better if searched.metric else is_smaller_better
+        smaller = experiment.smaller_is_better if experiment.metric else is_smaller_better
         callbacks["early_stopping"] = EarlyStopping(
             context, **{**stopping, "metric": metric, "smaller_is_better": smaller}
         )

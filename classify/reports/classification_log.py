@@ -25,6 +25,7 @@ from classify.reports.metrics import SHOWN, ClassificationMetrics
 from classify.reports.summary import CLASSIFICATION
 from deepspeed_trial import redaction
 from deepspeed_trial.events import Callback
+from deepspeed_trial.experiment import Experiment
 
 AS_PNG = 64  # pixels of the longer side; larger images are JPEG files
 MOST_PIXELS = 2**20  # of the training images in the report
@@ -50,15 +51,17 @@ class Images(Protocol):
 class ClassificationLog(Callback):
     """Write ``OUTPUT/classification.json`` after every validation, and after the test.
 
-    The file has the last validation's confusion matrix, bins of confidence, hardest mistakes and least
-    certain right images. Under ``test`` it has the same of the test. ``images`` is the number of images by
-    split and class, and ``augmented`` has training images as the network sees them.
+    The file has a validation's confusion matrix, bins of confidence, hardest mistakes and least certain right
+    images: of the last validation, or with ``best_weights`` of the best, whose ``searcher.metric`` is
+    ``score``. Under ``test`` it has the same of the test. ``images`` is the number of images by split and
+    class, and ``augmented`` has training images as the network sees them.
 
     Args:
         output: the run's folder on the chief of a local run; else None, and the log writes nothing.
         metrics: of the validation.
         images: of the trial.
         config: the trial's.
+        experiment: has the searcher's metric.
     """
 
     def __init__(
@@ -67,20 +70,31 @@ class ClassificationLog(Callback):
         metrics: ClassificationMetrics,
         images: Images,
         config: TrialConfig,
+        experiment: Experiment,
     ) -> None:
         self.output, self.metrics, self.images, self.config = output, metrics, images, config
+        self.experiment = experiment
         self._log: dict[str, Any] = {}
 
     @override
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
         if self.output is None:
             return
-        plan = self.images.plan
+        plan, score = self.images.plan, metrics.get(self.experiment.metric)
+        if self.config.hyper.best_weights and not self._is_best(score, self.output / CLASSIFICATION):
+            return
         if not self._log:
             counts = {split: plan.class_counts(split) for split in plan.names}
             self._log = {"classes": self.metrics.classes, "images": counts, "augmented": self._augmented()}
-        self._log.update(self._classified(self.images.validation, plan.validation))
+        self._log.update(self._classified(self.images.validation, plan.validation), score=score)
         self._write(self.output)
+
+    def _is_best(self, score: Any, file: pathlib.Path) -> bool:
+        """Return whether a validation is better than the one in the file, which a resumed run reads."""
+        if not self._log and file.exists():
+            self._log = json.loads(file.read_text())
+        best = self._log.get("score")
+        return best is None or (score < best if self.experiment.smaller_is_better else score > best)
 
     @override
     def on_test_start(self) -> None:

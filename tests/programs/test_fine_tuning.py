@@ -95,6 +95,8 @@ def test_the_best_weights_are_kept_and_tested(tmp_path, mode):
         assert kept[key] == wanted[key], key
     assert kept["checkpoint"] == checkpoints(runs["long"])[4].name
     assert "weights: of step 4, the best by loss" in runs["long"].stdout
+    of_best = json.loads((runs["long"].output / "classification.json").read_text())
+    assert of_best == json.loads((runs["short"].output / "classification.json").read_text())
     again = train_many(tmp_path, {"long": [*long, *LATEST]}, 2)["long"]
     assert again.code == 0 and again.summary["weights_sha256"] == wanted["weights_sha256"]
 
