@@ -320,6 +320,7 @@ def audit(args: argparse.Namespace) -> None:
     dataset = Dataset.open(_data_section(args), size)
     extractor = extractor or features.of_patches(dataset)
     print(f"images    {printable(auditing.describe(dataset.plan))}", flush=True)
+    print("".join(f"left out  {printable(line)}\n" for line in dataset.plan.left_out), end="", flush=True)
     vectors = features.kept(extractor, dataset)
     print(f"features  {printable(extractor.name)}: {vectors}", flush=True)
     result = auditing.audit(dataset, vectors.values)
@@ -340,6 +341,7 @@ def head(args: argparse.Namespace) -> None:
     extractor, network = features.of_network(args.net)
     dataset = Dataset.open(_data_section(args), network.size)
     print(f"images    {printable(auditing.describe(dataset.plan))}", flush=True)
+    print("".join(f"left out  {printable(line)}\n" for line in dataset.plan.left_out), end="", flush=True)
     vectors = features.kept(extractor, dataset)
     print(f"features  {printable(extractor.name)}: {vectors}", flush=True)
     fitted = linear.fit(network, dataset, vectors.values)
@@ -359,7 +361,8 @@ def _data_section(args: argparse.Namespace) -> dict[str, Any]:
         return dict(experiment_file.read(args.config, args.overrides).get("data") or {})
     if args.config != CONFIG:
         raise InvalidInput(f"--config: {args.config}: {folder} is given, too; remove one of the two")
-    images = [f"data={json.dumps({'dataset': 'imagefolder', 'root': str(folder), 'image_size': 64})}"]
+    section = {"dataset": "imagefolder", "root": str(folder), "image_size": 64, "unreadable": "skip"}
+    images = [f"data={json.dumps(section)}"]
     return dict(experiment_file.read(args.config, [*images, *args.overrides])["data"])
 
 

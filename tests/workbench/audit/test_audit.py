@@ -3,6 +3,7 @@
 import csv
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
@@ -59,6 +60,15 @@ def main(capsys):
         return (said.err if code else said.out).splitlines()
 
     return main
+
+
+def test_an_unreadable_image_is_named_and_left_out(planted, main, tmp_path):
+    root = shutil.copytree(planted[0], tmp_path / "images")
+    broken = sorted(root.rglob("*.png"))[0]
+    broken.write_bytes(b"no image")
+    said = main("audit", root, *SIZE, "--output", tmp_path)
+    assert said[1].startswith(f"left out  {broken}: not a readable image (")
+    assert broken.name not in (tmp_path / "audit.csv").read_text()
 
 
 def test_planted_copies_and_wrong_labels_are_in_the_first_rows(planted, main, tmp_path, monkeypatch):
