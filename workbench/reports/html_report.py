@@ -112,7 +112,7 @@ def _shown(run: RecordedRun, name: str, target: pathlib.Path) -> dict[str, Any]:
             (each["picture"], " + ".join(classes[label] for label in each["labels"]))
             for each in run.classification.get("augmented") or []
         ],
-        "command": shlex.join(redaction.command(run.described["command"])),
+        "command": _typed(redaction.command(run.described["command"])),
         "groups": run.summary.get("parameter_groups") or [],
         "config": page.as_yaml(redaction.experiment(run.described["config"])),
         "machine": page.as_yaml(run.described["machine"]),
@@ -154,6 +154,11 @@ def _class_table(run: RecordedRun) -> list[dict[str, Any]]:
         run.classification["classes"], zip(*scores, strict=True), zip(*images, strict=True), strict=True
     )
     return [{"name": name, "scores": of_class, "images": images} for name, of_class, images in rows]
+
+
+def _typed(command: Sequence[str]) -> str:
+    """Return a command line; the first word, e.g. ``classify train``, is not quoted."""
+    return " ".join([*command[:1], *map(shlex.quote, command[1:])])
 
 
 def _confusion(classified: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:

@@ -107,7 +107,8 @@ def _ticks(values: Sequence[float]) -> list[float]:
     """Return 3 to 7 round numbers that enclose the values."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if low == high:
-        low, high = low - (abs(low) or 1) / 2, high + (abs(high) or 1) / 2
+        most = 1.0 if 0 <= high <= 1 else math.inf  # a share
+        low, high = low - (abs(low) or 1) / 2, min(high + (abs(high) or 1) / 2, most)
     rough = (high - low) / 5
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * size for factor in (1, 2, 5, 10) if factor * size >= rough)
