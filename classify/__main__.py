@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         take_net()
         if first in PROGRAMS:
-            return run(first, argv[1:])
+            return run(first, argv[1:], f"{COMMAND} {first}")
         if first in commands:
             return run("checkpoint", [*argv, *experiment_of(first, argv[1:])])
         return train(first, argv[1:], commands)
@@ -84,21 +84,22 @@ def subcommands() -> dict[str, str]:
     return {name: about.get(name, "") for name in added.choices}
 
 
-def run(program: str, argv: Sequence[str]) -> int:
-    """Run a program of the project; return its exit code."""
-    with named(COMMAND if program == "checkpoint" else f"{COMMAND} {program}"):
+def run(program: str, argv: Sequence[str], name: str = COMMAND) -> int:
+    """Run a program of the project under a name of the command; return its exit code."""
+    with named(name):
         code: int = importlib.import_module(program).main(argv)
     return code
 
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """Give this process a name for usage lines and hints."""
-    before, sys.argv[0] = sys.argv[0], name
+    """Name this process ``classify`` or ``classify train``, for usage lines, hints and ``run.json``."""
+    before = sys.argv
+    sys.argv = [name, *before[len(name.split()) :]]
     try:
         yield
     finally:
-        sys.argv[0] = before
+        sys.argv = before
 
 
 def take_net() -> None:
@@ -129,6 +130,7 @@ def train(folder: str, argv: Sequence[str], commands: Mapping[str, str]) -> int:
             f"{folder}: no such folder or command; give a folder of images, or a command: {hint}"
         )
     from classify.config.command_line import typed
+    from classify.reports.summary import FILE
     from deepspeed_trial.errors import printable
     from deepspeed_trial.local.folder import shown
     from workbench import photos
@@ -137,7 +139,8 @@ def train(folder: str, argv: Sequence[str], commands: Mapping[str, str]) -> int:
     code = run("train", training.arguments)
     if training.only_checks or code == 2:
         training.undo()
-    if training.only_checks or code or os.environ.get("RANK", "0") != "0":
+    is_run = (training.output / FILE).is_file()  # --folds, --tune and --find-lr write other files
+    if training.only_checks or code or not is_run or os.environ.get("RANK", "0") != "0":
         return code
     output = printable(shown(training.output))
     run("checkpoint", ["report", str(training.output)])

@@ -188,13 +188,14 @@ def _first_lines(folder: pathlib.Path, images: Images, settings: Settings, outpu
     tested = f", {splits['test']:,} test it at the end" if chooser == "val" and "test" in splits else ""
     machine = "the GPU" if torch.cuda.is_available() else f"{joblib.cpu_count()} cores"
     net, pixels = settings.net or defaults.NET, f"{settings.side}x{settings.side} pixels"
+    minutes = f"{settings.minutes:g} minute{'s' * (settings.minutes != 1)}"
     lines = {
         "images": f"{folder}: {sum(counts.values()):,} in {len(counts)} classes ({', '.join(named)}{more}),"
         f" most about {images.size[0]}x{images.size[1]} pixels",
         "split": f"{splits['train']:,} train the network, {splits[chooser]:,} choose its best weights by"
         f" {settings.metric}{tested}",
         "network": f"{net} from random weights, on {pixels}, {settings.batch:,} images a step",
-        "length": f"at most {settings.minutes:g} minutes: on {machine} about {settings.passes:,.3g} passes"
+        "length": f"at most {minutes}: on {machine} about {settings.passes:,.3g} passes"
         " over the training images",
         "folder": f"{shown(output)}; its {EXPERIMENT} has the settings",
     }

@@ -114,7 +114,7 @@ def describe_length(config: TrialConfig) -> str:
     """Describe the length in steps and epochs, or as a time."""
     if config.hyper.minutes:
         planned = f"in steps as planned on the way, epochs of {config.epoch_steps:,}"
-        return f"{config.hyper.minutes:g} minutes, {planned}"
+        return f"{config.hyper.minutes:g} minute{'s' * (config.hyper.minutes != 1)}, {planned}"
     steps = config.steps or 0
     return f"{_count(steps, 'step')}: {steps / config.epoch_steps:.4g} epochs of {config.epoch_steps:,}"
 
