@@ -87,7 +87,8 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         self.throughput = context.wrap_reducer(Throughput(), for_validation=False)
         self.rate = context.wrap_reducer(LearningRate(), for_validation=False)
         fitted = config.source.count(config.source.validation)
-        metrics = ClassificationMetrics(config.source.classes, self.throughput, config.views, fitted=fitted)
+        views = config.hyper.test_time_augmentation
+        metrics = ClassificationMetrics(config.source.classes, self.throughput, views, fitted=fitted)
         self.metrics = context.wrap_reducer(metrics, for_training=False)
         self.hooks = ClassifierHooks(context, config, engine, images.normalization, images.gpu_bytes)
 

@@ -26,6 +26,7 @@ from deepspeed.accelerator import get_accelerator
 from determined import core, pytorch
 
 from deepspeed_trial import evaluation, loaders, metrics, time_budget
+from deepspeed_trial.checkpoints.safe_load import State
 from deepspeed_trial.events import Events, NonFiniteLossMonitor
 from deepspeed_trial.loaders import Batches
 from deepspeed_trial.out_of_memory import explain_out_of_memory
@@ -33,7 +34,7 @@ from deepspeed_trial.place import CHECKPOINT, DATA, END, REPORT, TEST, TRAINING,
 from deepspeed_trial.plan import Minutes
 from deepspeed_trial.profile import profiled
 from deepspeed_trial.random_state import randomness_kept
-from deepspeed_trial.saving import Saving, State
+from deepspeed_trial.saving import Saving
 from deepspeed_trial.settings import Due, Outcome, Settings
 from deepspeed_trial.time_budget import TimeBudget
 
@@ -116,7 +117,7 @@ class Loop:
             TrainingStopped: if the training cannot continue.
         """
         advice = self.saving.hooks.advise_on_memory
-        with explain_out_of_memory(self._where, advice), self._leaving(), contextlib.ExitStack() as ends:
+        with explain_out_of_memory(self._where, advice), contextlib.ExitStack() as ends:
             self._set_up(ends)
             ends.callback(self.services.progress.close)
             total = self.context.plan.total if self.budget else self.total
@@ -384,15 +385,6 @@ class Loop:
         """Add the numbers of steps and epochs, which searchers read, unless the trial reports them."""
         evaluation.setdefault("batches", self.steps)
         evaluation.setdefault("epochs", self.state.epochs_trained)
-
-    @contextlib.contextmanager
-    def _leaving(self) -> Iterator[None]:
-        """Tell the other ranks' watch if an error ends this rank."""
-        try:
-            yield
-        except BaseException:
-            self.place.is_leaving = True
-            raise
 
     def _measuring(self, work: str) -> contextlib.AbstractContextManager[None]:
         return self.budget.measuring(work) if self.budget else contextlib.nullcontext()

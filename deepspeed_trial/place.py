@@ -24,7 +24,6 @@ class Place:
     part: str = ""  # of the phase, such as FORWARD; may be empty
     begun: int = 0  # phases and steps that the rank has begun; equal on ranks in sync
     moves: int = 0  # parts that the rank has entered since; in training, equal on ranks in sync
-    is_leaving: bool = False  # an error ends the training
 
     def __str__(self) -> str:
         """``step 12 (backward)``, ``validation after step 12 (forward)``."""

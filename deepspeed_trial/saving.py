@@ -21,7 +21,7 @@ from deepspeed_trial.checkpoints import contents, identity, pieces, safe_load, s
 from deepspeed_trial.checkpoints.identity import Identity
 from deepspeed_trial.checkpoints.safe_load import State
 from deepspeed_trial.errors import InvalidInput, one_line
-from deepspeed_trial.events import Callback, Code, TrialHooks
+from deepspeed_trial.events import Callback, TrialHooks
 from deepspeed_trial.full_weights import update_network
 from deepspeed_trial.place import GATHER
 from deepspeed_trial.random_state import random_state, set_random_state
@@ -60,7 +60,7 @@ class Saving:
 
     def identity(self) -> Identity:
         """Return the settings that a run must share with this one to exchange checkpoints."""
-        return identity.identity_of(self.engines, self.context.experiment.seed, [self.hooks.identity()])
+        return identity.identity_of(self.engines, self.context.experiment.seed, self.hooks.identity())
 
     # --------------------------------------------------------------------------------------------- write
 
@@ -213,6 +213,3 @@ def _set_random_numbers(states: Mapping[str, Any], context: Any) -> None:
         logger.warning(
             f"the checkpoint was made on {there}, this run is on {here}: random numbers will differ"
         )
-
-
-__all__ = ["Code", "Saving", "State"]

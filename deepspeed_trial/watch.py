@@ -88,7 +88,7 @@ def watching(distributed: core.DistributedContext, place: Place, hang_after: flo
     try:
         yield
     except BaseException as error:
-        place.is_leaving = True
+        watch.is_leaving = True
         if isinstance(error, RuntimeError) and _has_lost_rank(error):
             raise LostRank(f"{watch.find_lost()}; {RESUME}") from error
         if not isinstance(error, SystemExit) or error.code:
@@ -106,6 +106,7 @@ class _Watch:
         self._heartbeats, self._activity = Heartbeats(distributed, self.mine), Activity(self.mine)
         self._hang_after, self._done = hang_after, threading.Event()
         self._stuck, self._missed, self._reports = 0.0, 0.0, False
+        self.is_leaving = False  # an error ends the training
         threading.Thread(target=self._run, daemon=True, name="deepspeed_trial.watch").start()
 
     def close(self) -> None:
@@ -132,7 +133,7 @@ class _Watch:
             with contextlib.suppress(Exception):  # e.g. about a process that has just ended
                 self._activity.tick()
                 self._heartbeats.tick()
-                if not self._place.is_leaving:
+                if not self.is_leaving:
                     ranks = list(self._heartbeats.ranks)
                     self._end_if_missed(ranks)
                     self._end_if_stuck(ranks)

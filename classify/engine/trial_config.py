@@ -16,7 +16,6 @@ from torch import Tensor
 
 from classify.config.hyperparameters import Hyperparameters
 from classify.config.metric_table import SPEED_METRIC, TOP5_METRIC, TTA_METRIC, metrics_for
-from classify.config.options import TestTimeAugmentation
 from classify.engine import deepspeed_config
 from classify.engine.combinations import DTYPES, dtype_name, enabled, network_errors, offloads, zero_stage
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
@@ -284,11 +283,6 @@ class TrialConfig:
     def net(self) -> NetSpec:
         """The network."""
         return NetSpec(self.hyper.net, len(self.source.classes), self.data.image_size, self.hyper.net_args)
-
-    @property
-    def views(self) -> TestTimeAugmentation | None:
-        """Views of each image in test-time augmentation; None without it."""
-        return self.hyper.test_time_augmentation
 
     def input_size(self, step: int | None) -> tuple[int, int]:
         """Return height and width of the network's input in a step of training, or in a validation (None)."""

@@ -184,5 +184,11 @@ def _best(run: pathlib.Path, found: dict[str, dict[str, Any]]) -> str | None:
         raise InvalidInput(f"--checkpoint: best: {run}: {reason}") from error
     judged_by = [each for each in entries if each["group"] == "validation" and metric in each]
     scores = {each["steps_completed"]: sign * each[metric] for each in judged_by}
-    judged = [name for name in reversed(found) if found[name]["steps_completed"] in scores]
-    return max(judged, key=lambda name: scores[found[name]["steps_completed"]], default=None)
+    return next(iter(ranked(found, scores.get)), None)
+
+
+def ranked(found: dict[str, dict[str, Any]], score: Callable[[int], float | None]) -> list[str]:
+    """Return the names of ``known`` checkpoints with a score, the highest first, of equals the earlier."""
+    scores = {name: score(found[name]["steps_completed"]) for name in reversed(found)}
+    judged = {name: value for name, value in scores.items() if value is not None}
+    return sorted(judged, key=judged.__getitem__, reverse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ Identity = Mapping[str, Mapping[str, Any]]
 Progress = Mapping[str, Any]
 
 
-def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Iterable[Identity]) -> Identity:
+def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Identity) -> Identity:
     """Return the settings that two trials must share if one resumes from the other's checkpoint.
 
     Args:
@@ -40,8 +40,7 @@ def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Iterable[Id
     """
     mode: dict[str, Any] = {PROCESSES: torch.distributed.get_world_size()}
     position: dict[str, Any] = {"reproducibility.experiment_seed": seed}
-    net: dict[str, Any] = {}
-    states: dict[str, bool] = {}
+    states: dict[str, Any] = {}
     for number, engine in enumerate(engines):
         prefix = f"model{number}: " if number else ""
         mode[f"{prefix}precision"] = str(engine_dtype(engine)).removeprefix("torch.")
@@ -50,11 +49,10 @@ def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Iterable[Id
         position[f"{prefix}train_batch_size"] = engine.train_batch_size()
         kept = _kept_states(engine.basic_optimizer)
         states.update({f"{prefix}{key}": value for key, value in kept.items()})
-    for each in more:
-        net.update(each.get("net", {}))
-        mode.update(each.get("mode", {}))
-        position.update(each.get("position", {}))
-    return redaction.values({"net": net, "mode": mode, "position": position, "states": states})
+    groups: dict[str, dict[str, Any]] = {"net": {}, "mode": mode, "position": position, "states": states}
+    for group in GROUPS:
+        groups[group].update(more.get(group, {}))
+    return redaction.values(groups)
 
 
 def _kept_states(optimizer: torch.optim.Optimizer | None) -> dict[str, bool]:

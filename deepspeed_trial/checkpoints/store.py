@@ -134,10 +134,7 @@ class LocalCheckpoints:
 
     def best(self) -> list[str]:
         """Return the names of the validated checkpoints, the best first; ties are in their order of time."""
-        known = files.known(self.folder)
-        scores = {name: self._score(metadata["steps_completed"]) for name, metadata in known.items()}
-        judged = [name for name in reversed(known) if scores[name] is not None]
-        return sorted(judged, key=lambda name: scores[name] or 0, reverse=True)
+        return files.ranked(files.known(self.folder), self._score)
 
     def _prune(self) -> None:
         known = files.known(self.folder)
