@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import data
 from classify.config.experiment_fields import check, experiment_of
-from classify.engine.build import build_network, building, engine_arguments
+from classify.engine.build import build_network, building, compile_network, engine_arguments
 from classify.engine.hooks import ClassifierHooks
 from classify.engine.trial_config import TrialConfig
 from classify.images.mixup import apply_mixup, make_mixup
@@ -79,6 +79,8 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
             net = build_network(config, self._pipeline_loss, sample)
             engine, *_ = deepspeed.initialize(model=net, **engine_arguments(net, config))
         self.model_engine = context.wrap_model_engine(engine)
+        if config.hyper.compile:
+            compile_network(engine)
         self.accumulation = engine.gradient_accumulation_steps()
         self.train_sampler = images.training_order(config.batch, config.replicas * self.accumulation)
         if config.teacher:

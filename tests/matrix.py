@@ -49,6 +49,7 @@ class Row:
         program: what trains.
         stage: of ZeRO.
         dtype: of the engine.
+        soak: whether only `make soak` trains it.
     """
 
     arguments: tuple[str, ...]
@@ -63,6 +64,7 @@ class Row:
     program: str = "train.py"
     stage: int = 0
     dtype: str = "float32"
+    soak: bool = False
 
 
 def row(config: str, stage: int | None = None, *, steps: int = STEPS, stop: int = STOP, **values: Any) -> Row:
@@ -78,7 +80,7 @@ def row(config: str, stage: int | None = None, *, steps: int = STEPS, stop: int 
     }
     if stage is not None:
         chosen[f"{DEEPSPEED}zero_optimization__stage"] = stage
-    fields = {"ranks", "like", "tolerance", "onward", "resumed_with", "of_ranks"} & values.keys()
+    fields = {"ranks", "like", "tolerance", "onward", "resumed_with", "of_ranks", "soak"} & values.keys()
     of_row = {name: values.pop(name) for name in fields}
     for name, value in values.items():
         path = f"{DEEPSPEED}{name[3:]}" if name.startswith("ds_") else name
@@ -113,6 +115,12 @@ LINE: Any = {"type": "LinearLR", "params": {"start_factor": 1, "end_factor": 0}}
 CYCLE: Any = {"type": "OneCycleLR", "params": {"cycle_momentum": True, "pct_start": 0.4}}
 VIT: Any = {"num_layers": 2, "num_heads": 4, "hidden_dim": 64, "mlp_dim": 128}
 TIMM_VIT: Any = {"depth": 2, "embed_dim": 64, "num_heads": 4}
+SMALL_VIT: Any = {
+    "net": "timm/vit_tiny_patch16_224",
+    "net_args": TIMM_VIT,
+    "data": {"dataset": "digits", "normalize": "weights"},
+}
+COMPILED: Any = {"compile": True, "tolerance": 1e-4, "soak": True}
 # Learning rate, decay and frozen weights by name
 GROUPS: dict[str, Any] = {
     "ds_optimizer": {**SGD, "params": {**SGD["params"], "lr": 0.05}},
@@ -324,9 +332,7 @@ ROWS: dict[str, Row] = {
     "timm vit": row(
         "digits",
         3,
-        net="timm/vit_tiny_patch16_224",
-        net_args=TIMM_VIT,
-        data={"dataset": "digits", "normalize": "weights"},
+        **SMALL_VIT,
         checkpoint_activations=True,
         **NETWORK,
         ranks=(1,),
@@ -334,6 +340,15 @@ ROWS: dict[str, Row] = {
     "timm mobilenet": row(
         "digits", 3, net="timm/mobilenetv3_small_050", checkpoint_activations=True, **NETWORK, ranks=(2,)
     ),
+    # Networks that torch.compile has translated
+    "compiled": row("digits", 0, **COMPILED, like="zero0", ranks=(1,)),
+    "compiled zero1": row("digits", 1, **COMPILED, like="zero0"),
+    "compiled zero2": row("digits", 2, **COMPILED, like="zero0", onward=(("zero3", 1),)),
+    "compiled bf16": row("bf16", 2, **COMPILED, weight_average={"decay": 0.9}),
+    "compiled resnet18": row("digits", 0, net="resnet18", **NETWORK, **COMPILED, like="resnet18", ranks=(1,)),
+    "compiled resnet18 zero2": row("digits", 2, net="resnet18", **NETWORK, **COMPILED, ranks=(2,)),
+    "compiled vit": row("digits", 0, **SMALL_VIT, **NETWORK, **COMPILED, like="timm vit", ranks=(1,)),
+    "compiled vit zero1": row("digits", 1, **SMALL_VIT, **NETWORK, **COMPILED, like="timm vit", ranks=(2,)),
     # The recipes of CIFAR-10
     "recipe": row("cifar10-90", of_ranks=True, **{**AIRBENCH, **AUTOCAST}),
     "recipe zero0": row("cifar10-90", 0, **AIRBENCH, ds_gradient_accumulation_steps=2, ranks=(1,)),

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import pathlib
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,13 @@ SCALARS = {
 def each(rows: dict[str, Row], most: bool = False) -> pytest.MarkDecorator:
     """Parametrise by row and ranks, or by row and the most ranks."""
     pairs = [(name, ranks) for name, row in rows.items() for ranks in (row.ranks[-1:] if most else row.ranks)]
-    return pytest.mark.parametrize(("name", "ranks"), pairs, ids=[f"{name}-{ranks}" for name, ranks in pairs])
+    return pytest.mark.parametrize(("name", "ranks"), [trained(name, ranks) for name, ranks in pairs])
+
+
+def trained(name: str, *more: Any) -> Any:
+    """Return a test's parameters: a row's name, and more; a row of the soak marks them so."""
+    marks = [pytest.mark.soak] if ROWS[name].soak else []
+    return pytest.param(name, *more, marks=marks, id="-".join(map(str, (name, *more))))
 
 
 def scalars(run, name: str) -> list[float]:
@@ -117,7 +124,8 @@ def test_two_ranks_have_the_losses_of_one(runs: Runs, name, ranks):
 
 
 @pytest.mark.parametrize(
-    ("name", "other", "ranks"), [(name, *onward) for name, row in ROWS.items() for onward in row.onward]
+    ("name", "other", "ranks"),
+    [trained(name, *onward) for name, row in ROWS.items() for onward in row.onward],
 )
 def test_a_stopped_run_goes_on_in_another_mode(runs: Runs, name, other, ranks):
     straight, onward = runs.straight(name, 2), runs.onward(name, other, ranks)

@@ -21,6 +21,7 @@ from classify.config.rules import (
     MAPPING,
     Rule,
     elsewhere,
+    is_bool,
     is_count,
     is_number,
     number,
@@ -231,6 +232,13 @@ class Hyperparameters(Keyed):
     )
     checkpoint_activations: bool = key(
         False, BOOL, "Activation checkpointing: the backward pass computes the blocks again to spare memory."
+    )
+    compile: bool = key(
+        False,
+        Rule(
+            is_bool, "must be true or false; DeepSpeed's section of this name is for overwrite_deepspeed_args"
+        ),
+        "torch.compile translates the network, at ZeRO stage 0 to 2; it takes minutes at the first steps.",
     )
     sync_batchnorm: bool = key(False, BOOL, "Batch normalization uses the statistics of all processes.")
 

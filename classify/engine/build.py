@@ -32,6 +32,7 @@ from deepspeed_trial.out_of_memory import explain_out_of_memory
 from deepspeed_trial.patches.pipeline import clip_stages_together
 from deepspeed_trial.schedules import GroupSchedule, PlannedSchedule
 
+SHAPES = 64  # compiled shapes of batches; a network runs uncompiled beyond torch's limit, by default 8
 PipelineLoss = Callable[[Tensor, Tensor], Tensor]  # of logits (B, C) and labels
 
 
@@ -135,6 +136,16 @@ def _trainable_parameters(net: nn.Module, config: TrialConfig) -> Any:
         split = split_params_into_different_moe_groups_for_optimizer(groups)
         return [group for group in split if group["params"]]
     return groups[0]["params"] if are_plain(config.groups) else groups
+
+
+def compile_network(engine: deepspeed.DeepSpeedEngine) -> None:
+    """Translate the engine's network by ``torch.compile``, at its first batch of each shape.
+
+    Each shape has its own code, so the code of a step does not depend on the batches before it: a resumed run
+    computes the same bits. Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
+    """
+    torch._dynamo.config.recompile_limit = SHAPES
+    engine.compile(compile_kwargs={"dynamic": False})
 
 
 @contextlib.contextmanager

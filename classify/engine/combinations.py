@@ -7,11 +7,16 @@ https://github.com/determined-ai/determined/blob/v0.38.1/docs/model-dev-guide/ap
 from __future__ import annotations
 
 import ctypes.util
+import os
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 from classify.config.hyperparameters import EXPERTS_ONLY, Hyperparameters
 from classify.engine.deepspeed_keys import HYPER, MICRO_BATCH, errors_of_whole
@@ -159,6 +164,7 @@ def combination_errors(config: Mapping[str, Any], hyper: Hyperparameters, device
         *_average_errors(config, hyper),
         *_monitor_errors(config),
         *_nvme_errors(config),
+        *_compile_errors(config, hyper, device),
     ]
     return add_new(errors, _device_errors(config, hyper, device)) or errors_of_whole(config)
 
@@ -296,6 +302,26 @@ def _nvme_errors(config: Mapping[str, Any]) -> Iterator[str]:
         elif ctypes.util.find_library("aio") is None:
             reason = "DeepSpeed finds no libaio on this machine; install it or use device: cpu"
             yield f"zero_optimization.{key}.device: 'nvme': {reason}"
+
+
+def _compile_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: str) -> Iterator[str]:
+    """Yield the reasons why DeepSpeed or torch cannot compile the network."""
+    if not hyper.compile:
+        return
+    at = f"{HYPER}compile: True:"
+    if hyper.pipe_parallel_size > 1:
+        yield f"{at} does not go with a pipeline; set it to false, or pipe_parallel_size to 1"
+    if hyper.has_experts:
+        yield f"{at} does not go with experts; set it to false"
+    if hyper.checkpoint_activations:
+        yield f"{at} does not go with checkpoint_activations; set one of them to false"
+    if zero_stage(config) == 3:
+        yield f"{at} DeepSpeed's hooks of ZeRO stage 3 interrupt the code at every layer; use stage 2 or less"
+    if "compile" not in vars(DeepSpeedEngine):  # nn.Module has such a method, too
+        yield f"{at} DeepSpeed {deepspeed.__version__} cannot; use the image of the Dockerfile, or false"
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch chooses it
+    if device == "cpu" and not shutil.which(compiler):
+        yield f"{at} there is no C++ compiler {compiler!r} here; install it, or set the variable CXX"
 
 
 def capacity_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> list[str]:
