@@ -4,6 +4,7 @@
     on a cluster:      det experiment create experiments/search-asha.yaml .
 
     several at once:   --parallel N
+    on a Ray cluster:  --on ray                        (RAY_ADDRESS names it; pip install ray)
     another value:     --set data.dataset=digits --set searcher.max_trials=12
     to continue:       the same command with the same --output
     a page about it:   python3 checkpoint.py report OUTPUT     (also while it runs)
@@ -18,6 +19,7 @@ Every trial is a run of train.py in its own processes, in OUTPUT/trials/NUMBER. 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -28,11 +30,13 @@ from classify.config import command_line
 from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from classify.models import registry
-from deepspeed_trial.errors import InvalidInput, one_line, print_errors, printable
+from deepspeed_trial.errors import InvalidInput, TrainingStopped, one_line, print_errors, printable
 from deepspeed_trial.local.folder import default_output, locked_folder
 from workbench.search import specification
+from workbench.search.ray_cluster import RayCluster
 from workbench.search.results import quiet_optuna
 from workbench.search.runner import SearchRunner
+from workbench.search.this_machine import ThisMachine
 
 DEFAULT_CONFIG = "experiments/search-asha.yaml"
 
@@ -46,7 +50,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="FOLDER",
         help="its folder (runs/<config>-<time>)",
     )
-    parser.add_argument("--parallel", type=int, default=1, metavar="N", help="trials at a time (%(default)s)")
+    parser.add_argument(
+        "--parallel", type=int, metavar="N", help="trials at a time (1; with --on ray: all that fit)"
+    )
+    parser.add_argument("--on", choices=["ray"], help="run the trials on the nodes of a Ray cluster")
     return parser.parse_args(argv)
 
 
@@ -56,19 +63,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     output = args.output or default_output(args.config)
     quiet_optuna()
     try:
-        search = specification.load(args.config, args.overrides, args.parallel)
+        parallel = 1 if args.parallel is None and not args.on else args.parallel
+        search = specification.load(args.config, args.overrides, parallel)
         hyperparameters = search.experiment.hyperparameters
         size = registry.input_size(hyperparameters.get("net"), hyperparameters.get("weights"))
         settings = DataSettings.parse(search.experiment.config.get("data"), size)
         source = DataPlan.resolve(settings)
-        with locked_folder(output, "search"):
-            runner = SearchRunner(search, output, source)
+        machine = RayCluster(search) if args.on else ThisMachine(search)
+        with contextlib.closing(machine), locked_folder(output, "search"):
+            runner = SearchRunner(search, output, source, machine)
             runner.refuse_if_all_invalid()
             for split in source.names:  # decode once for all trials
                 source.load(split)
             return runner.run()
     except InvalidInput as error:
         return print_errors(command_line.called("search"), error)
+    except TrainingStopped as error:
+        print(f"{command_line.called('search')}: {error}", file=sys.stderr)
+        return 1
     except (OSError, SQLAlchemyError, StorageInternalError) as error:
         reason = one_line(getattr(error, "orig", None) or error)
         line = f"{output}: cannot store the state of the search ({reason}); repair the disk or the file"

@@ -17,8 +17,6 @@ FILE = "metrics.jsonl"
 def read(run: pathlib.Path) -> list[dict[str, Any]]:
     """Return a run's reports of training and validation, in order.
 
-    Invalid lines are skipped, e.g. an incomplete last line of a killed run.
-
     Args:
         run: folder of the run; the result is empty without the file.
 
@@ -26,9 +24,13 @@ def read(run: pathlib.Path) -> list[dict[str, Any]]:
         OSError: if the file cannot be read.
     """
     file = run / FILE
-    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
+    return parse(file.read_text(errors="replace")) if file.exists() else []
+
+
+def parse(text: str) -> list[dict[str, Any]]:
+    """Return the reports of a file's text; skip other lines, such as a last one that a kill has cut off."""
     reports = []
-    for line in lines:
+    for line in text.splitlines():
         with contextlib.suppress(ValueError, RecursionError):
             entry = json.loads(line)
             if _is_report(entry):

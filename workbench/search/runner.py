@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import pathlib
 import signal
 import sys
 import time
 from typing import Any
 
-import joblib
 import optuna
-import torch
 from optuna.trial import FrozenTrial, TrialState
 
 from classify.config import experiment_file
@@ -24,11 +21,12 @@ from classify.engine.trial_config import TrialConfig
 from classify.images.plan import DataPlan
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import ErrorList, InvalidInput
-from deepspeed_trial.processes import device_type
 from workbench.search import searchers, space
 from workbench.search.display import SearchDisplay
+from workbench.search.ray_cluster import RayCluster
 from workbench.search.results import Results
 from workbench.search.specification import Search
+from workbench.search.this_machine import ThisMachine
 from workbench.search.trial_run import LAST_WORDS, TrialRun, wait_for
 
 POLL = 0.1  # seconds between two looks at the trials
@@ -41,19 +39,20 @@ class SearchRunner:
         search: the search.
         output: the search's folder.
         source: the dataset.
+        machine: runs the trials.
 
     Raises:
         InvalidInput: if the folder holds another search.
     """
 
-    def __init__(self, search: Search, output: pathlib.Path, source: DataPlan) -> None:
-        self.search, self.output, self.source = search, output.resolve(), source
+    def __init__(
+        self, search: Search, output: pathlib.Path, source: DataPlan, machine: ThisMachine | RayCluster
+    ) -> None:
+        self.search, self.output, self.source, self.machine = search, output.resolve(), source, machine
         self.metric = search.experiment.metric
         self.unit, self.length = search.experiment.max_length
         self.better = min if search.experiment.smaller_is_better else max
         self.running: dict[int, TrialRun] = {}
-        self.devices = list(range(torch.cuda.device_count()))  # free ones
-        self.used: dict[int, list[int]] = {}
         self.study = optuna.create_study(
             storage=f"sqlite:///{self.output / 'search.db'}",
             study_name="search",
@@ -144,12 +143,12 @@ class SearchRunner:
         errors = ErrorList()
         with errors.collecting():
             experiment = experiment_file.load(self.search.file, overrides)
-            slots, device = self.search.experiment.slots, device_type()
+            slots, device = self.search.experiment.slots, self.machine.device
             TrialConfig.resolve(experiment.hyperparameters, experiment.config, slots, device, self.source)
         return errors.lines
 
     def _start_waiting(self) -> None:
-        while len(self.running) < self.search.concurrent:
+        while len(self.running) < self.machine.room:
             self._enqueue_missing()  # also to replace an invalid trial
             if not self._trials(TrialState.WAITING):
                 return
@@ -161,20 +160,13 @@ class SearchRunner:
             return self._end(number, TrialState.FAIL, "invalid", "; ".join(errors))
         if trial.user_attrs.get("stopping"):  # when the search was interrupted
             return self._end(number, TrialState.PRUNED, "pruned", trial.user_attrs["stopping"])
-        slots = self.search.experiment.slots
-        folder = self.output / "trials" / f"{number:03}"
-        run = TrialRun(folder, self.config, self.search.overrides_of(trial.params), slots, self.whole)
-        environment = {}
-        if "OMP_NUM_THREADS" not in os.environ:
-            threads = joblib.cpu_count() // (slots * self.search.concurrent)
-            environment["OMP_NUM_THREADS"] = str(max(1, threads))
-        if self.devices:
-            self.used[number], self.devices = self.devices[:slots], self.devices[slots:]
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.used[number]))
-        self.running[number] = run
         self.display.tell_changes(number, self.study.user_attrs["code"], code_digests())
-        run.start(environment)
+        overrides = self.search.overrides_of(trial.params)
+        self.running[number] = self.machine.start(self._folder(number), self.config, overrides, self.whole)
         self.display.started(number)
+
+    def _folder(self, number: int) -> pathlib.Path:
+        return self.output / "trials" / f"{number:03}"
 
     def _look(self) -> None:
         for number, run in list(self.running.items()):
@@ -182,7 +174,7 @@ class SearchRunner:
             self._take_validations(number, run)
             if has_ended:
                 del self.running[number]
-                self.devices += self.used.pop(number, [])
+                self.machine.release(self._folder(number))
                 self._judge(number, run)
         self.display.update({number: run.steps() for number, run in self.running.items()})
 

@@ -46,18 +46,18 @@ def errors_of(searcher: Mapping[str, Any]) -> list[str]:
     return found + [f"searcher.{key}: None: {name} needs it; {EXAMPLES[key]}" for key in missing]
 
 
-def notes(experiment: Experiment, parallel: int) -> list[str]:
+def notes(experiment: Experiment, parallel: int | None) -> list[str]:
     """Return a line for each field that means nothing, or something else, on this machine."""
     searcher = experiment.config["searcher"]
     most, divisor = searcher.get("max_concurrent_trials"), searcher.get("divisor")
     concurrent = (
         f"{parallel} at a time here; --parallel N runs more"
-        if (most or 0) > parallel
+        if (most or 0) > (parallel or 0)
         else f"runs fewer trials at a time than --parallel {parallel}"
     )
     start = "is on a cluster; here trials start from new weights, or hyperparameters.weights: net.pt"
     means_little = {
-        "max_concurrent_trials": (bool(most) and most != parallel, concurrent),
+        "max_concurrent_trials": (bool(most and parallel) and most != parallel, concurrent),
         "stop_once": (
             searcher.get("stop_once") is False,
             "a pruned trial does not resume, as in Determined 0.38",

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
@@ -32,7 +31,7 @@ class Search:
         experiment: the file with the overrides, with the ranges among the hyperparameters.
         ranges: the searched hyperparameters, in the file's order.
         brackets: the groups of trials that compete.
-        concurrent: trials at a time.
+        concurrent: trials at a time at most.
     """
 
     file: str
@@ -88,36 +87,31 @@ class Search:
         return [searched.override(drawn[searched.name]) for searched in self.ranges]
 
 
-def load(file: str, overrides: list[str], parallel: int) -> Search:
+def load(file: str, overrides: list[str], parallel: int | None) -> Search:
     """Read and check a search; note on stderr the fields that mean nothing on this machine.
 
     Args:
         file: the experiment file.
         overrides: ``PATH=VALUE`` texts.
-        parallel: trials that may run at a time.
+        parallel: trials that may run at a time; None for all that fit.
 
     Raises:
         InvalidInput: with a line for each wrong field.
     """
     errors = ErrorList()
-    if parallel < 1:
+    if parallel is not None and parallel < 1:
         errors.lines.append(f"--parallel: {parallel}: must be at least 1")
     config = experiment_file.read(file, overrides)
     experiment, ranges = _check(config, errors)
     with errors.collecting():
         DataSettings.parse(config.get("data"))
-    slots, gpus = experiment.slots, torch.cuda.device_count()
-    if gpus and slots > gpus:
-        errors.lines.append(f"resources.slots_per_trial: {slots}: this machine has {gpus} GPUs")
     errors.raise_any()
     for note in searchers.notes(experiment, parallel):
         print(f"{called('search')}: note: {printable(note)}", file=sys.stderr)
     search = _search(file, overrides, experiment, ranges)
     most = sum(bracket.trials for bracket in search.brackets)
-    if gpus:
-        most = min(most, gpus // slots)
     most = min(most, search.searcher.get("max_concurrent_trials") or most)
-    return replace(search, concurrent=min(parallel, most))
+    return replace(search, concurrent=min(parallel or most, most))
 
 
 def recorded(config: dict[str, Any], file: str, overrides: list[str]) -> Search:

@@ -63,11 +63,7 @@ class TrialRun:
             pass
         if self.summary:
             return
-        command = [sys.executable]
-        if self.slots > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.slots}"]
-        command += [str(PROJECT / "train.py"), "--config", str(self.config), "--output", str(self.folder)]
-        command += [part for override in self.overrides for part in ("--set", override)]
+        command = [sys.executable, *self.arguments()]
         if any(self.folder.glob("checkpoints/[!.]*/")):
             command += ["--resume", "latest"]
         with open(self.log, "ab") as log, tempfile.TemporaryFile() as whole:  # without a name
@@ -81,6 +77,13 @@ class TrialRun:
                 env={**os.environ, **environment, STOP_WITH_PID: str(os.getpid())},
                 start_new_session=True,  # Ctrl-C reaches the search alone, which stops its trials
             )
+
+    def arguments(self) -> list[str]:
+        """Return the command that trains, without the interpreter."""
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.slots}"]
+        program = [str(PROJECT / "train.py"), "--config", str(self.config), "--output", str(self.folder)]
+        sets = [part for override in self.overrides for part in ("--set", override)]
+        return [*(launcher if self.slots > 1 else []), *program, *sets]
 
     @property
     def has_ended(self) -> bool:
@@ -102,23 +105,36 @@ class TrialRun:
     def summary(self) -> dict[str, Any]:
         """Its ``summary.json``; empty before its end, and if the file is damaged."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
-            found = json.loads((self.folder / "summary.json").read_text())
+            found = json.loads(self.read(self.folder / "summary.json"))
             if isinstance(found, dict) and is_count(found.get("steps"), 0):
                 return found
         return {}
 
     def validations(self) -> list[dict[str, Any]]:
         """Return its validations so far."""
-        return [entry for entry in metrics_log.read(self.folder) if entry["group"] == "validation"]
+        return [entry for entry in self.reports() if entry["group"] == "validation"]
 
     def steps(self) -> int:
         """Return the optimizer steps of its last report."""
-        return max((entry["steps_completed"] for entry in metrics_log.read(self.folder)), default=0)
+        return max((entry["steps_completed"] for entry in self.reports()), default=0)
+
+    def reports(self) -> list[dict[str, Any]]:
+        """Return its reports so far."""
+        return metrics_log.parse(self.read(self.folder / metrics_log.FILE))
+
+    def read(self, file: pathlib.Path) -> str:
+        """Return the text of one of its files; empty without the file."""
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of its process, which has ended; negative after a signal."""
+        assert self.process
+        return self.process.returncode
 
     def failure(self) -> tuple[str, str]:
         """Return the outcome of a trial without a summary, ``invalid`` or ``failed``, and the reason."""
-        assert self.process
-        log, code = self.log.read_text(errors="replace"), self.process.returncode
+        log, code = self.read(self.log), self.exit_code
         if self.slots > 1 and (codes := _RANKS_CODE.findall(log)):
             code = int(codes[-1])
         if errors := list(dict.fromkeys(_ERROR.findall(log))):

@@ -20,6 +20,7 @@ from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from workbench.search import search_page, space, specification
 from workbench.search.runner import SearchRunner
+from workbench.search.this_machine import ThisMachine
 
 RANDOM = str(PROJECT / "experiments/search-random.yaml")
 ARGS = "hyperparameters.overwrite_deepspeed_args"
@@ -148,7 +149,8 @@ def guided(tmp_path_factory):
     output = tmp_path_factory.mktemp("guided") / "search"
     output.mkdir()
     source = DataPlan.resolve(DataSettings.parse({"dataset": "digits"}))
-    begun = SearchRunner(specification.load(RANDOM, CHANGES, 1), output, source)
+    loaded = specification.load(RANDOM, CHANGES, 1)
+    begun = SearchRunner(loaded, output, source, ThisMachine(loaded))
     begun._enqueue_missing()
     begun.study.ask()  # it runs, and has no hyperparameters yet
     sets = [part for change in CHANGES for part in ("--set", change)]

@@ -20,10 +20,11 @@ import search
 from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from deepspeed_trial.errors import InvalidInput
-from workbench.search import display, runner, searchers, specification
+from workbench.search import display, runner, searchers, specification, this_machine
 from workbench.search.display import SearchDisplay
 from workbench.search.results import Results, quiet_optuna
 from workbench.search.runner import SearchRunner
+from workbench.search.this_machine import ThisMachine
 from workbench.search.trial_run import TrialRun
 
 GRID, ASHA = (str(PROJECT / f"experiments/search-{name}.yaml") for name in ("grid", "asha"))
@@ -250,12 +251,12 @@ class StandIn(TrialRun):
 @pytest.fixture
 def searched(tmp_path, monkeypatch):
     """Search by stand-ins: the trials."""
-    monkeypatch.setattr(runner, "TrialRun", StandIn)
+    monkeypatch.setattr(this_machine, "TrialRun", StandIn)
     monkeypatch.setattr(runner, "POLL", 0)
 
     def search(file, *changes):
         loaded = specification.load(file, ["data.dataset=digits", *changes], 1)
-        made = SearchRunner(loaded, tmp_path, DataPlan.resolve(DataSettings("digits")))
+        made = SearchRunner(loaded, tmp_path, DataPlan.resolve(DataSettings("digits")), ThisMachine(loaded))
         assert made.run() == 0
         return made.display.results
 
