@@ -18,7 +18,6 @@ from attrdict import AttrDict
 from determined import pytorch
 from determined.pytorch.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
 from torch import Tensor
-from torch.nn import functional as F
 
 import data
 from classify.config.experiment_fields import check, experiment_of
@@ -30,6 +29,7 @@ from classify.images.order import Order
 from classify.models.losses import Loss
 from classify.models.registry import logits
 from classify.reports.callbacks import make_callbacks
+from classify.reports.label_metrics import LabelMetrics
 from classify.reports.metrics import ClassificationMetrics, LearningRate, Throughput
 from deepspeed_trial.engines import data_parallel_rank
 from deepspeed_trial.local.local_mode import LocalTestMode
@@ -72,7 +72,8 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         # Images, decoded after all checks, and MixUp or CutMix
         self.images = images = data.Images(config.source, config.seed, device)
         self.mixup = make_mixup(config.hyper.mixup, config.hyper.cutmix, config.net.num_classes)
-        self.loss = Loss(config.hyper, config.source.classes, lambda: images.train.labels)
+        several = config.source.has_several_labels
+        self.loss = Loss(config.hyper, config.source.classes, lambda: images.train.labels, several)
         # Network, in the form of its parallelism, and engine
         with building(config, images.gpu_bytes):
             sample = None if getattr(context, "resumes", False) else images.sample
@@ -91,8 +92,9 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         fitted = config.source.count(config.source.validation)
         views = config.hyper.test_time_augmentation
         metrics = ClassificationMetrics(config.source.classes, self.throughput, views, fitted=fitted)
+        metrics = LabelMetrics(config.source.classes, self.throughput) if several else metrics
         self.metrics = context.wrap_reducer(metrics, for_training=False)
-        self.hooks = ClassifierHooks(context, config, engine, images.normalization, images.gpu_bytes)
+        self.hooks = ClassifierHooks(context, config, engine, metrics, images.normalization, images.gpu_bytes)
 
     def build_training_data_loader(self) -> pytorch.DataLoader:
         """Return micro-batches of the training images, shuffled by (seed, epoch)."""
@@ -156,7 +158,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         return {}
 
     def _loss(self, outputs: Tensor, labels: Tensor, taught: Tensor | None = None) -> Tensor:
-        """Return the loss of logits (B, C), labels (B,) int64 or (B, C) float32, and logits of a teacher.
+        """Return the loss of logits (B, C), labels (B,) int64 or (B, C), and logits of a teacher.
 
         The weight makes the mean over a step's micro-batches equal the mean over its images.
         """
@@ -169,7 +171,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         if torch.is_grad_enabled():
             return self._loss(outputs, labels)
         self.metrics.update(outputs.float(), labels)
-        return F.cross_entropy(outputs.float(), labels)
+        return outputs.float().mean()  # the engine needs a scalar, and nothing reads it
 
     def _inputs(self, dataloader_iter: Batches, step: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield micro-batches on the device, in the engine's dtype; ``step`` is None in validation."""

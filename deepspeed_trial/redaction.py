@@ -25,7 +25,7 @@ _SECTIONS = {
     "checkpoint_storage": frozenset("save_experiment_best save_trial_best save_trial_latest type".split()),
     "data": frozenset(
         """augment cache dataset decode device download exclude fit fold group image_size normalize resize
-        root sampling split_seed test unreadable validation window workers""".split()
+        root sampling several_labels split_seed test unreadable validation window workers""".split()
     ),
     "resources": frozenset(
         "is_single_node max_slots priority resource_pool shm_size slots slots_per_trial weight".split()

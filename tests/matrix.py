@@ -37,8 +37,8 @@ class Row:
     """A training.
 
     Attributes:
-        arguments: of the program; ``{photos}``, ``{shards}``, ``{weights}``, ``{others}``, ``{teacher}`` stand for
-            files.
+        arguments: of the program; ``{photos}``, ``{shards}``, ``{table}``, ``{weights}``, ``{others}``, ``{teacher}``
+            stand for files.
         ranks: the numbers of processes that can run it; 1 is a process without a launcher.
         like: a row with the same losses within ``tolerance``.
         tolerance: relative; the losses differ by rounding.
@@ -191,6 +191,13 @@ FOLDER: Any = {
     "augment": {"flip": True},
     "decode": "once",
 }
+LABELLED: Any = {
+    "dataset": "table",
+    "root": "{table}",
+    "image_size": 32,
+    "several_labels": ";",
+    "validation": 0.2,
+}
 CACHE: Any = {"folder": "{cache}"}
 STREAMED: Any = {**FOLDER, "dataset": "webdataset", "root": "{shards}", "decode": "stream", "cache": CACHE}
 PHOTO_ROW: dict[str, Any] = {"ds_train_batch_size": 48, "ds_scheduler": "null", "steps": 8}
@@ -301,6 +308,12 @@ ROWS: dict[str, Row] = {
     "folder": row("digits", 0, **PHOTO_ROW, data=FOLDER, ranks=(1,)),
     "shards": row("digits", 0, **PHOTO_ROW, data=STREAMED, like="folder", ranks=(1,)),
     "windows": row("digits", 1, **PHOTO_ROW, data={**STREAMED, "window": 1}),
+    # Several labels an image
+    "labels": row("digits", 0, **PHOTO_ROW, data=LABELLED, ranks=(1,)),
+    "labels zero1": row("digits", 1, **PHOTO_ROW, data=LABELLED, like="labels", ranks=(2,)),
+    "labels zero2": row("digits", 2, **PHOTO_ROW, data=LABELLED, like="labels", ranks=(2,)),
+    "labels zero3": row("digits", 3, **PHOTO_ROW, data=LABELLED, like="labels", ranks=(2,)),
+    "labels pipeline": row("pipeline", 0, **PHOTO_ROW, data=LABELLED, like="labels", ranks=(2,)),
     # Networks
     "resnet18": row("digits", 0, of_ranks=True, net="resnet18", **NETWORK),
     "resnet18 zero3": row(
@@ -423,10 +436,11 @@ class Runs:
     def files(self) -> dict[str, pathlib.Path]:
         """Images and weights that rows name in braces."""
         with FileLock(self.folder / ".files"):
-            files = {name: self.folder / name for name in ("photos", "shards", "cache")}
+            files = {name: self.folder / name for name in ("photos", "shards", "cache", "table")}
             files |= {name: self.folder / f"{name}.pt" for name in ("weights", "others", "teacher")}
             if not files["others"].exists():
                 write_photos(files["photos"])
+                write_table(files["table"], files["photos"])
                 assert (
                     shards.main(["write", str(files["photos"]), str(files["shards"]), "--size-limit", "20KB"])
                     == 0
@@ -477,3 +491,14 @@ def write_photos(root: pathlib.Path) -> None:
             part = "test" if index % 4 == 3 else "train"
             grey = Image.fromarray((picture * 15.9).astype(np.uint8))
             save(root / part / f"digit {label}" / f"{index}.png", grey.resize((40, 33)))
+
+
+def write_table(root: pathlib.Path, photos: pathlib.Path) -> None:
+    """Write a table that gives the photographs of ``write_photos`` several labels; a 1 has none."""
+    root.mkdir()
+    labels = ("curved;even;loop", "", "curved;even;prime", "curved;prime")
+    for part in ("train", "test"):
+        rows = [
+            f"{file},{labels[int(file.parent.name[-1])]}" for file in sorted((photos / part).rglob("*.png"))
+        ]
+        (root / f"{part}.csv").write_text("\n".join(["path,label", *rows, ""]))

@@ -17,7 +17,8 @@ import checkpoint
 from classify.models import state_dicts
 
 TRAINED = {name: row for name, row in ROWS.items() if row.program == "train.py"}
-IMAGES = {name: (29, 48) if name == "photos" else (48, None) if "photos" in str(row) or "shards" in str(row) else (360, None)
+OF_FILES = ("{photos}", "{shards}")
+IMAGES = {name: (29, 48) if name == "photos" or "{table}" in str(row) else (48, None) if any(file in str(row) for file in OF_FILES) else (360, None)
           for name, row in TRAINED.items()}  # fmt: skip
 # Lines on stderr: of a folder's cache, Determined's of uneven batches, and the advice of ZeRO 0 for one process
 ADVICE = "train.py: note: zero_optimization.stage: "

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from classify.config.metric_table import COMPARED, SPEED_METRIC, is_metric
+from classify.config.metric_table import COMPARED, MAP_METRIC, SPEED_METRIC, is_metric
 from classify.config.rules import (
     ANY,
     BOOL,
@@ -63,8 +63,8 @@ MODES = ("aggressive", "standard", "conservative")  # of adaptive_asha
 _PERIOD = elsewhere(" or ".join(f"{{{unit}: N}}" for unit in PERIOD_UNITS))
 _METRIC = Rule(
     lambda value: is_metric(value) or value == SPEED_METRIC,
-    f"must be a metric that validations report: {', '.join((*COMPARED, SPEED_METRIC))}, accuracy/CLASS or"
-    " precision/CLASS",
+    f"must be a metric that validations report: {', '.join((*COMPARED, SPEED_METRIC))}, accuracy/CLASS,"
+    " precision/CLASS or average_precision/CLASS",
 )
 FIELDS = _keys(
     """bind_mounts checkpoint_storage data debug entrypoint environment hyperparameters integrations labels
@@ -167,7 +167,10 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
     if errors:
         raise InvalidInput(errors)
     if not searcher.get("metric"):
-        config = {**config, "searcher": {**searcher, **DEFAULT_METRIC}}
+        data = config.get("data")
+        several = isinstance(data, Mapping) and data.get("several_labels") is not None
+        default = {**DEFAULT_METRIC, "metric": MAP_METRIC} if several else DEFAULT_METRIC
+        config = {**config, "searcher": {**searcher, **default}}
     return Experiment(config, hyperparameters)
 
 

@@ -150,13 +150,15 @@ class Hyperparameters(Keyed):
     loss: str | Mapping[str, Any] = key(
         "cross_entropy",
         elsewhere("cross_entropy, bce, focal or a loss of net.py, or {NAME: {ARGUMENT: VALUE}}"),
-        "The training loss; validations always report cross-entropy.",
+        "The training loss; validations always report cross-entropy. With `data.several_labels` `bce`, by"
+        " default and in validations.",
         repeated=True,
     )
     class_weights: str | Mapping[str, float] | None = key(
         None,
         elsewhere("balanced, or a mapping of classes to their weights, e.g. {cat: 2}"),
-        "The weight of a class's images in the loss; `balanced`: inverse frequency, with a mean of 1.",
+        "The weight of a class's images in the loss; `balanced`: inverse frequency, with a mean of 1. With"
+        " `data.several_labels` of the images with a label, over those without it.",
         repeated=True,
     )
     label_smoothing: float = key(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 TTA_METRIC = "accuracy_tta"
+MAP_METRIC = "mean_average_precision"  # of several labels an image
 TOP5_METRIC = "top5_accuracy"
 SCALED_ERROR = "calibration_error_scaled"
 TEMPERATURE, THRESHOLD = "temperature", "confidence_threshold"  # of validation images alone
@@ -24,7 +25,8 @@ class Counts:
     """Counts of a validation, summed over all ranks.
 
     Attributes:
-        confusion: int64 (C, C), rows are true classes.
+        confusion: int64 (C, C), rows are true classes. With several labels an image int64 (C, 2, 2): a matrix
+            of each label, whose rows are the true answers no and yes.
         loss: the cross-entropy, summed over the images.
         right_by_views: images that the mean scores of their views classify right; None without views.
         in_top5: images whose class has one of the five highest scores; None with five classes or fewer.
@@ -32,6 +34,9 @@ class Counts:
         scaled_bins: the same at a temperature; None without a temperature.
         temperature: of temperature scaling, fitted on these images; None if it was not fitted.
         threshold: the least confidence of an answer; None without a temperature.
+        all_right: images whose labels are all right; None with one label an image, as the next two.
+        average_precision: of each label, float64 (C,).
+        thresholds: the least probability of each label that is given to an image, float64 (C,).
     """
 
     confusion: np.ndarray
@@ -42,28 +47,52 @@ class Counts:
     scaled_bins: np.ndarray | None = None
     temperature: float | None = None
     threshold: float | None = None
+    all_right: int | None = None
+    average_precision: np.ndarray | None = None
+    thresholds: np.ndarray | None = None
 
     @property
     def images(self) -> int:
         """All images."""
-        return int(self.confusion.sum())
+        return int((self.confusion[0] if self.confusion.ndim == 3 else self.confusion).sum())
+
+    @property
+    def right_images(self) -> int:
+        """Images with the right class, or with every label right."""
+        return int(self.confusion.trace()) if self.all_right is None else self.all_right
 
     def mean(self, summed: float | None) -> float | None:
         """Divide by the number of images; 0 without images, None for None."""
         return None if summed is None else summed / max(self.images, 1)
 
     def of_classes(self, score: str) -> np.ndarray:
-        """Return ``f1``, ``recall`` or ``precision`` of every class, (C,); 0 where its divisor is 0."""
-        right = self.confusion.diagonal().astype(np.float64)
-        predicted, true = self.confusion.sum(0), self.confusion.sum(1)
+        """Return ``f1``, ``recall``, ``precision`` or ``average_precision`` of every class, (C,).
+
+        A score is 0 where its divisor is 0.
+        """
+        if score == "average_precision" and self.average_precision is not None:
+            return self.average_precision
+        right, predicted, true = self._of_each
         if score == "f1":
             return 2 * right / np.maximum(predicted + true, 1)
         return right / np.maximum(true if score == "recall" else predicted, 1)
 
     def macro(self, score: str) -> float:
         """Return the mean of a score over the classes that have images."""
-        is_there = self.confusion.sum(1) > 0
+        is_there = self._of_each[2] > 0
         return float(self.of_classes(score)[is_there].mean()) if is_there.any() else 0.0
+
+    @property
+    def _of_each(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the number of right images, predicted images and true images of each class, each (C,)."""
+        cells = self.confusion
+        if cells.ndim == 3:
+            return cells[:, 1, 1].astype(np.float64), cells[:, :, 1].sum(1), cells[:, 1].sum(1)
+        return cells.diagonal().astype(np.float64), cells.sum(0), cells.sum(1)
+
+    def mean_average_precision(self) -> float | None:
+        """Return the mean over the labels that have images; None with one label an image."""
+        return None if self.average_precision is None else self.macro("average_precision")
 
     def calibration_error(self) -> float:
         """Return the mean distance between confidence and accuracy: https://arxiv.org/abs/1706.04599."""
@@ -101,7 +130,14 @@ class Metric:
 
 
 _TABLE = (
-    Metric("accuracy", "accuracy", "accuracy/{}", lambda c: c.mean(int(c.confusion.trace())), True),
+    Metric("accuracy", "accuracy", "accuracy/{}", lambda c: c.mean(c.right_images), True),
+    Metric(
+        MAP_METRIC,
+        "mean average precision (mAP)",
+        "mean_average_precision/{}",
+        Counts.mean_average_precision,
+        True,
+    ),
     Metric(TTA_METRIC, "accuracy (TTA)", "accuracy/{}_tta", lambda c: c.mean(c.right_by_views), True),
     Metric(TOP5_METRIC, "top-5 accuracy", "accuracy/{}_top5", lambda c: c.mean(c.in_top5), True),
     Metric("macro_f1", "macro F1", "macro_f1/{}", lambda c: c.macro("f1")),
@@ -132,15 +168,22 @@ METRICS = {metric.name: metric for metric in _TABLE}
 COMPARED = [name for name in METRICS if name not in (SCALED_ERROR, TEMPERATURE, THRESHOLD)]
 # Metrics of single classes, as PREFIX + CLASS, and the score that each shows
 PREFIXES = {"accuracy/": "recall", "precision/": "precision"}
+OF_LABELS = {"average_precision/": "average_precision"}  # only of several labels an image
+LABEL_THRESHOLD = "threshold/"  # of validation images alone
+UNFITTED = 0.5  # the threshold of a label without images, or before a validation
 
 
 def computed(counts: Counts, classes: Sequence[str]) -> dict[str, float]:
     """Compute the table's metrics as far as the counts allow, then the metrics of the classes."""
     values = {name: metric.formula(counts) for name, metric in METRICS.items()}
     metrics = {name: value for name, value in values.items() if value is not None}
-    for prefix, score in PREFIXES.items():
-        names = [f"{prefix}{name}" for name in classes]
-        metrics.update(zip(names, counts.of_classes(score).tolist(), strict=True))
+    of_classes = {prefix: counts.of_classes(score) for prefix, score in PREFIXES.items()}
+    if counts.average_precision is not None:
+        of_classes.update((prefix, counts.of_classes(score)) for prefix, score in OF_LABELS.items())
+    if counts.thresholds is not None:
+        of_classes[LABEL_THRESHOLD] = counts.thresholds
+    for prefix, of_each in of_classes.items():
+        metrics.update(zip([f"{prefix}{name}" for name in classes], of_each.tolist(), strict=True))
     return metrics
 
 
@@ -151,16 +194,22 @@ def tagged(metrics: Mapping[str, Any], split: str) -> dict[str, Any]:
 
 def is_metric(value: object) -> bool:
     """Whether a validation of some classes may report a metric of that name."""
-    return isinstance(value, str) and (value in COMPARED or value.startswith(tuple(PREFIXES)))
+    return isinstance(value, str) and (value in COMPARED or value.startswith((*PREFIXES, *OF_LABELS)))
 
 
-def metrics_for(classes: Sequence[str], has_views: bool) -> list[str]:
+def metrics_for(classes: Sequence[str], has_views: bool, several_labels: bool = False) -> list[str]:
     """Return the names of the metrics that a validation reports.
 
     Args:
         classes: the names of the classes.
         has_views: whether the validation uses test-time augmentation.
+        several_labels: whether an image may have any number of labels.
     """
+    if several_labels:
+        of_each = np.zeros(len(classes))
+        cells = np.zeros((len(classes), 2, 2), dtype=np.int64)
+        counts = Counts(cells, 0.0, None, None, np.zeros((3, 1)), all_right=0, average_precision=of_each)
+        return list(computed(counts, classes))
     views, top5 = 0 if has_views else None, 0 if len(classes) > 5 else None
     nothing = np.zeros((len(classes),) * 2, dtype=np.int64)
     return list(computed(Counts(nothing, 0.0, views, top5, np.zeros((3, 1))), classes))

@@ -6,7 +6,7 @@ import contextlib
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import deepspeed
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from classify.config.experiment_fields import experiment_of
-from classify.config.metric_table import TEMPERATURE, THRESHOLD
+from classify.config.metric_table import LABEL_THRESHOLD, TEMPERATURE, THRESHOLD, UNFITTED
 from classify.config.project import PROJECT
 from classify.config.rules import CROP
 from classify.engine import memory
@@ -32,6 +32,12 @@ from deepspeed_trial.full_weights import gather_full_state_dict
 NOT_EXPORTED = ("ep_world_size", "noisy_gate_policy")  # settings that only a training uses
 
 
+class Fitted(Protocol):
+    """Metrics of several labels an image; without ``thresholds`` an evaluation fits them."""
+
+    thresholds: Mapping[str, float] | None
+
+
 class ClassifierHooks(TrialHooks):
     """Describes the network in every checkpoint, and identifies the trial.
 
@@ -41,6 +47,7 @@ class ClassifierHooks(TrialHooks):
         context: the trial's context.
         config: the trial's configuration.
         engine: the trial's engine.
+        metrics: of its evaluations; a test uses the thresholds of the validation.
         normalization: mean and standard deviation of each channel of the input.
         images_on_gpu: bytes of images in a GPU's memory.
 
@@ -48,6 +55,7 @@ class ClassifierHooks(TrialHooks):
         started: start of the training, by ``time.perf_counter``.
         average: the average of the weights; None without ``weight_average``.
         confidence: the temperature and the threshold of the present weights; empty before their validation.
+        thresholds: of each label, with several labels an image; empty before the weights' validation.
     """
 
     started = 0.0
@@ -58,11 +66,12 @@ class ClassifierHooks(TrialHooks):
         context: Any,
         config: TrialConfig,
         engine: deepspeed.DeepSpeedEngine,
+        metrics: Fitted,
         normalization: tuple[Any, Any],
         images_on_gpu: int,
     ) -> None:
         self.context = context
-        self.config, self.engine = config, engine
+        self.config, self.engine, self.metrics = config, engine, metrics
         self.mean, self.std = map(list, normalization)
         self.images_on_gpu = images_on_gpu
         if config.hyper.minutes and config.plan is not getattr(context, "plan", None):
@@ -70,6 +79,7 @@ class ClassifierHooks(TrialHooks):
             raise InvalidInput(f"hyperparameters.max_length: {config.hyper.max_length}: {reason}")
         self._validation = contextlib.ExitStack()
         self.confidence: Mapping[str, float] = {}
+        self.thresholds: Mapping[str, float] = {}
         if options := config.hyper.weight_average:
             self.average = WeightAverage(engine, options, config.plan, config.stage_layers)
 
@@ -79,7 +89,7 @@ class ClassifierHooks(TrialHooks):
 
     @override
     def on_optimizer_step(self) -> None:
-        self.confidence = {}
+        self.confidence = self.thresholds = {}
         if self.average:
             self.average.update()
 
@@ -92,20 +102,32 @@ class ClassifierHooks(TrialHooks):
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
         self._validation.close()
         self.confidence = {name: metrics[name] for name in (TEMPERATURE, THRESHOLD) if name in metrics}
+        if self.config.source.has_several_labels:
+            classes = self.config.source.classes
+            self.thresholds = {name: metrics[f"{LABEL_THRESHOLD}{name}"] for name in classes}
 
     @override
     def on_test_start(self) -> None:
         self.on_validation_start()
+        self.metrics.thresholds = self._thresholds
 
     @override
     def on_test_end(self, metrics: dict[str, Any]) -> None:
         self._validation.close()
+        self.metrics.thresholds = None
+
+    @property
+    def _thresholds(self) -> Mapping[str, float]:
+        """The threshold of each label, also before the weights' validation."""
+        return self.thresholds or dict.fromkeys(self.config.source.classes, UNFITTED)
 
     @override
     def on_checkpoint_load_end(self, checkpoint_dir: pathlib.Path) -> None:
-        """Load the temperature; also the weight average, unless the checkpoint's shards held it."""
+        """Load temperature, thresholds, and the weight average unless the checkpoint's shards held it."""
         if net_file.beside(path := checkpoint_dir / net_file.NAMES[0]).exists():
-            self.confidence = net_file.read_description(path).get("confidence") or {}
+            description = net_file.read_description(path)
+            self.confidence = description.get("confidence") or {}
+            self.thresholds = description.get("thresholds") or {}
         if not self.average:
             return
         if not shards.are_in(checkpoint_dir):
@@ -162,6 +184,7 @@ class ClassifierHooks(TrialHooks):
             },
             "dtype": str(config.dtype).removeprefix("torch."),
             **({"confidence": self.confidence} if self.confidence else {}),
+            **({"thresholds": self._thresholds} if config.source.has_several_labels else {}),
             "provenance": {
                 "experiment": experiment.get("name"),
                 "data": experiment.get("data"),
@@ -210,6 +233,7 @@ class ClassifierHooks(TrialHooks):
             "data.test": data.test,
             "data.split_seed": data.split_seed or None,
             "data.group": data.group,
+            "data.several_labels": data.several_labels is not None or None,
             "data.fold": list(data.fold) if data.fold else None,
             "data.unreadable": self.config.source.left_out_identity,
             "data.exclude": self.config.source.excluded_identity,

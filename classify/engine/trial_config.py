@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from classify.config.hyperparameters import Hyperparameters
-from classify.config.metric_table import SPEED_METRIC, TOP5_METRIC, TTA_METRIC, metrics_for
+from classify.config.metric_table import MAP_METRIC, SPEED_METRIC, TOP5_METRIC, TTA_METRIC, metrics_for
 from classify.engine import deepspeed_config
 from classify.engine.combinations import DTYPES, dtype_name, enabled, network_errors, offloads, zero_stage
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
@@ -139,6 +139,8 @@ class TrialConfig:
         sections.errors.raise_any()
         data, source, hyper, merged = sections.data, sections.source, sections.hyper, sections.merged
         assert data and source and hyper and merged
+        if source.has_several_labels and "loss" not in hyper.given:
+            hyper = dataclasses.replace(hyper, loss="bce")
         errors = ErrorList()
         errors.lines += network_errors(hyper, processes)
         if not errors.lines:
@@ -365,24 +367,33 @@ def _conflicts(
         with errors.collecting():
             shift = hyper.test_time_augmentation
             views.check_shift("hyperparameters.test_time_augmentation", shift, data.image_size)
-    errors.lines += _metric_errors(hyper, experiment.get("searcher") or {}, source.classes)
+    several = source.has_several_labels
+    if several:
+        errors.lines += _several_labels_errors(hyper)
+    known = metrics_for(source.classes, hyper.test_time_augmentation is not None, several)
+    errors.lines += _metric_errors(hyper, experiment.get("searcher") or {}, known)
     errors.lines += _best_weights_errors(hyper, Experiment(experiment, {}), source)
     with errors.collecting():
-        losses.check(hyper.loss, hyper.class_weights, source.classes)
+        losses.check(hyper.loss, hyper.class_weights, source.classes, several)
     if data.sampling == hyper.class_weights == losses.BALANCED:
         reason = "does what data.sampling: balanced does already; remove one of them"
         errors.lines.append(f"hyperparameters.class_weights: 'balanced': {reason}")
     return errors.lines
 
 
-def _metric_errors(
-    hyper: Hyperparameters, searcher: Mapping[str, Any], classes: tuple[str, ...]
-) -> list[str]:
+def _several_labels_errors(hyper: Hyperparameters) -> list[str]:
+    """Refuse hyperparameters that need one label an image."""
+    given = {"teacher": hyper.teacher, "test_time_augmentation": hyper.test_time_augmentation}
+    reason = "does not go with data.several_labels; remove it"
+    return [f"hyperparameters.{name}: {reason}" for name, value in given.items() if value is not None]
+
+
+def _metric_errors(hyper: Hyperparameters, searcher: Mapping[str, Any], known: list[str]) -> list[str]:
     """Refuse a metric that no validation reports, and suggest the nearest one."""
-    known = metrics_for(classes, hyper.test_time_augmentation is not None)
     hints = {
         TTA_METRIC: "set hyperparameters.test_time_augmentation: {mirror: true}",
-        TOP5_METRIC: "it needs more than five classes; use accuracy",
+        TOP5_METRIC: "it needs more than five classes, and one label an image; use accuracy",
+        MAP_METRIC: "it needs data.several_labels; use accuracy",
     }
     chosen = {
         "searcher.metric": (searcher.get("metric"), [*known, SPEED_METRIC]),

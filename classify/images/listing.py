@@ -42,6 +42,7 @@ class Location:
         cache: the folder for fetched shards and indices; None for the user's cache.
         limit: bytes that they may have on this machine; None for no limit.
         column: of a table, whose values group the images; None for no column.
+        several_labels: ``data.several_labels``: of a table, the labels' separator or their columns.
     """
 
     root: str
@@ -50,6 +51,7 @@ class Location:
     cache: str | None = None
     limit: int | None = None
     column: str | None = None
+    several_labels: str | tuple[str, ...] | None = None
 
     @property
     def is_pattern(self) -> bool:
@@ -106,7 +108,8 @@ class Listing(abc.ABC):
     """One part of a dataset, as encoded images that can be read by index.
 
     Attributes:
-        labels: int64 (N,), in the order of the dataset; an index counts in this order.
+        labels: int64 (N,), or uint8 (N, C) of 0 and 1 for several labels an image, in the order of the
+            dataset; an index counts in this order.
         shards: in the order of their images; empty if every image is a file.
         places: int64 (N,), the place of each image among the images of all shards, as ``Shard.start`` counts;
             None if the place is the index.
@@ -145,13 +148,16 @@ class FileListing(Listing):
 
     Args:
         paths: of the files.
-        labels: of each image.
+        labels: of each image, (N,), or (N, C) of 0 and 1.
         classes: the class names; the fingerprint depends on them.
         root: the folder that the fingerprint leaves out of paths.
     """
 
-    def __init__(self, paths: list[str], labels: Sequence[int], classes: Sequence[str], root: str) -> None:
-        self.paths, self.labels = paths, torch.tensor(labels, dtype=torch.int64)
+    def __init__(
+        self, paths: list[str], labels: Sequence[int] | np.ndarray, classes: Sequence[str], root: str
+    ) -> None:
+        dtype = torch.uint8 if np.ndim(labels) == 2 else torch.int64
+        self.paths, self.labels = paths, torch.tensor(labels, dtype=dtype)
         self._classes, self._root = classes, root
 
     @functools.cached_property
@@ -264,7 +270,13 @@ class ListedSource(abc.ABC):
 
     def class_counts(self, part: str) -> list[int]:
         """Return the number of a part's images in each class."""
-        return self.listing(part).labels.bincount(minlength=len(self.classes)).tolist()
+        return counts_of(self.listing(part).labels, len(self.classes))
+
+
+def counts_of(labels: Tensor, classes: int) -> list[int]:
+    """Return the number of images of each class, of labels (N,) or (N, C)."""
+    counts = labels.sum(0) if labels.dim() == 2 else labels.bincount(minlength=classes)
+    return counts.tolist()
 
 
 class WithoutSome(ListedSource):

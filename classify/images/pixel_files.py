@@ -40,6 +40,7 @@ CHUNK = 500  # images written at a time
 _HEAD = 4096  # bytes of ``.filled`` before the marks
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 _ENDINGS = ("pt", "raw", "partial", "sidecar", "growing", "filled", "begun", "unreadable")
+_LABELS = (torch.int64, torch.uint8)  # one label an image, or rows of 0 and 1
 _FILE = re.compile(
     rf"\.((?:cifar10|images)-(?:train|val|test|all)(?:-pad|-stretch)?-\d+x\d+)\.(?:{'|'.join(_ENDINGS)})"
 )
@@ -254,7 +255,7 @@ def _read(sidecar: pathlib.Path, fingerprint: str, size: Sequence[int]) -> tuple
         about = torch.load(regular_file(sidecar), map_location="cpu", weights_only=True)
         labels, shape = about["labels"], tuple(about["shape"])
         is_whole = shape == (len(labels), 3, *size) and regular_file(raw).stat().st_size == math.prod(shape)
-        if about["fingerprint"] != fingerprint or not is_whole or labels.dtype != torch.int64:
+        if about["fingerprint"] != fingerprint or not is_whole or labels.dtype not in _LABELS:
             return None
         images = _map(raw, shape)
         # A writer removes the sidecar first: the same inode means the same pixels

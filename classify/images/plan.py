@@ -128,6 +128,11 @@ class DataPlan:
         return "validation images" if self.validation == "val" else "test images"
 
     @property
+    def has_several_labels(self) -> bool:
+        """Whether an image has any number of labels: rows (C,) of 0 and 1, and no number."""
+        return self.settings.several_labels is not None
+
+    @property
     def streams(self) -> bool:
         """Whether images are decoded when a step needs them."""
         return self.state in (State.GROWING, State.NONE)
@@ -304,7 +309,13 @@ def _open(settings: DataSettings) -> tuple[Source, str | None, dict[str, dict[in
     """
     folder, limit = settings.cache.folder, settings.cache_limit
     location = Location(
-        settings.root, settings.download, settings.storage, folder, limit, settings.group_column
+        settings.root,
+        settings.download,
+        settings.storage,
+        folder,
+        limit,
+        settings.group_column,
+        settings.several_labels,
     )
     source, excluded = settings.kind.open(location), None
     if settings.exclude is not None:
@@ -349,11 +360,13 @@ def _cut(source: Source, settings: DataSettings) -> Cut:
     if settings.group and not shares:
         reason = "the dataset has its splits, and none is drawn; set data.validation, or remove it"
         raise InvalidInput(f"data.group: {settings.group!r}: {reason}")
-    if settings.group:
+    if settings.group or settings.several_labels:
         listing = source.listing(part) if isinstance(source, ListedSource) else None
-        groups = groups_of(listing, settings)
+        groups = groups_of(listing, settings) if settings.group else None
         assert listing is not None
-        cut = dataclasses.replace(cut, labels=listing.labels.numpy(), groups=groups, group=settings.group)
+        labels = listing.labels.numpy()
+        groups = np.arange(len(labels)) if groups is None else groups
+        cut = dataclasses.replace(cut, labels=labels, groups=groups, group=settings.group)
     cut.check(source.classes, source.class_counts(part))
     return cut
 

@@ -62,6 +62,13 @@ def _is_group(value: Any) -> bool:
         return False
 
 
+def _gives_several_labels(value: Any) -> bool:
+    if not isinstance(value, (list, tuple)):
+        return value is None or (isinstance(value, str) and value.strip() != "")
+    are_names = all(isinstance(name, str) and name != "" for name in value)
+    return are_names and len(set(value)) == len(value) >= 2
+
+
 def _is_fold(value: Any) -> bool:
     return (
         isinstance(value, (list, tuple))
@@ -207,6 +214,15 @@ class DataSettings(Keyed):
         f"The group of each image, such as a person; it stays in one split. `{PARENT}`: the folder's name;"
         " or a column of a table; or a regular expression with one group, searched in the path.",
     )
+    several_labels: str | tuple[str, ...] | None = key(
+        None,
+        Rule(
+            _gives_several_labels,
+            "must be the separator of the labels in a cell, e.g. ';', or a list of two or more columns",
+        ),
+        "A `table` gives an image any number of labels: the separator of the labels in its column, `;`, or a"
+        " column of 0 and 1 for each label, `[red, round]`.",
+    )
     fold: tuple[int, int] | None = key(
         None,
         Rule(
@@ -234,8 +250,9 @@ class DataSettings(Keyed):
             object.__setattr__(self, "image_size", (self.image_size, self.image_size))
         elif isinstance(self.image_size, list):
             object.__setattr__(self, "image_size", tuple(self.image_size))
-        if isinstance(self.fold, list):
-            object.__setattr__(self, "fold", tuple(self.fold))
+        for name in ("fold", "several_labels"):
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
 
     @property
     def stored_size(self) -> tuple[int, int]:
@@ -288,7 +305,7 @@ class DataSettings(Keyed):
             parsed = dataclasses.replace(parsed, image_size=net_size)
         if parsed.device == "cuda" and not torch.cuda.is_available():
             errors.lines.append("data.device: 'cuda': this machine has no GPU; use auto")
-        errors.lines += parsed._size_errors(section)
+        errors.lines += [*parsed._size_errors(section), *parsed._label_errors()]
         sides = parsed.image_size
         if not _are_sides(sides) or max(sides) > rules.MOST_PIXELS:
             sides = (IMAGE_SIZE, IMAGE_SIZE)
@@ -304,6 +321,18 @@ class DataSettings(Keyed):
             errors.lines.append(f"data.device: 'cuda': {what}")
         errors.raise_any()
         return dataclasses.replace(parsed, augment=augmentation)
+
+    def _label_errors(self) -> list[str]:
+        if self.several_labels is None:
+            return []
+        errors = []
+        if self.dataset != "table":
+            reason = f"{self.dataset} gives an image one label; set data.dataset to table, or remove it"
+            errors.append(f"data.several_labels: {self.several_labels!r}: {reason}")
+        if self.sampling == BALANCED:
+            reason = "needs one label for each image; use hyperparameters.class_weights: balanced"
+            errors.append(f"data.sampling: {BALANCED!r}: {reason}")
+        return errors
 
     def _size_errors(self, section: Mapping[str, Any]) -> list[str]:
         errors, sides = [], self.image_size

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from classify.images.listing import Listing
+from classify.images.listing import Listing, counts_of
 from classify.images.settings import PARENT, DataSettings
 from deepspeed_trial.errors import InvalidInput
 
@@ -28,8 +28,9 @@ class Cut:
             takes the rest.
         seed: draws the images.
         fold: the number of a fold, from 1, and the number of folds; the fold is the first of the splits.
-        labels: int64 (N,) of all images, if they are in groups.
+        labels: of all images, if they are in groups: int64 (N,), or uint8 (N, C) of 0 and 1.
         groups: int64 (N,), the group of each image, which one split has as a whole; None without groups.
+            With several labels an image, each image is a group unless ``data.group`` names others.
         group: ``data.group``, for error lines.
     """
 
@@ -47,13 +48,15 @@ class Cut:
 
     def count(self, split: str, sizes: Sequence[int]) -> int:
         """Return the number of images in a split of a part with ``sizes`` images of each class."""
+        if self.groups is not None:
+            return int((self._assigned == self.splits.index(split)).sum())
         return sum(self.class_counts(split, sizes))
 
     def class_counts(self, split: str, sizes: Sequence[int]) -> list[int]:
         """Return the number of images of each class in a split; ``sizes`` as for ``count``."""
         if self.groups is not None and self.labels is not None:
             labels = self.labels[self._assigned == self.splits.index(split)]
-            return [int(count) for count in np.bincount(labels, minlength=len(sizes))]
+            return counts_of(torch.from_numpy(labels), len(sizes))
         return [self._counts(size, label)[split] for label, size in enumerate(sizes)]
 
     def rows(self, split: str, labels: Tensor, classes: int) -> Tensor:
@@ -80,7 +83,7 @@ class Cut:
         """
         if not self.shares:
             return
-        if self.groups is not None:
+        if self.group is not None:
             return self._check_groups(classes)
         splits, folds = len(self.splits), self.fold[1] if self.fold else 0
         errors = list[str]()
@@ -93,6 +96,8 @@ class Cut:
                 errors.append(f"data.fold: {has} {folds} folds; add some, or use fewer folds")
         if errors:
             raise InvalidInput(errors)
+        if self.groups is not None:
+            self._check_groups(classes)
 
     def _first_of_fold(self, label: int) -> int:
         """Return the first of a class's images in the fold; classes begin in turn, so folds are as large."""
@@ -119,7 +124,7 @@ class Cut:
         assert self.labels is not None and self.groups is not None
         if self.fold is None:
             return _assign(self.labels, self.groups, _parts_of_all(list(self.shares.values())), self.seed)
-        assigned = np.zeros_like(self.labels)
+        assigned = np.zeros_like(self.groups)
         rest = self._folds != self.fold[0] - 1
         shares = _parts_of_all(list(self.shares.values())[1:])
         assigned[rest] = 1 + _assign(self.labels[rest], self.groups[rest], shares, self.seed)
@@ -133,15 +138,17 @@ class Cut:
         errors = dict[str, str]()
         for assigned, number, what in parts:
             for label, name in enumerate(classes):
-                is_of_class = self.labels == label
+                is_of_class = self.labels == label if self.labels.ndim == 1 else self.labels[:, label] > 0
                 if len(np.unique(assigned[is_of_class])) == number or name in errors:
                     continue
                 groups = len(np.unique(self.groups[is_of_class]))
-                has = f"the class {name!r} has {groups} group{'s' * (groups != 1)}"
+                what_of_class = "group" if self.group else "image"
+                has = f"the class {name!r} has {groups} {what_of_class}{'s' * (groups != 1)}"
                 reason = f"too few for {number} {what}; add some, or use fewer"
                 if groups >= number:
                     reason = f"but not in each of {number} {what}; set another data.split_seed, or use fewer"
-                errors[name] = f"data.group: {self.group!r}: {has}, {reason}"
+                key = f"data.group: {self.group!r}" if self.group else "data.root"
+                errors[name] = f"{key}: {has}, {reason}"
         if errors:
             raise InvalidInput(errors.values())
 
@@ -199,10 +206,11 @@ def _assign(labels: np.ndarray, groups: np.ndarray, shares: Sequence[float], see
 
     The groups with the largest shares of their classes are first. A group goes to the split where the squared
     deviations from the shares, over all classes, grow least. scikit-learn's StratifiedGroupKFold does so with
-    folds of one size. The last groups of a class fill its empty splits.
+    folds of one size. The last groups of a class fill its empty splits. An image of several labels counts in
+    each of its classes, and in a class of all images.
 
     Args:
-        labels: int64 (N,).
+        labels: int64 (N,), or uint8 (N, C) of 0 and 1.
         groups: int64 (N,).
         shares: of each split, in sum 1.
         seed: the order of groups of about the same weight.
@@ -210,6 +218,12 @@ def _assign(labels: np.ndarray, groups: np.ndarray, shares: Sequence[float], see
     Returns:
         The index of each image's split, int64 (N,).
     """
+    if labels.ndim == 2 and len(np.unique(groups)) == len(groups):
+        return _deal(labels, shares, seed)
+    if labels.ndim == 2:
+        images, classes_of_each = np.nonzero(np.column_stack([labels, np.ones(len(labels))]))
+        first = np.flatnonzero(np.diff(images, prepend=-1))
+        return _assign(classes_of_each, groups[images], shares, seed)[first]
     totals = np.bincount(labels)
     wanted, counts = np.outer(shares, totals), np.zeros((len(shares), len(totals)))
     order = np.argsort(groups, kind="stable")
@@ -230,4 +244,29 @@ def _assign(labels: np.ndarray, groups: np.ndarray, shares: Sequence[float], see
         split = np.lexsort((growth, lacking))[0]
         counts[split, those] += more
         assigned[members[turn]] = split
+    return assigned
+
+
+def _deal(labels: np.ndarray, shares: Sequence[float], seed: int) -> np.ndarray:
+    """Deal images of several labels to splits: each split has its share of each combination of labels.
+
+    The images are in the order of their combinations, the rarest label first. Each image goes to the split
+    that lacks most of its share of the images so far.
+
+    Args:
+        labels: uint8 (N, C) of 0 and 1.
+        shares: of each split, in sum 1.
+        seed: the order of images with the same labels.
+
+    Returns:
+        The index of each image's split, int64 (N,).
+    """
+    order = np.random.default_rng((seed, _DRAW)).permutation(len(labels))
+    rarest_last = np.argsort(-labels.sum(0, dtype=np.int64), kind="stable")
+    order = order[np.lexsort(labels[order][:, rarest_last].T)]
+    assigned, lacking = np.empty(len(labels), np.int64), [0.0] * len(shares)
+    for image in order:
+        lacking = [lack + share for lack, share in zip(lacking, shares, strict=True)]
+        assigned[image] = split = lacking.index(max(lacking))
+        lacking[split] -= 1
     return assigned

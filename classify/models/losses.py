@@ -57,20 +57,27 @@ def losses() -> dict[str, LossFunction]:
     return {CROSS_ENTROPY: cross_entropy, "bce": bce, "focal": focal, **own.LOSSES}
 
 
-def check(choice: Any, class_weights: Any, classes: Sequence[str]) -> None:
+def check(choice: Any, class_weights: Any, classes: Sequence[str], several_labels: bool = False) -> None:
     """Try a loss on two images, and check that the weighted classes exist.
 
     Args:
         choice: ``hyperparameters.loss``: a name, or a mapping of the name to its arguments.
         class_weights: ``hyperparameters.class_weights``.
         classes: the names of the classes.
+        several_labels: whether an image may have any number of labels.
 
     Raises:
         InvalidInput: with a line for each error.
     """
     errors = ErrorList()
     with errors.collecting():
-        _check_loss(choice, len(classes))
+        name = _check_loss(choice, len(classes))
+        if several_labels and name == CROSS_ENTROPY:
+            reason = "is of one label an image, and data.several_labels gives several"
+            errors.lines.append(f"{KEY}: {name!r}: {reason}; use bce or focal")
+        elif several_labels and class_weights and name != "bce":
+            reason = "with several labels an image only the loss bce takes weights; use bce, or remove them"
+            errors.lines.append(f"{WEIGHTS}: {class_weights!r}: {reason}")
     for name, weight in class_weights.items() if isinstance(class_weights, Mapping) else ():
         if str(name) not in classes:
             errors.lines.append(f"{WEIGHTS}.{name}: {weight!r}: no such class; {nearest(name, classes)}")
@@ -95,7 +102,8 @@ def _named(choice: Any) -> tuple[str, Mapping[str, Any]]:
     return name, given or {}
 
 
-def _check_loss(choice: Any, classes: int) -> None:
+def _check_loss(choice: Any, classes: int) -> str:
+    """Try the loss, and return its name; raise ``InvalidInput``."""
     name, arguments = _named(choice)
     if name not in losses():
         remedy = nearest_or(name, losses(), "register the loss in net.py")
@@ -116,18 +124,29 @@ def _check_loss(choice: Any, classes: int) -> None:
     except Exception as error:  # losses raise different types
         shown = f"{KEY}.{name}: {dict(arguments)!r}" if arguments else f"{KEY}: {name!r}"
         raise InvalidInput(f"{shown}: fails on two images ({one_line(error)}); change it") from error
+    return name
 
 
 class Loss:
     """The loss of a micro-batch: the mean over its images, each weighted by its class.
 
+    With several labels an image, a class's weight multiplies the loss of the images that have its label.
+
     Args:
         hyper: checked hyperparameters, with ``loss``, ``class_weights``, ``label_smoothing``, ``teacher_*``.
         classes: the names of the classes.
-        labels: gives the labels of all training images, (N,) int64.
+        labels: gives the labels of all training images, (N,) int64, or (N, C) uint8 for several labels.
+        several_labels: whether an image may have any number of labels.
     """
 
-    def __init__(self, hyper: Hyperparameters, classes: Sequence[str], labels: Callable[[], Tensor]) -> None:
+    def __init__(
+        self,
+        hyper: Hyperparameters,
+        classes: Sequence[str],
+        labels: Callable[[], Tensor],
+        several_labels: bool = False,
+    ) -> None:
+        self.several_labels = several_labels
         self.name, self.arguments = _named(hyper.loss)
         self.function, self.label_smoothing = losses()[self.name], hyper.label_smoothing
         self.class_weights, self.classes, self.labels = hyper.class_weights, classes, labels
@@ -139,7 +158,7 @@ class Loss:
 
         Args:
             logits: (B, C) float32.
-            labels: (B,) int64, or (B, C) float32 for mixed images.
+            labels: (B,) int64, or (B, C) for mixed images and for several labels an image.
             taught: logits of a teacher, (B, C) float32; None without a teacher.
         """
         loss = self._of_labels(logits, labels)
@@ -151,20 +170,28 @@ class Loss:
     def _of_labels(self, logits: Tensor, labels: Tensor) -> Tensor:
         if self.name == CROSS_ENTROPY and not self.class_weights:
             return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
-        targets = F.one_hot(labels, logits.shape[1]).float() if labels.dim() == 1 else labels
-        smoothed = torch.lerp(targets, torch.full_like(targets, 1 / logits.shape[1]), self.label_smoothing)
+        targets = F.one_hot(labels, logits.shape[1]).float() if labels.dim() == 1 else labels.float()
+        chance = 1 / 2 if self.several_labels else 1 / logits.shape[1]
+        smoothed = torch.lerp(targets, torch.full_like(targets, chance), self.label_smoothing)
+        if self.class_weights and self._weights is None:
+            self._weights = self._class_weights().to(logits.device)
+        if self.class_weights and self.several_labels:
+            return F.binary_cross_entropy_with_logits(logits, smoothed, pos_weight=self._weights)
         values = self.function(logits, smoothed, **self.arguments)
-        if self.class_weights:
-            if self._weights is None:
-                self._weights = self._class_weights().to(logits.device)
+        if self._weights is not None:
             values = values * (targets @ self._weights)
         return values.mean()
 
     def _class_weights(self) -> Tensor:
         """Return the weight of each class, (C,); balanced weights have a mean of 1 over the training images.
 
+        With several labels an image, a label's balanced weight is its negative over its positive images.
         Source: https://scikit-learn.org/stable/modules/generated/sklearn.utils.class_weight.compute_class_weight.html
         """
+        if not isinstance(self.class_weights, Mapping) and self.several_labels:
+            labels = self.labels().cpu()
+            counts = labels.sum(0)
+            return (len(labels) - counts) / counts.clamp(min=1)
         if not isinstance(self.class_weights, Mapping):
             counts = torch.bincount(self.labels().cpu(), minlength=len(self.classes))
             return counts.sum() / (counts.clamp(min=1) * (counts > 0).sum())

@@ -31,6 +31,7 @@ from classify.config.rules import (
     is_finite,
     is_number,
     list_of,
+    mapping_of,
     one_of,
     optional,
     whole,
@@ -90,6 +91,7 @@ DESCRIPTION = {
     "confidence": optional(
         Rule(_is_confidence, "must be a mapping with a temperature above 0 and a confidence_threshold")
     ),
+    "thresholds": optional(mapping_of(Rule(lambda value: is_number(value, 0, 1.000001), "must be 0 to 1"))),
     "provenance.steps": whole(0),
 }
 
@@ -222,6 +224,8 @@ def _contradictions(description: Mapping[str, Any]) -> list[str]:
     errors, image, classes = [], description["input"], description["classes"]
     if not len(set(classes)) == len(classes) == description["net"]["num_classes"]:
         errors.append(f"classes: {len(set(classes))} names: must be net.num_classes different names")
+    if (thresholds := description.get("thresholds")) is not None and thresholds.keys() != set(classes):
+        errors.append(f"thresholds: {len(thresholds)} names: must be the names of classes")
     if image["resize"][0] < image["height"] or image["resize"][1] < image["width"]:
         errors.append(f"input.resize: {image['resize']}: must be at least input.height and input.width")
     return errors

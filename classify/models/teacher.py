@@ -50,6 +50,8 @@ class Teacher:
     def _check(description: dict[str, Any], path: str, classes: Sequence[str]) -> None:
         if description["net"]["name"] == registry.MOE:
             raise InvalidInput(f"{KEY}: {path}: is a mixture of experts; give another network")
+        if "thresholds" in description:
+            raise InvalidInput(f"{KEY}: {path}: gives an image several labels; give a network of one label")
         if description["classes"] != list(classes):
             names = ", ".join(description["classes"][:12])
             reason = f"its classes ({names}) differ from the classes of the data"

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn import functional as F
 from typing_extensions import override
 
 from classify.config.metric_table import SPEED_METRIC
@@ -145,7 +146,8 @@ class ClassificationLog(Callback):
         height, width = self.config.data.stored_size
         images, labels = self.images.augmented(min(SHOWN, max(4, MOST_PIXELS // (height * width))))
         inputs, hyper = images.float(), self.config.hyper
-        names = [[label] for label in labels.tolist()]
+        rows = labels if labels.dim() == 2 else F.one_hot(labels)
+        names = [row.nonzero().flatten().tolist() for row in rows]
         if mixup := make_mixup(hyper.mixup, hyper.cutmix, self.config.net.num_classes):
             inputs, shares = apply_mixup(mixup, inputs, labels, (self.config.seed, 0, 0, 0))
             names = [row.nonzero().flatten().tolist() for row in shares]

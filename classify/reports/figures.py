@@ -18,6 +18,13 @@ def as_label(name: str) -> str:
     return printable(name).replace("$", r"\$")
 
 
+def in_words(labels: int | Sequence[int], classes: Sequence[str]) -> str:
+    """Return the names of an image's labels."""
+    if isinstance(labels, int):
+        return classes[labels]
+    return " + ".join(classes[label] for label in labels) or "no label"
+
+
 def confusion_figure(confusion: np.ndarray, classes: Sequence[str]) -> Figure:
     """Draw a confusion matrix, (C, C) counts, rows are true classes; more than 20 classes without numbers."""
     from matplotlib.figure import Figure
@@ -54,7 +61,7 @@ def mistakes_figure(
         axis.axis("off")
     for axis, mistake, image in zip(axes.flat, mistakes, images, strict=False):
         axis.imshow(image)
-        predicted, label = (as_label(classes[mistake[key]]) for key in ("predicted", "label"))
+        predicted, label = (as_label(in_words(mistake[key], classes)) for key in ("predicted", "label"))
         axis.set_title(f"{predicted} ({label})\nloss {mistake['loss']:.1f}", fontsize=8)
     if not mistakes:
         axes[0, 0].set_title("no mistakes", fontsize=8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,7 @@ class ClassificationMetrics(pytorch.MetricReducer):
         order: int64 (N,), the images in this rank's order; it gives the mistakes their image. Without an
             order no temperature is fitted.
         order_of_test: the same for the test.
+        thresholds: used by ``LabelMetrics`` alone.
         confusion: of the last validation, on the chief: int64 (C, C), rows are true classes.
         mistakes: of the last validation, on the chief: the wrongly classified images of the largest loss,
             the hardest first, with ``loss``, ``image`` (its index), ``predicted``, ``label`` and
@@ -114,6 +115,8 @@ class ClassificationMetrics(pytorch.MetricReducer):
         unsure: the same of the rightly classified images.
         bins: of the last validation, on the chief; see ``Counts``.
     """
+
+    thresholds: Mapping[str, float] | None = None
 
     def __init__(
         self,

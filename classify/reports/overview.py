@@ -27,12 +27,13 @@ def describe_images(config: TrialConfig) -> str:
     height, width = data.image_size
     tested = f" {source.count('test'):,} to test at the end," if source.has_test else ""
     left_out = f" {len(source.left_out):,} unreadable and left out," if source.left_out else ""
-    groups = 0 if source.cut.groups is None else int(source.cut.groups.max()) + 1
-    grouped = f", in {_count(groups, 'group')} that stay whole" if groups else ""
+    groups = source.cut.groups if source.cut.group else None
+    grouped = "" if groups is None else f", in {_count(int(groups.max()) + 1, 'group')} that stay whole"
+    labels = ", several labels an image" if source.has_several_labels else ""
     return (
         f"{data.dataset}: {source.count('train'):,} to train,"
         f" {source.count(source.validation):,} to validate,{tested}{left_out}"
-        f" {_count(len(source.classes), 'class')}, {height}x{width} pixels"
+        f" {_count(len(source.classes), 'class')}{labels}, {height}x{width} pixels"
         f"{grouped}{_shards(source)}{_streaming(source)}"
     )
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from classify.config.metric_table import METRICS, TTA_METRIC
+from classify.config.metric_table import LABEL_THRESHOLD, MAP_METRIC, METRICS, OF_LABELS, TTA_METRIC
 from classify.models import net_file
 from deepspeed_trial.errors import one_line, printable
 
@@ -24,6 +24,11 @@ def metrics_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[
         **{name: metrics[name] for name in METRICS if name in metrics},
         "per_class_accuracy": {name: metrics[f"accuracy/{name}"] for name in classes},
         "per_class_precision": {name: metrics[f"precision/{name}"] for name in classes},
+        **{
+            f"per_class_{prefix[:-1]}": {name: metrics[f"{prefix}{name}"] for name in classes}
+            for prefix in (*OF_LABELS, LABEL_THRESHOLD)
+            if MAP_METRIC in metrics
+        },
         "images": metrics["images"],
     }
 
@@ -60,7 +65,7 @@ def value_of(metrics: Mapping[str, Any], name: str) -> float | None:
 
 def scores(metrics: Mapping[str, Any], chosen: str = "accuracy", which: str = "") -> list[str]:
     """Return a line for each of the accuracies, and the chosen metric as the last."""
-    names = [name for name in (TTA_METRIC, "accuracy") if name != chosen]
+    names = [name for name in (TTA_METRIC, MAP_METRIC, "accuracy") if name != chosen]
     values = {name: value_of(metrics, name) for name in (*names, chosen)}
     return [f"{which}{printable(name)} {value:.4f}" for name, value in values.items() if value is not None]
 

@@ -116,10 +116,10 @@ class TensorBoardLog(Callback):
         since = time.monotonic()
         metrics, source = self.metrics, self.validated()
         images = [source.image(mistake["image"]) for mistake in metrics.mistakes]
-        for name, figure in {
-            "confusion_matrix": figures.confusion_figure(metrics.confusion, metrics.classes),
-            "hardest_mistakes": figures.mistakes_figure(metrics.mistakes, images, metrics.classes),
-        }.items():
+        drawn = {"hardest_mistakes": figures.mistakes_figure(metrics.mistakes, images, metrics.classes)}
+        if metrics.confusion.ndim == 2:  # one label an image
+            drawn["confusion_matrix"] = figures.confusion_figure(metrics.confusion, metrics.classes)
+        for name, figure in drawn.items():
             self.writer.add_image(name, _pixels(figure), self._validated_step, dataformats="HWC")
         self._drawn_step, self._drawn_at = self._validated_step, time.monotonic()
         self._took = self._drawn_at - since

@@ -13,9 +13,11 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from classify.images.listing import PARTS, WHOLE, FileListing, ListedSource, Location, is_remote
 from classify.images.sources.shard_index import classes_of, label_of
-from deepspeed_trial.errors import InvalidInput, one_line, printable
+from deepspeed_trial.errors import InvalidInput, nearest, one_line, printable
 from deepspeed_trial.input_files import parsed, refused
 
 _PATHS, _LABELS = ("path", "file_name", "image", "url"), ("label", "class")  # columns
@@ -28,13 +30,13 @@ class Row(NamedTuple):
 
     Attributes:
         path: of its file.
-        label: its class as written.
+        labels: its classes as written: one, or any number with ``data.several_labels``.
         where: its place in error lines.
         group: its value of ``data.group``'s column; empty without one.
     """
 
     path: str
-    label: str
+    labels: tuple[str, ...]
     where: str
     group: str = ""
 
@@ -56,8 +58,20 @@ class NamedFiles(ListedSource):
 
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
-        """The class names: sorted, or numbers from 0."""
-        return classes_of({row.label: row.where for rows in self._rows.values() for row in rows})
+        """The class names: sorted, or numbers from 0; or the columns of ``data.several_labels``."""
+        several = self.location.several_labels
+        if isinstance(several, tuple):
+            return several
+        parts = list(self._rows.values())
+        texts = {label: row.where for rows in parts for row in rows for label in row.labels}
+        learned = {label for row in parts[0] for label in row.labels}
+        if several and not learned:
+            raise InvalidInput(f"{parts[0][0].where}: no image has a label; name some in the column label")
+        for label in texts if several else ():
+            if label not in learned:
+                remedy = f"no training image has it; {nearest(label, learned)}"
+                raise InvalidInput(f"{texts[label]}: the label {label!r}: {remedy}")
+        return classes_of(texts)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -69,12 +83,24 @@ class NamedFiles(ListedSource):
         if part not in self._listings:
             index = {name: label for label, name in enumerate(self.classes)}
             rows = self._rows[part]
-            labels = [label_of(row.label, index) for row in rows]
+            labels: Any = [[label_of(label, index) for label in row.labels] for row in rows]
             paths = [row.path for row in rows]
+            if self.location.several_labels:
+                labels = _indicators(labels, len(index))
+            else:
+                labels = [label for (label,) in labels]
             self._listings[part] = FileListing(paths, labels, self.classes, self.location.root)
             if any(row.group for row in rows):
                 self._listings[part].column = [row.group for row in rows]
         return self._listings[part]
+
+
+def _indicators(labels: list[list[int]], classes: int) -> np.ndarray:
+    """Return 1 for each label of an image, uint8 (N, C), of the labels of each image."""
+    rows = np.zeros((len(labels), classes), np.uint8)
+    for row, of_image in zip(rows, labels, strict=True):
+        row[of_image] = 1
+    return rows
 
 
 def table(location: Location) -> NamedFiles:
@@ -98,37 +124,79 @@ def table(location: Location) -> NamedFiles:
                 content = pathlib.Path(file).read_bytes() if os.path.isfile(file) else None
             if content is not None:
                 with parsed(f"{file}: not a readable table", "write CSV in UTF-8, or JSON lines"):
-                    rows[part] = list(_rows(content, file, location.column))
+                    rows[part] = _rows(content, file, location)
     if "train" not in rows and set(rows) != {WHOLE}:
         needs = "it needs train.csv or train.jsonl, and may have the same of val and test"
         raise InvalidInput(f"data.root: {root}: holds no table of training images; {needs}")
     return NamedFiles(location, rows)
 
 
-def _rows(content: bytes, file: str, column: str | None) -> Iterator[Row]:
-    folder = os.path.dirname(file)
+def _rows(content: bytes, file: str, location: Location) -> list[Row]:
+    """Return the images of a table; raise ``InvalidInput`` with the first bad row."""
     text = io.StringIO(content.decode("utf-8-sig", errors="replace"), newline="")
-    where = ""
-    for number, row in _csv_rows(text, file) if file.endswith(".csv") else _json_rows(text, file):
-        where = f"{file}, line {number}"
-        path, label = _value(row, "path", _PATHS, where), _value(row, "label", _LABELS, where)
-        if is_remote(path):
-            raise InvalidInput(f"{where}: {path}: is a URL; {_NO_URL}")
-        group = "" if column is None else _value(row, "group", (column,), where)
-        yield Row(os.path.join(folder, path), label, where, group)
-    if not where:
+    several, rows = location.several_labels, []
+    columns = several if isinstance(several, tuple) else None
+    for number, row in _csv_rows(text, file, columns) if file.endswith(".csv") else _json_rows(text, file):
+        rows.append(_row(row, f"{file}, line {number}", os.path.dirname(file), location))
+    if not rows:
         raise InvalidInput(f"{file}: has no rows; add some, or remove it")
+    return rows
 
 
-def _csv_rows(text: io.StringIO, file: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _row(row: Any, where: str, folder: str, location: Location) -> Row:
+    path, several = _value(row, "path", _PATHS, where), location.several_labels
+    if isinstance(several, tuple):
+        labels = tuple(name for name in several if _is_one(row, name, where))
+    elif several is not None:
+        labels = _separated(row, several, where)
+    else:
+        labels = (_value(row, "label", _LABELS, where),)
+    if is_remote(path):
+        raise InvalidInput(f"{where}: {path}: is a URL; {_NO_URL}")
+    group = "" if location.column is None else _value(row, "group", (location.column,), where)
+    return Row(os.path.join(folder, path), labels, where, group)
+
+
+def _separated(row: Any, separator: str, where: str) -> tuple[str, ...]:
+    """Return the labels of a row: of a text with separators, or of a list of JSON."""
+    name = next((name for name in _LABELS if isinstance(row, dict) and name in row), None)
+    value = row[name] if name else None
+    if value is None:
+        raise InvalidInput(f"{where}: has no label ({', '.join(_LABELS)}); add it, empty for no label")
+    parts = value if isinstance(value, list) else str(value).split(separator) if value != "" else []
+    labels = tuple(str(part).strip() for part in parts)
+    shown = f"{where}: {name}: {str(value)[:50]!r}"
+    if not all(isinstance(part, (str, int)) for part in parts) or isinstance(value, dict):
+        raise InvalidInput(f"{shown}: must be labels between {separator!r}, or a list of them")
+    if not all(labels):
+        raise InvalidInput(f"{shown}: has an empty label; remove the extra {separator!r}")
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
+        raise InvalidInput(f"{shown}: has the label {twice!r} twice; remove one of them")
+    return labels
+
+
+def _is_one(row: Any, name: str, where: str) -> bool:
+    """Return whether an image has the label of a column; an empty cell is no label."""
+    value = row.get(name) if isinstance(row, dict) else None
+    if value is None:
+        raise InvalidInput(f"{where}: has no {name}; add 0 or 1")
+    if str(value) not in ("0", "1", ""):
+        raise InvalidInput(f"{where}: {name}: {str(value)[:50]!r}: must be 0, 1 or empty; correct it")
+    return str(value) == "1"
+
+
+def _csv_rows(
+    text: io.StringIO, file: str, label_columns: tuple[str, ...] | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the line number of each row, and its values by their columns."""
     rows = csv.DictReader(text)
     columns = list(rows.fieldnames or ())
-    for names in (_PATHS, _LABELS):
+    for names in (_PATHS, *([(name,) for name in label_columns] if label_columns else [_LABELS])):
         named = [column for column in columns if column in names]
         if columns and not named:
             shown = ", ".join(column[:50] for column in columns[:20])
-            reason = f"has no column {names[0]} (or {', '.join(names[1:])}), but {shown}"
+            others = f" (or {', '.join(names[1:])})" if names[1:] else ""
+            reason = f"has no column {names[0]}{others}, but {shown}"
             raise InvalidInput(f"{file}, line 1: {reason}; name the columns there")
         if len(set(named)) < len(named):
             raise InvalidInput(f"{file}, line 1: names the column {named[0]} twice; remove one of them")
@@ -179,7 +247,7 @@ def own_source(file: str, location: Location) -> Any:
         if not isinstance(result, Mapping):
             return _checked(result, key)
         rows = {
-            part: [Row(os.fsdecode(path), str(label), f"{file}, {part}") for path, label in pairs]
+            part: [Row(os.fsdecode(path), (str(label),), f"{file}, {part}") for path, label in pairs]
             for part, pairs in result.items()
         }
     except InvalidInput:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from classify.images.decode import UnreadableImage
-from classify.images.listing import ListedSource, Listing, Subset, raise_some
+from classify.images.listing import ListedSource, Listing, Subset, counts_of, raise_some
 from classify.images.pixel_files import remove_images
 from classify.images.pixels import file_of, fingerprint_of, try_all
 from deepspeed_trial.errors import InvalidInput
@@ -42,8 +42,7 @@ def unreadable(
 def refuse_empty_classes(source: ListedSource, left_out: Mapping[str, Mapping[int, str]]) -> None:
     """Raise ``InvalidInput`` if no image of a class can be read."""
     for part, lines in left_out.items():
-        labels = source.listing(part).labels
-        lost = labels[list(lines)].bincount(minlength=len(source.classes)).tolist()
+        lost = counts_of(source.listing(part).labels[list(lines)], len(source.classes))
         for name, count, without in zip(source.classes, source.class_counts(part), lost, strict=True):
             if count and count == without:
                 reason = f"none of the {count:,} images of the class {name!r} in {part!r} can be read"

@@ -1,0 +1,165 @@
+"""Metrics of images with several labels: average precision, and a threshold for each label.
+
+A label is given to an image if its probability, the sigmoid of its logit, reaches the label's threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from classify.config.metric_table import MAP_METRIC, SPEED_METRIC, UNFITTED, Counts, computed
+from classify.reports.metrics import BINS, SHOWN, ClassificationMetrics, Throughput
+
+
+class LabelMetrics(ClassificationMetrics):
+    """Keep the logits of a validation; the chief computes exact metrics from all of them.
+
+    The logits and the labels of an evaluation take 5 bytes for each image and class.
+
+    Args:
+        classes: the names of the labels.
+        throughput: as for ``ClassificationMetrics``.
+        thresholds: of each label; None for those with the best F1 of each label on the images.
+
+    Attributes:
+        confusion: of the last evaluation, on the chief: int64 (C, 2, 2), rows are true, columns are given.
+        mistakes: of the last evaluation, on the chief: the images of the largest loss with a wrong label,
+            by ``loss``, ``image``, and lists of labels: ``predicted`` and ``label``.
+        unsure: the same of images whose labels are all right.
+        bins: by bin of probability: pairs of an image and a label, their summed probability, the true ones.
+    """
+
+    def __init__(
+        self,
+        classes: Sequence[str],
+        throughput: Throughput | None = None,
+        thresholds: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(classes, throughput)
+        self.thresholds = thresholds
+
+    @override
+    def reset(self) -> None:
+        self._counted: list[tuple[Tensor, Tensor]] = []
+
+    @override
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Count a batch.
+
+        Args:
+            logits: (B, C) float32.
+            labels: (B, C) uint8, 0 and 1.
+        """
+        self._counted.append((logits.detach(), labels))
+
+    @override
+    def per_slot_reduce(self) -> tuple[Any, ...]:
+        """Return this rank's images: places int64 (N,), logits float32 (N, C) and labels uint8 (N, C)."""
+        if not self._counted:
+            nothing = np.zeros((0, len(self.classes)))
+            return np.zeros(0, np.int64), nothing.astype(np.float32), nothing.astype(np.uint8)
+        logits, labels = (torch.cat(parts).cpu().numpy() for parts in zip(*self._counted, strict=True))
+        places = np.arange(len(labels)) if self.order is None else self.order[: len(labels)].numpy()
+        return places, logits, labels
+
+    @override
+    def cross_slot_reduce(self, per_slot_metrics: list[tuple[Any, ...]]) -> dict[str, Any]:
+        """Return the metrics of ``classify/config/metric_table.py`` and ``images``, as numbers."""
+        places, logits, labels = map(np.concatenate, zip(*per_slot_metrics, strict=True))
+        order = np.argsort(places)  # the same images in the same order for any number of ranks
+        places, labels = places[order], labels[order]
+        scores = np.nan_to_num(logits[order].astype(np.float64))
+        losses = (np.logaddexp(0, scores) - labels * scores).mean(1)  # binary cross-entropy
+        if not np.isfinite(logits).all():
+            losses += np.nan
+        probabilities = np.exp(-np.logaddexp(0, -scores))  # sigmoid
+        thresholds = fit(probabilities, labels)
+        if self.thresholds is not None:
+            thresholds = np.array([self.thresholds[name] for name in self.classes])
+        given = probabilities >= thresholds
+        counts = _counts(scores, probabilities, labels, given, losses, thresholds)
+        self.confusion, self.bins = counts.confusion, counts.bins
+        is_right = (given == labels).all(1)
+        self.mistakes, self.unsure = (
+            _hardest(rows, places, given, labels, losses)
+            for rows in (np.flatnonzero(~is_right), np.flatnonzero(is_right))
+        )
+        values = computed(counts, self.classes)
+        first = {name: values[name] for name in (MAP_METRIC, "accuracy", "loss")}
+        metrics = {**first, "images": counts.images, **values}
+        if self.throughput:
+            metrics[SPEED_METRIC] = self.throughput.since_validation()
+        return metrics
+
+
+def fit(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return the threshold of each label that has its largest F1, float64 (C,).
+
+    A threshold is in the middle between two probabilities, so that rounding changes no label.
+
+    Args:
+        probabilities: (N, C) float64.
+        labels: (N, C), 0 and 1.
+    """
+    from sklearn.metrics import precision_recall_curve  # takes a second to import
+
+    thresholds = np.full(labels.shape[1], UNFITTED)
+    for label in np.flatnonzero(labels.any(0)):
+        precision, recall, reached = precision_recall_curve(labels[:, label], probabilities[:, label])
+        f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
+        best = int(f1[:-1].argmax())
+        thresholds[label] = (reached[best] + (reached[best - 1] if best else 0.0)) / 2
+    return thresholds
+
+
+def _counts(
+    scores: np.ndarray,
+    probabilities: np.ndarray,
+    labels: np.ndarray,
+    given: np.ndarray,
+    losses: np.ndarray,
+    thresholds: np.ndarray,
+) -> Counts:
+    """Return the counts of an evaluation; arguments as in ``LabelMetrics``, (N, C) or (N,)."""
+    from sklearn.metrics import average_precision_score  # takes a second to import
+
+    precision = np.zeros(labels.shape[1])
+    for label in np.flatnonzero(labels.any(0)):
+        precision[label] = average_precision_score(labels[:, label], scores[:, label])
+    right = given == labels
+    cells = [[~given & (labels == 0), given & (labels == 0)], [~given & (labels == 1), given & (labels == 1)]]
+    place = np.minimum((probabilities * BINS).astype(np.int64), BINS - 1).ravel()
+    binned = (
+        np.bincount(place, each.ravel(), BINS) for each in (np.ones_like(scores), probabilities, labels)
+    )
+    return Counts(
+        np.moveaxis(np.array(cells).sum(2), -1, 0),
+        loss=float(losses.sum()),
+        right_by_views=None,
+        in_top5=None,
+        bins=np.array(list(binned)),
+        all_right=int(right.all(1).sum()),
+        average_precision=precision,
+        thresholds=thresholds,
+    )
+
+
+def _hardest(
+    rows: np.ndarray, places: np.ndarray, given: np.ndarray, labels: np.ndarray, losses: np.ndarray
+) -> list[dict[str, Any]]:
+    """Return the images of the largest loss among some rows."""
+    return [
+        {
+            "loss": float(losses[row]),
+            "image": int(places[row]),
+            "predicted": np.flatnonzero(given[row]).tolist(),
+            "label": np.flatnonzero(labels[row]).tolist(),
+        }
+        for row in rows[np.argsort(-losses[rows], kind="stable")][:SHOWN]
+    ]
