@@ -33,6 +33,7 @@ from deepspeed_trial.errors import DISK_FULL, InvalidInput, TrainingStopped, one
 from deepspeed_trial.out_of_memory import explain_out_of_memory
 
 if TYPE_CHECKING:
+    from workbench.publish.network import Classifier
     from workbench.publish.scoring import Answers
 
 FORMATS = ("pt", "safetensors", "onnx", "hf")  # of workbench/publish/forms.py
@@ -224,13 +225,16 @@ def predict(args: argparse.Namespace) -> None:
         from workbench.publish import heat_page
 
         heat_page.write(classifier, files, found.probabilities, args.heat)
-    classes = classifier.description["classes"]
+    classes, gives_several = classifier.description["classes"], classifier.thresholds is not None
     if args.json:
         rows = [
             {
                 "image": str(file),
-                "class": classes[int(row.argmax())],
-                "probability": float(row.max()),
+                **(
+                    {"labels": classifier.labels(row)}
+                    if gives_several
+                    else {"class": classes[int(row.argmax())], "probability": float(row.max())}
+                ),
                 "probabilities": dict(zip(classes, row.tolist(), strict=True)),
                 **({"unknown": is_unknown} if asks else {}),
                 **({"test_time_augmentation": vars(how)} if how else {}),
@@ -238,6 +242,8 @@ def predict(args: argparse.Namespace) -> None:
             for file, row, is_unknown in zip(files, found.probabilities, found.unknown.tolist(), strict=True)
         ]
         print(json.dumps(rows, indent=2))
+    elif gives_several and files:
+        _print_labels(files, found, classifier)
     elif files:
         _print_predictions(files, found, classes)
         if asks:
@@ -255,18 +261,35 @@ def serve(args: argparse.Namespace) -> None:
     page.run(forms.read(args.net), args.net, args.port)
 
 
-def _print_predictions(files: Sequence[pathlib.Path], found: Answers, classes: Sequence[str]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+def _print_labels(files: Sequence[pathlib.Path], found: Answers, classifier: Classifier) -> None:
+    classes, cells = classifier.description["classes"], []
+    for file, row in zip(files, found.probabilities, strict=True):
+        labels = classifier.labels(row)
+        others = [(p, name) for p, name in zip(row.tolist(), classes, strict=True) if name not in labels]
+        given = ", ".join(f"{name} {row[classes.index(name)]:.1%}" for name in labels) or "no label"
+        cells.append((file, given, "{1} {0:.1%}".format(*max(others)) if others else ""))
+    _print_table(("image", "labels", "next"), cells)
 
-    table = Table("image", "class", "probability", "next", box=box.SIMPLE_HEAD)
+
+def _print_predictions(files: Sequence[pathlib.Path], found: Answers, classes: Sequence[str]) -> None:
+    rows = []
     for file, row, is_unknown in zip(files, *found, strict=True):
         (first, second), (best, next_best) = row.topk(2)
         named, following = (f"{classes[int(each)]}" for each in (best, next_best))
         nearest = f"{named} {first:.1%}, " if is_unknown else ""
-        cells = file, "unknown" if is_unknown else named, f"{first:.1%}", f"{nearest}{following} {second:.1%}"
-        table.add_row(*map(printable, cells))
+        answer = "unknown" if is_unknown else named
+        rows.append((file, answer, f"{first:.1%}", f"{nearest}{following} {second:.1%}"))
+    _print_table(("image", "class", "probability", "next"), rows)
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*columns, box=box.SIMPLE_HEAD)
+    for row in rows:
+        table.add_row(*map(printable, row))
     # Names are text: [b] in one is no markup, :x: no emoji
     Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False).print(table)
 
@@ -278,6 +301,8 @@ def evaluate(args: argparse.Namespace) -> None:
 
     classifier = forms.read(args.net)
     how = scoring.views_of(args.tta, classifier.description)
+    if how and classifier.thresholds is not None:
+        raise InvalidInput(f"--tta: {args.tta}: does not go with several labels an image; remove it")
     images = scoring.open_images(args.config, args.overrides, args.split, classifier.description, args.net)
     validation = scoring.validation(classifier, images, how)
     if args.json:
@@ -285,8 +310,9 @@ def evaluate(args: argparse.Namespace) -> None:
         return
     for name, accuracy in validation["per_class_accuracy"].items():
         print(f"{printable(name):>20}  {accuracy:.4f}")
-    before, after = validation["calibration_error"], validation["calibration_error_scaled"]
-    print(f"calibration error {before:.4f}, at temperature {classifier.temperature:.3f} {after:.4f}")
+    before, after = validation["calibration_error"], validation.get("calibration_error_scaled")
+    scaled = "" if after is None else f", at temperature {classifier.temperature:.3f} {after:.4f}"
+    print(f"calibration error {before:.4f}{scaled}")
     print(f"loss {validation['loss']:.4f}  images {validation['images']:,}")
     print(*scores(validation), sep="\n")
 

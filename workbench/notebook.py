@@ -27,12 +27,14 @@ class Prediction(NamedTuple):
         label: the most probable class.
         probability: of that class, 0 to 1.
         probabilities: of each class.
+        labels: the class; or the labels that reach their thresholds, if the network gives an image several.
     """
 
     image: pathlib.Path
     label: str
     probability: float
     probabilities: dict[str, float]
+    labels: list[str]
 
 
 class Network:
@@ -64,9 +66,10 @@ class Network:
         errors.raise_any()
         rows = [dict(zip(self.classes, row.tolist(), strict=True)) for row in answers.probabilities]
         best = [max(row, key=row.__getitem__) for row in rows]
+        labels = map(self._classifier.labels, answers.probabilities)
         return [
-            Prediction(file, label, row[label], row)
-            for file, label, row in zip(files, best, rows, strict=True)
+            Prediction(file, label, row[label], row, given)
+            for file, label, row, given in zip(files, best, rows, labels, strict=True)
         ]
 
     def __repr__(self) -> str:

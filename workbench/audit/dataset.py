@@ -19,6 +19,7 @@ from classify.images.pixels import ImageSet
 from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from classify.images.sources.excluded import image_names
+from deepspeed_trial.errors import InvalidInput
 
 CHUNK = 64  # images that are computed at a time
 
@@ -54,7 +55,11 @@ class Dataset:
         """
         if size is not None:
             section = {**section, "image_size": list(size), "resize": None}
-        plan = DataPlan.resolve(DataSettings.parse(section))
+        settings = DataSettings.parse(section)
+        if settings.several_labels is not None:
+            reason = "audits and heads need one label an image; give other data"
+            raise InvalidInput(f"data.several_labels: {settings.several_labels!r}: {reason}")
+        plan = DataPlan.resolve(settings)
         sets, names, splits, labels = {}, list[str](), [], []
         for split in plan.names:
             images = sets[split] = plan.load(split)

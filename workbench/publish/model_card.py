@@ -74,6 +74,7 @@ def write(
         seen=description["input"],
         dtype=description["dtype"],
         confidence=description.get("confidence"),
+        gives_several="thresholds" in description,
         provenance=provenance,
     )
 

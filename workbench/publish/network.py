@@ -78,6 +78,19 @@ class Classifier:
         """Temperature of the probabilities; 1 for a network without one."""
         return float((self.description.get("confidence") or {TEMPERATURE: 1.0})[TEMPERATURE])
 
+    @property
+    def thresholds(self) -> Mapping[str, float] | None:
+        """Least probability of each label; None for a network that gives an image one label."""
+        return self.description.get("thresholds")
+
+    def labels(self, probabilities: Tensor) -> list[str]:
+        """Return an image's labels, the most probable first, of the probabilities (C,)."""
+        classes, thresholds = self.description["classes"], self.thresholds
+        if thresholds is None:
+            return [classes[int(probabilities.argmax())]]
+        rows = sorted(zip(probabilities.tolist(), classes, strict=True), reverse=True)
+        return [name for probability, name in rows if probability >= thresholds[name]]
+
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:

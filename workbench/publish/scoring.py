@@ -22,6 +22,7 @@ from classify.images.pixels import ImageSet
 from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from classify.reports import confidence
+from classify.reports.label_metrics import LabelMetrics
 from classify.reports.metrics import ClassificationMetrics
 from classify.reports.summary import metrics_summary
 from deepspeed_trial.errors import ErrorList, InvalidInput
@@ -35,7 +36,8 @@ class Answers(NamedTuple):
     """The answers of a network.
 
     Attributes:
-        probabilities: of every class, (N, C) float32, at the network's temperature.
+        probabilities: of every class, (N, C) float32, at the network's temperature; of several labels an
+            image each label's own.
         unknown: whether an image is of no known class, (N,) bool.
     """
 
@@ -88,6 +90,8 @@ def classify(
     """Classify a batch of images (N, 3, h, w) uint8."""
     (inputs,) = inputs_of(classifier.description, images, len(images))
     logits, temperature = views.view_scores(classifier.classify, inputs, how)[1], classifier.temperature
+    if classifier.thresholds is not None:
+        return Answers(logits.double().sigmoid(), torch.zeros(len(logits), dtype=torch.bool))
     return Answers((logits / temperature).softmax(1), confidence.score(logits, temperature) < threshold)
 
 
@@ -103,6 +107,8 @@ def threshold_of(classifier: Classifier, given: str, net: pathlib.Path) -> float
         InvalidInput: if the value is no probability, or the network has no threshold.
     """
     stored = classifier.description.get("confidence") or {}
+    if classifier.thresholds is not None:
+        raise InvalidInput(f"--unknown: {net} gives an image any number of labels, also none; remove it")
     if not given and not stored:
         what = f"{net} has no threshold: no validation was at its checkpoint, or an earlier version saved it"
         raise InvalidInput(f"--unknown: {what}; give a threshold, e.g. --unknown=0.5")
@@ -121,6 +127,8 @@ def validation(
 ) -> dict[str, Any]:
     """Return the metrics of a split of images, in the form of ``summary.json``."""
     metrics = ClassificationMetrics(images.classes, how=how, temperature=classifier.temperature)
+    if classifier.thresholds is not None:
+        metrics = LabelMetrics(images.classes, thresholds=classifier.thresholds)
     for chosen in torch.arange(len(images)).split(_batch_of(classifier.description)):
         (inputs,) = inputs_of(classifier.description, images.select(chosen), len(chosen))
         metrics.classify(classifier.classify, inputs, images.labels[chosen])
@@ -157,6 +165,11 @@ def open_images(
     stored, fit = fitting(description)  # and not the experiment file's
     settings = dataclasses.replace(settings, image_size=stored, resize=None, fit=fit)
     splits = DataPlan.resolve(settings)
+    if splits.has_several_labels != ("thresholds" in description):
+        has = "several labels" if splits.has_several_labels else "one label"
+        raise InvalidInput(
+            f"data: {config}: gives an image {has}, unlike {net}; give the data of the network"
+        )
     split = split or splits.names[-1]
     if split not in splits.names:
         raise InvalidInput(f"--split: {split}: the data has only {', '.join(splits.names)}; use one of these")

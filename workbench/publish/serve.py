@@ -71,8 +71,9 @@ def answer(classifier: Classifier, content: bytes) -> dict[str, Any]:
 
     Returns:
         ``classes``: pairs of a class and its probability, the greatest first. ``unknown``: whether the image
-        is of no known class, always False for a network without a threshold. ``heat``: the heat map of the
-        first class, a picture in base64; none of a network without gradients or a convolution.
+        is of no known class, always False for a network without a threshold. ``labels``: the labels that
+        reach their thresholds; None for a network of one label an image. ``heat``: the heat map of the first
+        class, a picture in base64; none of a network without gradients or a convolution.
 
     Raises:
         InvalidInput: if it has too many pixels, or cannot be read as an image.
@@ -95,6 +96,7 @@ def answer(classifier: Classifier, content: bytes) -> dict[str, Any]:
     found: dict[str, Any] = {
         "classes": sorted(zip(names, row.tolist(), strict=True), key=lambda each: -each[1]),
         "unknown": bool(is_unknown),
+        "labels": None if classifier.thresholds is None else [*map(printable, classifier.labels(row))],
     }
     try:
         ((_, heat),) = heat_maps.drawn(classifier, images, row.argmax()[None])

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from classify.config.metric_table import METRICS, PREFIXES, Counts
+from classify.config.metric_table import MAP_METRIC, METRICS, OF_LABELS, PREFIXES, Counts
 from classify.images.decode import decode
 from classify.models import net_file
 from classify.reports import classification_log, summary
+from classify.reports.figures import in_words
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import InvalidInput, one_line, printable
 from deepspeed_trial.local import metrics_log
@@ -105,6 +106,7 @@ def _shown(run: RecordedRun, name: str, target: pathlib.Path) -> dict[str, Any]:
         "classes": _class_table(run),
         "splits": list(run.classification.get("images") or {}),
         "confusion": _confusion(classified, classes) if classified else {},
+        "several": _gives_several(classified),
         "calibration": _calibration(classified),
         "mistakes": _tiles(mistakes, classes, target, _heat(run, mistakes)),
         "unsure": _tiles(classified.get("unsure") or [], classes, target),
@@ -149,7 +151,11 @@ def _class_table(run: RecordedRun) -> list[dict[str, Any]]:
     matrix = np.array(run.classified["confusion"])
     counts = Counts(matrix, 0.0, None, None, np.zeros((3, 1)))
     scores = [counts.of_classes(score).tolist() for score in ("precision", "recall", "f1")]
-    images = list((run.classification.get("images") or {}).values()) or [matrix.sum(1).tolist()]
+    if _gives_several(run.classified):
+        found = (run.summary.get(run.part) or {}).get("per_class_average_precision") or {}
+        scores.append([found.get(name) for name in run.classification["classes"]])
+    counted = matrix[:, 1].sum(1) if matrix.ndim == 3 else matrix.sum(1)
+    images = list((run.classification.get("images") or {}).values()) or [counted.tolist()]
     rows = zip(
         run.classification["classes"], zip(*scores, strict=True), zip(*images, strict=True), strict=True
     )
@@ -161,8 +167,18 @@ def _typed(command: Sequence[str]) -> str:
     return " ".join([*command[:1], *map(shlex.quote, command[1:])])
 
 
+def _gives_several(classified: Mapping[str, Any]) -> bool:
+    """Return whether an image may have any number of labels."""
+    return bool(classified) and np.ndim(classified["confusion"]) == 3
+
+
 def _confusion(classified: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """Return the confusion matrix with shares of each row; of many classes, the most frequent confusions."""
+    """Return the confusion matrix with shares of each row; of many classes, the most frequent confusions.
+
+    With several labels an image nothing is returned: no label excludes another one.
+    """
+    if _gives_several(classified):
+        return {}
     matrix = np.array(classified["confusion"], dtype=np.int64)
     if len(classes) <= MATRIX:
         shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
@@ -203,7 +219,7 @@ def _tiles(
     """Return the pictures, words and link of classified images."""
     tiles = []
     for each, hot in itertools.zip_longest(images, heat):
-        predicted, label = classes[each["predicted"]], classes[each["label"]]
+        predicted, label = (in_words(each[key], classes) for key in ("predicted", "label"))
         sure = f" {each['probability']:.0%}" if "probability" in each else ""
         file = each.get("file")
         link = None
@@ -229,7 +245,7 @@ def _tiles(
 def _heat(run: RecordedRun, images: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a heat map of each image's predicted class; none without a network that has gradients."""
     file = run.folder / net_file.NAMES[0]
-    if not images or not run.is_finished or not file.exists():
+    if not images or not run.is_finished or not file.exists() or _gives_several(run.classified):
         return []
     try:
         classifier = network.read_weights(file)
@@ -297,7 +313,7 @@ def _score(run: RecordedRun, value: float, step: int) -> tuple[str, str]:
 
 
 def _is_share(metric: str) -> bool:
-    return METRICS[metric].in_percent if metric in METRICS else metric.startswith(tuple(PREFIXES))
+    return METRICS[metric].in_percent if metric in METRICS else metric.startswith((*PREFIXES, *OF_LABELS))
 
 
 def _operations(a_second: float | None) -> str:
@@ -313,7 +329,9 @@ def _per_class(runs: Sequence[RecordedRun]) -> list[tuple[str, list[float | None
 
 def _curves(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[dict[str, Any]]:
     """Plot loss, accuracy, the chosen metric and learning rate over the optimizer steps."""
-    chosen = list(dict.fromkeys(run.metric for run in runs if run.metric not in ("loss", "accuracy")))
+    several = [MAP_METRIC for run in runs if _gives_several(run.classified)]
+    metrics = [*several, *(run.metric for run in runs)]
+    chosen = list(dict.fromkeys(metric for metric in metrics if metric not in ("loss", "accuracy")))
     curves = []
     for metric in ("loss", "accuracy", *chosen, "learning_rate"):
         lines = []

@@ -49,8 +49,9 @@ def _is_picture(value: Any) -> bool:
 
 
 def _is_classified(value: Any) -> bool:
-    keys = ("image", "predicted", "label")
-    if not isinstance(value, dict) or not all(is_count(value.get(key), 0) for key in keys):
+    if not isinstance(value, dict) or not is_count(value.get("image"), 0):
+        return False
+    if not all(list_of(whole(0)).is_valid(labels_of(value, key)) for key in ("predicted", "label")):
         return False
     numbers = NUMBER.is_valid(value.get("loss")) and NUMBER.is_valid(value.get("probability", 1.0))
     return numbers and optional(TEXT).is_valid(value.get("file")) and _is_picture(picture_of(value))
@@ -61,13 +62,22 @@ def _is_augmented(value: Any) -> bool:
     return list_of(whole(0)).is_valid(labels) and _is_picture(value.get("picture"))
 
 
+def labels_of(classified: Mapping[str, Any], key: str) -> list[int]:
+    """Return ``predicted`` or ``label`` of an image of ``classification.json``, which may be a list."""
+    value: Any = classified.get(key)
+    return value if isinstance(value, list) else [value]
+
+
 def picture_of(classified: Mapping[str, Any]) -> str:
     """Return the PNG or JPEG file of an image of ``classification.json`` in base64."""
     return classified.get("picture") or classified.get("png", "")  # "png": of an earlier version
 
 
 _SHOWN = list_of(Rule(_is_classified, "must have image, predicted, label, loss and picture"))
-_COUNTS = list_of(list_of(whole(0)))
+_COUNTS = Rule(
+    lambda value: any(list_of(list_of(each)).is_valid(value) for each in (whole(0), list_of(whole(0), 2))),
+    "must be a matrix of counts, or one for each label",
+)
 # The values that the page needs; summaries of older releases lack the optional ones
 FILES: dict[str, dict[str, Rule]] = {
     summaries.FILE: {
@@ -251,12 +261,15 @@ def _class_errors(classification: dict[str, Any]) -> list[str]:
     errors = []
     for prefix, part in {"": classification, "test.": classification.get("test") or {}}.items():
         matrix = part.get("confusion")
-        if matrix is not None and [len(row) for row in matrix] != [count] * count:
+        shapes = [count] * count, [2] * count  # the second: of several labels an image
+        if matrix is not None and [len(row) for row in matrix] not in shapes:
             errors.append(f"{prefix}confusion: must have a row and a column for each of {count} classes")
         if len({len(row) for row in part.get("bins") or []}) > 1:
             errors.append(f"{prefix}bins: must be three lists of the same length")
         for name in ("mistakes", "unsure"):
-            if any(max(each["predicted"], each["label"]) >= count for each in part.get(name) or []):
+            shown = part.get(name) or []
+            numbers = (labels_of(each, key) for each in shown for key in ("predicted", "label"))
+            if any(max(labels, default=0) >= count for labels in numbers):
                 errors.append(f"{prefix}{name}: predicted and label must be numbers of classes")
     if any(len(counts) != count for counts in (classification.get("images") or {}).values()):
         errors.append(f"images: must have a number for each of {count} classes")
