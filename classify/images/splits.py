@@ -250,8 +250,8 @@ def _assign(labels: np.ndarray, groups: np.ndarray, shares: Sequence[float], see
 def _deal(labels: np.ndarray, shares: Sequence[float], seed: int) -> np.ndarray:
     """Deal images of several labels to splits: each split has its share of each combination of labels.
 
-    The images are in the order of their combinations, the rarest label first. Each image goes to the split
-    that lacks most of its share of the images so far.
+    The images are in the order of their combinations, the rarest label first. Each goes to the split that
+    lacks most of its share of the images so far; a split without one of its labels comes first.
 
     Args:
         labels: uint8 (N, C) of 0 and 1.
@@ -264,9 +264,13 @@ def _deal(labels: np.ndarray, shares: Sequence[float], seed: int) -> np.ndarray:
     order = np.random.default_rng((seed, _DRAW)).permutation(len(labels))
     rarest_last = np.argsort(-labels.sum(0, dtype=np.int64), kind="stable")
     order = order[np.lexsort(labels[order][:, rarest_last].T)]
-    assigned, lacking = np.empty(len(labels), np.int64), [0.0] * len(shares)
-    for image in order:
+    packed = np.packbits(labels, axis=1)
+    assigned, lacking, seen = np.empty(len(labels), np.int64), [0.0] * len(shares), [0] * len(shares)
+    for image in order.tolist():
+        of_image = int.from_bytes(packed[image].tobytes(), "big")
         lacking = [lack + share for lack, share in zip(lacking, shares, strict=True)]
-        assigned[image] = split = lacking.index(max(lacking))
+        without = [split for split, there in enumerate(seen) if of_image & ~there] or range(len(shares))
+        assigned[image] = split = max(without, key=lacking.__getitem__)
         lacking[split] -= 1
+        seen[split] |= of_image
     return assigned

@@ -164,6 +164,16 @@ def test_folds_hold_out_every_image_once(tmp_path):
     assert [len(rows) for rows in held] == [25] * 4
 
 
+def test_a_rare_label_is_in_every_split(tmp_path):
+    digits(tmp_path, 100)
+    text = (tmp_path / "all.csv").read_text().splitlines()
+    for index in (5, 40, 77):
+        text[index] = f"{text[index]}{'' if text[index].endswith(',') else ';'}rare"
+    write(tmp_path, *text, part="all")
+    found = plan(tmp_path, validation=0.1, test=0.1)
+    assert [found.class_counts(split)[2] for split in found.names] == [1, 1, 1]
+
+
 def test_a_rare_label_is_refused_when_splits_are_drawn(root):
     (root / "test.csv").unlink()
     line = "data.root: the class 'red' has 2 images, too few for 3 splits; add some"
