@@ -1,6 +1,6 @@
 """An image classifier.
 
-In a notebook, and in a ``net.py`` beside your photos:
+In a notebook, or in a ``net.py`` next to your photos:
 
     run = classify.train("photos", minutes=5)    # the folder of the run
     net = classify.load(run)
@@ -12,10 +12,10 @@ A package here imports ``deepspeed_trial`` and the packages above it in this lis
 
 - ``config``: the experiment file and the hyperparameters;
 - ``images``: image sets, their sources, order, augmentation and loaders;
-- ``models``: networks by name, and their weights;
+- ``models``: networks, losses and weights;
 - ``engine``: the DeepSpeed configuration, its checks, and the engine;
 - ``reports``: metrics, TensorBoard, the first lines, ``summary.json``;
-- ``tuning``: the fastest micro-batch and configuration.
+- ``tuning``: search for the fastest micro-batch and configuration.
 """
 
 from __future__ import annotations

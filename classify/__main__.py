@@ -21,7 +21,7 @@ val/, test/ or both instead, each with the classes. The images may have any comm
 RUN is the folder of a run, runs/FOLDER-<time> by default. It gets net.pt (the network), report.html,
 summary.json, the checkpoints, and experiment.yaml with the settings. The first lines of a run say how the
 images are split and which settings it has chosen by their number, the minutes and the machine. The best
-weights on the validation images are kept and tested. Ctrl-C saves a checkpoint.
+weights by the validation metric are kept and tested. Ctrl-C saves a checkpoint.
 
 --config FILE, or else experiment.yaml in the working directory, replaces the chosen settings. FILE may also
 be one of experiments/ in this package. A net.py in the working directory may add networks, by
@@ -103,12 +103,12 @@ def named(name: str) -> Iterator[None]:
 
 
 def take_net() -> None:
-    """Let the networks of a ``net.py`` in the working directory be known."""
+    """Load a ``net.py`` in the working directory, which registers networks."""
     from classify.models import own_net
 
     file = pathlib.Path("net.py")
     if own_net.choose(file):
-        print(f"net.py   {file.resolve()}: its networks and losses are known", flush=True)
+        print(f"net.py   {file.resolve()}: its networks and losses are registered", flush=True)
 
 
 def experiment_of(command: str, argv: Sequence[str]) -> list[str]:

@@ -29,7 +29,7 @@ SHORT_FORMS = {
 def importing() -> Iterator[None]:
     """Disable the garbage collector during imports, then freeze the imported objects.
 
-    Otherwise the collector takes a quarter of the time of the imports.
+    Otherwise the collector takes a quarter of the import time.
     """
     gc.disable()
     try:
@@ -40,18 +40,18 @@ def importing() -> Iterator[None]:
 
 
 def folder(text: str) -> pathlib.Path:
-    """Return the folder of an option; an empty text, e.g. a shell's unset variable, is an error."""
+    """Return an option's folder; refuse an empty text, e.g. from an unset shell variable."""
     if not text:
         raise argparse.ArgumentTypeError("'' is no folder; give a folder, or leave the option out")
     return pathlib.Path(text)
 
 
 def typed(program: str, *words: object) -> str:
-    """Return a command line as a person types it: by ``classify`` if that runs this process, or by a program.
+    """Return a command line as a user would type it: with ``classify`` if that started this process.
 
     Args:
         program: ``train`` or ``checkpoint``.
-        words: its arguments; a shell's characters are quoted.
+        words: its arguments; they are quoted for the shell.
     """
     start = [COMMAND, *["train"] * (program == "train")]
     if called(program) != COMMAND:
@@ -75,7 +75,7 @@ def parser(description: str | None, config: str, what: str = "experiment file") 
     Args:
         description: the program's manual.
         config: the default file.
-        what: the part of the file that the program reads.
+        what: the help text of ``--config``.
     """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -106,7 +106,7 @@ def add_short_forms(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--epochs", metavar="N", help="the length of the training in epochs")
     add("--lr", metavar="RATE", help="the learning rate, or a schedule's peak")
-    add("--batch-size", metavar="N", help="images of an optimizer step, over all processes")
+    add("--batch-size", metavar="N", help="images in an optimizer step, over all processes")
     add("--net", metavar="NAME", help="net, a registered network, a classifier of torchvision, or timm/NAME")
 
 
@@ -114,11 +114,11 @@ def short_overrides(args: argparse.Namespace, hyperparameters: Any) -> list[str]
     """Return the overrides, ``PATH=VALUE``, of the short forms.
 
     Args:
-        args: of a parser with ``add_short_forms``.
-        hyperparameters: of the experiment file; their form determines the place of DeepSpeed's keys.
+        args: parsed arguments of a parser with ``add_short_forms``.
+        hyperparameters: the experiment file's; they show where the file has DeepSpeed's keys.
 
     Raises:
-        InvalidInput: with a line for each value that ``--set`` gives, too.
+        InvalidInput: with a line for each value that ``--set`` also sets.
     """
     config = {"hyperparameters": hyperparameters}
     file = _at(config, "hyperparameters.deepspeed_config")[1]
@@ -143,7 +143,7 @@ def short_overrides(args: argparse.Namespace, hyperparameters: Any) -> list[str]
 
 
 def _peak(config: Any, scheduler: str) -> list[str]:
-    """Return the path of a schedule's peak, if the file has one: the peak overrides the learning rate."""
+    """Return the path of a schedule's peak, which overrides the learning rate; None without a peak."""
     kind = _at(config, f"{scheduler}.type")[1]
     path = f"{scheduler}.params.{PEAK_KEYS.get(kind) if isinstance(kind, str) else None}"
     return [] if _at(config, path)[1] is None else [path]

@@ -43,7 +43,7 @@ def _key(rule: Rule, about: str, default: Any = None, unit: str = "") -> Key:
 
 
 def _keys(others: str = "", **keys: Key) -> dict[str, Key]:
-    """Return the keys of a section; only Determined reads ``others``, which have no documentation."""
+    """Return the keys of a section. Only Determined reads ``others``; they have no documentation here."""
     return {**keys, **dict.fromkeys(others.split(), Key(ANY, ""))}
 
 
@@ -73,7 +73,7 @@ FIELDS = _keys(
     name=_key(TEXT, "The experiment's name."),
     description=_key(TEXT, "The experiment's description."),
     min_validation_period=_key(_PERIOD, "The interval between validations; by default only at the end."),
-    perform_initial_validation=_key(BOOL, "A validation precedes the training.", False),
+    perform_initial_validation=_key(BOOL, "Whether to validate before the training.", False),
     min_checkpoint_period=_key(_PERIOD, "The interval between checkpoints; by default only at the end."),
     checkpoint_policy=_key(one_of("best", "all", "none"), "The validations that save a checkpoint.", "best"),
     scheduling_unit=_key(
@@ -87,17 +87,17 @@ SECTIONS = {
     "resources": _keys(
         """agent_label devices is_single_node max_slots native_parallel prefer_gpu_topology priority
         resource_pool shm_size slots weight""",
-        slots_per_trial=_key(whole(1), "The processes of a trial on a cluster, one a slot.", 1),
+        slots_per_trial=_key(whole(1), "The slots of a trial on a cluster, each with one process.", 1),
     ),
     "checkpoint_storage": _keys(
         """account_url checkpoint_path connection_string container credential propagation save_experiment_best
         tensorboard_path user""",
-        type=_key(elsewhere(f"one of {', '.join(storage.TYPES)}"), "The storage besides the run's folder."),
+        type=_key(elsewhere(f"one of {', '.join(storage.TYPES)}"), "The type of storage for checkpoints."),
         bucket=_key(elsewhere("text"), "The bucket of `s3` or `gcs`."),
         prefix=_key(elsewhere("text"), "The folder in the bucket."),
         endpoint_url=_key(elsewhere("a URL"), "The server of `s3`, if it is not Amazon's."),
-        access_key=_key(elsewhere("text"), "The key of `s3`; better in the environment."),
-        secret_key=_key(elsewhere("text"), "The secret of `s3`; better in the environment."),
+        access_key=_key(elsewhere("text"), "The access key of `s3`; environment variables are safer."),
+        secret_key=_key(elsewhere("text"), "The secret key of `s3`; environment variables are safer."),
         host_path=_key(elsewhere("a folder's path"), "The folder of `shared_fs`."),
         storage_path=_key(elsewhere("a folder's path"), "The folder in `host_path`."),
         container_path=_key(elsewhere("a folder's path"), "The folder of `directory`."),
@@ -117,12 +117,12 @@ SECTIONS = {
         max_concurrent_trials=_key(whole(0), "The trials that may run at a time; 0: any number."),
         divisor=_key(
             Rule(lambda v: is_finite(v) and v > 1, "must be a number above 1"),
-            "One trial in this number continues at each comparison.",
+            "At each comparison, one in this many trials continues.",
             4,
         ),
         num_rungs=_key(whole(1), "The number of lengths at which trials are compared."),
         max_rungs=_key(whole(1), "The largest number of lengths at which trials are compared.", 5),
-        mode=_key(one_of(*MODES), "The share of trials that stop early.", "standard"),
+        mode=_key(one_of(*MODES), "How many trials stop early.", "standard"),
         bracket_rungs=_key(
             Rule(
                 lambda v: isinstance(v, list) and all(is_count(rungs, 1) for rungs in v),
@@ -138,11 +138,11 @@ DEFAULT_METRIC = {"metric": "accuracy", "smaller_is_better": False}
 
 
 def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
-    """Check all fields except ``data``, and of the hyperparameters only their length.
+    """Check all fields except ``data``; among the hyperparameters only ``max_length``.
 
     Args:
         config: the complete configuration.
-        search: accept ranges among the hyperparameters.
+        search: whether to accept ranges among the hyperparameters.
 
     Raises:
         InvalidInput: with a line for each invalid field.
@@ -175,7 +175,7 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
 
 
 def _searcher_errors(searcher: Mapping[str, Any], search: bool) -> list[str]:
-    """Check the section; in a search, ``tuning/searchers.py`` refuses the keys of other searchers."""
+    """Check the section ``searcher``; for a search, ``workbench/search/searchers.py`` checks more."""
     name, keys = searcher.get("name"), SECTIONS["searcher"]
     is_named = isinstance(name, str)
     known = SEARCHERS.get(str(name), keys)
@@ -186,7 +186,7 @@ def _searcher_errors(searcher: Mapping[str, Any], search: bool) -> list[str]:
 
 
 def unknown_searcher(name: object) -> list[str]:
-    """Return an error line if no searcher has the name."""
+    """Return an error line for an unknown searcher."""
     return (
         []
         if name in SEARCHERS
@@ -197,7 +197,7 @@ def unknown_searcher(name: object) -> list[str]:
 def cluster_notes(config: Mapping[str, Any]) -> list[str]:
     """Return a line for each field that a cluster refuses, or whose credentials a cluster would show.
 
-    The file need not be checked.
+    The configuration may be unchecked.
     """
     lines, searcher, data = [], config.get("searcher"), config.get("data")
     if isinstance(searcher, Mapping) and searcher.get("name") == "tpe":
@@ -215,7 +215,7 @@ def cluster_notes(config: Mapping[str, Any]) -> list[str]:
 
 
 def _length_errors(length: Any, searcher: Mapping[str, Any], search: bool) -> list[str]:
-    """Check the length, and that the fields of a search with early stopping repeat it."""
+    """Check ``max_length``, and that an ASHA search's ``max_time`` equals it."""
     errors, length = length_errors(length), of_one_unit(length)
     metric, longest = searcher.get("time_metric"), searcher.get("max_time")
     if not errors and MINUTES in length and (search or metric is not None or longest is not None):
@@ -235,7 +235,7 @@ def take_constants(path: str, section: dict[str, Any], search: bool) -> list[str
     """Replace every ``{type: const, val: VALUE}`` by its value, and return errors.
 
     Args:
-        path: the key of the section, named in errors.
+        path: the key of the section in error lines.
         section: changed in place.
         search: whether ranges of hyperparameters are allowed.
     """

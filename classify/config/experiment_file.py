@@ -29,8 +29,8 @@ def load(path: str, overrides: Iterable[str] = (), search: bool = False) -> Expe
 
     Args:
         path: the file, in the working directory or else in the project's folder.
-        overrides: texts ``PATH=VALUE``; VALUE, read as YAML, replaces the value at the dotted PATH.
-        search: accept ranges among the hyperparameters; ``workbench/search/space.py`` checks them.
+        overrides: texts ``PATH=VALUE``; VALUE (YAML) replaces the value at the dotted PATH.
+        search: whether to accept ranges; ``workbench/search/space.py`` checks them.
 
     Raises:
         InvalidInput: if the file or an override cannot be read, or with a line for each invalid field.
@@ -45,7 +45,7 @@ def read(
 
     Args:
         path: the file.
-        overrides: of ``load``.
+        overrides: as in ``load``.
         more: returns further overrides, given the hyperparameters after the first overrides.
 
     Raises:
@@ -97,7 +97,7 @@ def _yaml(text: str) -> Any:
 
 
 def _check_size(events: Iterable[Any]) -> None:
-    """Raise ``ValueError`` for a text that takes minutes to read: deeply nested, or aliases of aliases."""
+    """Raise ``ValueError`` for a text that would take minutes to parse: deep nesting, or nested aliases."""
     known: dict[str, int] = {}  # the number of values under each anchor
     inner: list[tuple[str | None, int]] = [
         (None, 0)
@@ -122,7 +122,7 @@ def _check_size(events: Iterable[Any]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the error and its place without the text, which may contain a password."""
+    """Return the error and its line, but not the text, which may contain a password."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or not problem:
         return one_line(error)

@@ -1,6 +1,6 @@
-"""The trial's hyperparameters: each once, with its type, default, rule and documentation.
+"""The trial's hyperparameters, each with its type, default, rule and documentation.
 
-Every other hyperparameter is a key of DeepSpeed's, which ``classify/engine`` checks. Conflicts between keys
+All other hyperparameters are DeepSpeed's keys, which ``classify/engine`` checks. Conflicts between keys
 are in ``classify/engine/combinations.py``. A key that changes the loss or the order of the images gets
 ``repeated=True``: a resume with another value is refused.
 """
@@ -48,7 +48,7 @@ def _are_counts(value: Any) -> bool:
 
 
 def _is_beta(value: Any) -> bool:
-    """Return whether the value is 0 or a usable parameter; below 0.001 both of torch's samples are 0."""
+    """Return whether the value is 0 or a usable parameter; below 0.001 torch's gamma samples are all 0."""
     return is_number(value) and (value == 0 or 0.001 <= value <= 1e6)
 
 
@@ -87,7 +87,7 @@ BETA = Rule(_is_beta, "must be 0 or a number from 0.001 to 1e6, e.g. 0.2")
 
 @dataclass(frozen=True)
 class Hyperparameters(Keyed):
-    """The trial's hyperparameters; ``inline`` has the others, which are DeepSpeed's."""
+    """The trial's hyperparameters; ``inline`` has the hyperparameters that are DeepSpeed's keys."""
 
     net: str = key(
         "net",
@@ -113,7 +113,7 @@ class Hyperparameters(Keyed):
         optional(
             Rule(
                 _is_early_stopping,
-                "must be e.g. {patience: 3, min_improvement: 0.01}: validations to wait, and for how much",
+                "must be e.g. {patience: 3, min_improvement: 0.01}: validations to wait, least gain",
             )
         ),
         "Training ends after `patience` validations without an improvement of `searcher.metric` by more than"
@@ -126,7 +126,7 @@ class Hyperparameters(Keyed):
     )
 
     track: tuple[str, ...] | None = key(
-        None, elsewhere("a list of some of mlflow, wandb"), "The trackers that record the run, too."
+        None, elsewhere("a list of some of mlflow, wandb"), "Experiment trackers that record the run, too."
     )
 
     hang_after: float = key(
@@ -164,7 +164,7 @@ class Hyperparameters(Keyed):
     label_smoothing: float = key(
         0.0,
         number(0, 1),
-        "The share of the target that is spread over all classes (https://arxiv.org/abs/1512.00567).",
+        "The share of the target that is spread evenly over all classes (https://arxiv.org/abs/1512.00567).",
     )
     teacher: str | None = key(
         None,
@@ -209,18 +209,20 @@ class Hyperparameters(Keyed):
     weight_decay_on: str = key(
         "all",
         one_of("all", "weights"),
-        "The decayed parameters; `weights` leaves out biases, norms and others of one dimension.",
+        "The parameters with weight decay; `weights` excludes biases, norms and others of one dimension.",
     )
     layer_decay: float | None = key(
         None,
         optional(BETWEEN_0_AND_1),
-        "The learning rate of each layer over the next layer's; the head has the full rate"
+        "The learning rate of each layer as a fraction of the next layer's; the head has the full rate"
         " (https://arxiv.org/abs/2106.08254, appendix).",
     )
     head_only: bool | Mapping[str, int] | None = key(
         None,
-        optional(Rule(_is_head_only, "must be true, or for how long at first: {epochs: N} or {batches: N}")),
-        "Only the last layer is trained, always or at first.",
+        optional(
+            Rule(_is_head_only, "must be true, or the length of a first phase, {epochs: N} or {batches: N}")
+        ),
+        "Only the last layer is trained, in the whole training or in its first phase.",
     )
     parameter_groups: tuple[Mapping[str, Any], ...] = key(
         (),
@@ -230,10 +232,10 @@ class Hyperparameters(Keyed):
     )
 
     channels_last: bool | None = key(
-        None, BOOL, "Images have the memory format channels_last; by default where it is known to be faster."
+        None, BOOL, "Images have the memory format channels_last; by default if the network is faster so."
     )
     checkpoint_activations: bool = key(
-        False, BOOL, "Activation checkpointing: the backward pass computes the blocks again to spare memory."
+        False, BOOL, "Activation checkpointing: the backward pass recomputes the blocks, which saves memory."
     )
     compile: bool = key(
         False,
@@ -248,7 +250,7 @@ class Hyperparameters(Keyed):
     partition_method: str = key(
         "parameters",
         Rule(_is_partition_method, "must be one of parameters, uniform, type:REGEX"),
-        "Pipeline stages get equally many parameters, equally many layers, or equally many layers of a type.",
+        "Pipeline stages get equal numbers of parameters, of layers, or of layers of a type.",
     )
 
     moe: bool | None = key(
@@ -256,7 +258,7 @@ class Hyperparameters(Keyed):
     )
     num_experts: tuple[int, ...] = key(
         (),
-        Rule(_are_counts, "must be a list with the experts of each MoE layer, e.g. [2]"),
+        Rule(_are_counts, "must be a list with the number of experts of each MoE layer, e.g. [2]"),
         "The number of experts of each MoE layer; by default one layer of 2.",
     )
     ep_world_size: int = key(

@@ -1,7 +1,7 @@
 """The table of a validation's metrics.
 
-The terminal, TensorBoard, ``summary.json``, the HTML report, searches and trackers take its names. A new
-metric that follows from ``Counts`` is a new row.
+The terminal, TensorBoard, ``summary.json``, the HTML report, searches and trackers use its names. To add a
+metric that can be computed from ``Counts``, add a row.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ class Counts:
         confusion: int64 (C, C), rows are true classes. With several labels an image int64 (C, 2, 2): a matrix
             of each label, whose rows are the true answers no and yes.
         loss: the cross-entropy, summed over the images.
-        right_by_views: images that the mean scores of their views classify right; None without views.
-        in_top5: images whose class has one of the five highest scores; None with five classes or fewer.
-        bins: float64 (3, B): by bin of confidence, the images, their summed confidence, the right ones.
-        scaled_bins: the same at a temperature; None without a temperature.
+        right_by_views: images that are classified correctly by the mean of their views' scores; None without
+            views.
+        in_top5: images whose class is among the five with the highest scores; None with at most five classes.
+        bins: float64 (3, B): for each bin of confidence, the images, their summed confidence, the correct
+            ones.
+        scaled_bins: the same with temperature scaling; None without a temperature.
         temperature: of temperature scaling, fitted on these images; None if it was not fitted.
         threshold: the least confidence of an answer; None without a temperature.
         all_right: images whose labels are all right; None with one label an image, as the next two.
@@ -62,7 +64,7 @@ class Counts:
         return int(self.confusion.trace()) if self.all_right is None else self.all_right
 
     def mean(self, summed: float | None) -> float | None:
-        """Divide by the number of images; 0 without images, None for None."""
+        """Divide by the number of images; return 0 without images, and None for None."""
         return None if summed is None else summed / max(self.images, 1)
 
     def of_classes(self, score: str) -> np.ndarray:
@@ -174,7 +176,7 @@ UNFITTED = 0.5  # the threshold of a label without images, or before a validatio
 
 
 def computed(counts: Counts, classes: Sequence[str]) -> dict[str, float]:
-    """Compute the table's metrics as far as the counts allow, then the metrics of the classes."""
+    """Compute every metric of the table for which there are counts, then the metrics of the classes."""
     values = {name: metric.formula(counts) for name, metric in METRICS.items()}
     metrics = {name: value for name, value in values.items() if value is not None}
     of_classes = {prefix: counts.of_classes(score) for prefix, score in PREFIXES.items()}

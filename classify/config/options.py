@@ -1,4 +1,4 @@
-"""Sections of the hyperparameters."""
+"""Hyperparameters that are sections, i.e. mappings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WeightAverage(Section):
 
     EXAMPLE = "{decay: 0.999}"
 
-    decay: float = key(0.999, number(0, 1), "The share of the average that an update keeps.")
+    decay: float = key(0.999, number(0, 1), "The factor of the old average in an update.")
     every: int = key(1, whole(1), "The interval between updates.", unit="optimizer steps")
     lookahead: bool = key(
         False,
@@ -39,12 +39,12 @@ class WeightAverage(Section):
     def decay_after(self, steps: float, total: int) -> float:
         """Return the decay of the update after a number of optimizer steps.
 
-        Without lookahead the decay rises at the start, so that the average soon forgets the first weights.
+        Without lookahead the decay rises at the start, so that the initial weights soon leave the average.
         Source: https://www.tensorflow.org/api_docs/python/tf/train/ExponentialMovingAverage
 
         Args:
-            steps: done since the start of training.
-            total: of the complete training.
+            steps: optimizer steps done since the start of training.
+            total: optimizer steps of the complete training.
         """
         if self.lookahead:
             return self.decay * min(1.0, steps / total) ** 3 if self.rising else self.decay
@@ -62,7 +62,7 @@ class TestTimeAugmentation(Section):
     shift: int = key(
         0,
         whole(0),
-        "Adds the image shifted up and left, and down and right, by this distance.",
+        "Adds two views: the image shifted by this distance up and left, and down and right.",
         unit="pixels",
     )
 
@@ -85,10 +85,10 @@ class ProgressiveResizing(Section):
 
     EXAMPLE = "{scale: 0.75, until: 0.5}"
 
-    scale: float = key(0.75, BETWEEN_0_AND_1, "The factor of height and width.")
+    scale: float = key(0.75, BETWEEN_0_AND_1, "The factor by which height and width shrink.")
     until: float = key(0.5, BETWEEN_0_AND_1, "The share of the training's steps that get smaller images.")
 
     def size(self, full: tuple[int, int]) -> tuple[int, int]:
-        """Return height and width of the smaller images, in pixels, given the full ones."""
+        """Return height and width of the smaller images, in pixels, given the full size."""
         height, width = (max(1, round(side * self.scale)) for side in full)
         return height, width

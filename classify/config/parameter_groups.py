@@ -1,4 +1,4 @@
-"""The entries of ``hyperparameters.parameter_groups``, each checked without the network."""
+"""The entries of ``hyperparameters.parameter_groups``, and the checks that need no network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATTERN = "a regular expression, searched in the parameters' names"
 
 
 def is_pattern(text: Any) -> bool:
-    """Return whether the text is a regular expression, and not empty."""
+    """Return whether the text is a valid regular expression and not empty."""
     try:
         return isinstance(text, str) and bool(text) and re.compile(text) is not None
     except (re.error, RecursionError, OverflowError):
@@ -28,11 +28,11 @@ class ParameterGroup(Keyed):
     """An entry of ``hyperparameters.parameter_groups``."""
 
     match: str = key("", Rule(is_pattern, f"must be {PATTERN}"), "The parameters of the group. Required.")
-    lr_factor: float = key(1.0, RATE, "The group's learning rate over the optimizer's.")
+    lr_factor: float = key(1.0, RATE, "The group's learning rate as a multiple of the optimizer's.")
     weight_decay: float | None = key(None, RATE, "The group's weight decay instead of the optimizer's.")
     frozen: bool = key(False, BOOL, "The group is not trained.")
     muon: bool | None = key(
-        None, BOOL, "Muon trains the group, or AdamW does, whatever its shape; needs `optimizer.type: Muon`."
+        None, BOOL, "Muon (true) or AdamW (false) trains the group; by default its shape decides. Needs Muon."
     )
 
 

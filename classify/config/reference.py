@@ -51,7 +51,7 @@ def _default(value: Any) -> str:
 
 
 def text(sections: Sections) -> str:
-    """Return two lines a key."""
+    """Return the reference as text, with two lines per key."""
     lines = []
     for section, keys in sections.items():
         for row in _rows(section, keys):

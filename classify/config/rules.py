@@ -1,4 +1,4 @@
-"""Rules for single values: the valid values, and an error line's remedy for any other."""
+"""Rules for single values: a test, and the reason and remedy for invalid values."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Rule(NamedTuple):
 
     @property
     def values(self) -> str:
-        """The valid values in words."""
+        """The valid values as text."""
         return self.message.removeprefix("must be ").removesuffix("; put it in quotes")
 
 
@@ -54,7 +54,7 @@ def is_bool(value: Any) -> bool:
 
 
 def is_path(value: Any) -> bool:
-    """Return whether the value is text that the operating system takes for a path."""
+    """Return whether the value is text that is valid as a path."""
     return isinstance(value, str) and bool(value) and "\0" not in value
 
 
@@ -82,7 +82,7 @@ def _is_size(value: Any) -> bool:
 
 
 def one_of(*choices: Any) -> Rule:
-    """Return the rule of a list of choices."""
+    """Return the rule: one of a list of choices."""
     kinds = [(type(choice), choice) for choice in choices]  # True equals 1
     shown = ", ".join(dict.fromkeys("null" if choice is None else str(choice) for choice in choices))
     return Rule(lambda value: (type(value), value) in kinds, f"must be one of {shown}")
@@ -123,12 +123,12 @@ def mapping_of(rule: Rule) -> Rule:
 
 
 def optional(rule: Rule) -> Rule:
-    """Return the rule of the same values and null."""
+    """Return the rule that also allows null."""
     return Rule(lambda value: value is None or rule.is_valid(value), rule.message)
 
 
 def elsewhere(values: str) -> Rule:
-    """Return the rule of a key that a check with its own error lines tests, in words for the reference."""
+    """Return a rule that only documents valid values; another check tests them."""
     return Rule(lambda value: True, f"must be {values}")
 
 
@@ -147,14 +147,14 @@ ANY = Rule(lambda value: True, "")
 
 
 def errors_in(described: Any, rules: Mapping[str, Rule]) -> list[str]:
-    """Check the content of a JSON file.
+    """Check the content of a parsed JSON file.
 
     Args:
-        described: the content.
-        rules: by key; dots join the keys of nested mappings.
+        described: the parsed content.
+        rules: the rule of each key; nested keys have dotted paths.
 
     Returns:
-        A line for each invalid value, or one line for a content that is not a mapping.
+        A line for each invalid value, or one line if the content is not a mapping.
     """
     if not isinstance(described, Mapping) or not described:
         return [f"{_shortened(described)}: must be a mapping with {', '.join(rules)}"]

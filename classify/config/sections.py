@@ -1,4 +1,4 @@
-"""The keys of an experiment file by section: the default, rule, unit and documentation of each key.
+"""Keys of an experiment file's sections: default, rule, unit and documentation of each key.
 
 Every section of an experiment file is checked by ``key_errors``. ``reference.py`` documents the same keys.
 """
@@ -19,12 +19,12 @@ class Key(NamedTuple):
     """A key of a section.
 
     Attributes:
-        rule: of its value, whatever the other keys are.
+        rule: the rule of its value, independent of other keys.
         about: one sentence for the reference.
-        default: the value if the file gives none.
-        unit: of its number; empty if it has none.
+        default: the value if the file sets none.
+        unit: the unit of its number; empty if it has none.
         section: the keys of a value that is a mapping or a list of mappings; a ``Section`` also parses it.
-        repeated: a resume must repeat the value.
+        repeated: whether the value must stay the same on resume.
     """
 
     rule: Rule
@@ -36,12 +36,12 @@ class Key(NamedTuple):
 
 
 def key(default: Any, rule: Rule, about: str, **more: Any) -> Any:
-    """Return the dataclass field of a section's key; see ``Key``.
+    """Return a dataclass field that describes a section's key; see ``Key``.
 
     Args:
-        default: the value if the file gives none, or a class that makes it.
-        rule: of the value.
-        about: one sentence.
+        default: the value if the file sets none, or a class that creates it.
+        rule: the rule of the value.
+        about: one sentence for the reference.
         more: further attributes of ``Key``.
     """
     is_class = isinstance(default, type)
@@ -52,12 +52,12 @@ def key(default: Any, rule: Rule, about: str, **more: Any) -> Any:
 
 
 def plain(path: str, value: Any) -> str:
-    """Return a value as an error line shows it; ``redaction.shown`` hides possible credentials, too."""
+    """Format a value for an error line; ``redaction.shown`` also hides possible credentials."""
     return repr(value)
 
 
 def nearest_or(name: object, known: Iterable[object], other: str) -> str:
-    """Return an error line's remedy: the nearest known name, or another."""
+    """Return an error line's remedy: the nearest known name, or a default remedy."""
     hint = nearest(name, known)
     return f"{hint} Or {other}" if hint.endswith("?") else f"{hint}, or {other}"
 
@@ -73,11 +73,11 @@ def unknown_keys(
     """Return a line for each unknown key of a section, with the nearest known one.
 
     Args:
-        path: precedes a key in its line, with the dot.
+        path: the prefix of a key in its error line, with the dot.
         section: the keys and their values.
         known: the keys that the section may have.
-        reason: of the line.
-        shown: shows the value at a path.
+        reason: the reason in the line.
+        shown: formats the value at a path.
         no_keys: the remedy if no key is known.
     """
     names = list(known)
@@ -97,10 +97,10 @@ def key_errors(
     """Return a line for each unknown key of a section and for each invalid value.
 
     Args:
-        path: precedes a key in its line, with the dot.
+        path: the prefix of a key in its error line, with the dot.
         section: the keys and their values.
         keys: the keys that the section may have.
-        shown: shows the value at a path.
+        shown: formats the value at a path.
     """
     return unknown_keys(path, section, keys, shown=shown) + [
         f"{path}{name}: {shown(f'{path}{name}', section[name])}: {key.rule.message}"
@@ -119,9 +119,9 @@ class Keyed:
         return {field.name: field.metadata["key"] for field in fields if "key" in field.metadata}
 
     def repeated(self) -> dict[str, Any]:
-        """Return the values that a resume must repeat, by key; None for a default.
+        """Return the values that must stay the same on resume, by key; None for a default.
 
-        A checkpoint may be older than a key. A resume finds no value there, and takes it for the default.
+        A checkpoint may be older than a key. A resume then reads no value there, and assumes the default.
         """
         keys = {name: key for name, key in self.keys().items() if key.repeated}
         values = {name: getattr(self, name) for name in keys}
@@ -138,10 +138,10 @@ class Keyed:
         """Check each key separately and return the values of the known keys, with nested sections parsed.
 
         Args:
-            path: precedes a key in an error line, with the dot.
+            path: the prefix of a key in an error line, with the dot.
             section: the mapping.
-            errors: gets a line for each unknown key and invalid value.
-            shown: shows the value at a path.
+            errors: a list; a line for each unknown key and invalid value is appended.
+            shown: formats the value at a path.
         """
         keys = cls.keys()
         errors.lines += key_errors(path, section, keys, shown)
@@ -155,10 +155,10 @@ class Keyed:
 
 
 class Section(Keyed):
-    """A mapping whose keys are checked without any other section.
+    """A mapping whose keys are checked independently of other sections.
 
     Attributes:
-        EXAMPLE: a mapping, for error lines.
+        EXAMPLE: a valid mapping, for error lines.
     """
 
     EXAMPLE: ClassVar[str]
@@ -185,5 +185,5 @@ class Section(Keyed):
         return parsed
 
     def contradiction(self) -> str | None:
-        """Return the rest of an error line, after the section's path, for valid values that conflict."""
+        """Return the error, without the section's path, of values that are valid alone but conflict."""
         return None

@@ -1,4 +1,4 @@
-"""Builds the network for its mode, and the arguments of its engine."""
+"""Builds the network for its parallelism, and the arguments of its engine."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ PipelineLoss = Callable[[Tensor, Tensor], Tensor]  # of logits (B, C) and labels
 def build_network(
     config: TrialConfig, pipeline_loss: PipelineLoss, sample: Callable[[], Tensor] | None
 ) -> nn.Module:
-    """Build the network for its mode: plain, with experts, or cut into pipeline stages.
+    """Build the network: plain, with experts, or split into pipeline stages.
 
     Args:
         config: the trial's configuration.
         pipeline_loss: the loss that a pipeline's last stage computes.
         sample: returns inputs (N, 3, H, W) for a network's method ``initialize_from_images``; None if a
-            checkpoint replaces the first weights.
+            checkpoint replaces the initial weights.
 
     Raises:
         InvalidInput: if the pretrained weights cannot be read, or belong to another network.
@@ -122,12 +122,12 @@ def engine_arguments(net: nn.Module, config: TrialConfig) -> dict[str, Any]:
 
 
 def _maker_of_planned(config: TrialConfig) -> Callable[[int | None], Any]:
-    """Return a function (steps of the plan) -> maker of the schedule."""
+    """Return a function from a number of steps to the factory of the schedule."""
     return lambda total: schedule_maker(planned(config.deepspeed, total))
 
 
 def _trainable_parameters(net: nn.Module, config: TrialConfig) -> Any:
-    """Return the parameters in groups; experts are in separate groups."""
+    """Return the parameters in groups, with separate groups for experts."""
     named = net.named_parameters()
     if layers := config.stage_layers:
         named = ((name_in_stage(name, layers), parameter) for name, parameter in named)
@@ -171,7 +171,7 @@ def building(config: TrialConfig, images_on_gpu: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deepspeed_errors_as_invalid_input() -> Iterator[None]:
-    """Turn an error of DeepSpeed's while it builds an engine into ``InvalidInput``."""
+    """Turn DeepSpeed's errors in the block, which builds an engine, into ``InvalidInput``."""
     try:
         yield
     except InvalidInput:

@@ -54,7 +54,7 @@ def offloads(config: Mapping[str, Any], what: str) -> bool:
 
 
 def enabled(config: Mapping[str, Any], section: str) -> bool:
-    """Whether a section says ``{enabled: true}``."""
+    """Return whether a section has ``enabled: true``."""
     return bool(section_at(config, section).get("enabled", False))
 
 
@@ -73,7 +73,7 @@ def _optimizer_name(config: Mapping[str, Any]) -> str:
 
 
 def network_errors(hyper: Hyperparameters, processes: int) -> list[str]:
-    """Return the conflicts among the trial's own hyperparameters, and with the number of processes."""
+    """Return the conflicts among the trial's hyperparameters, and with the number of processes."""
     errors = [f"{HYPER}{line}" for line in (*_net_errors(hyper), *_expert_errors(hyper, processes))]
     stages = hyper.pipe_parallel_size
     if processes % stages:
@@ -118,7 +118,7 @@ def _net_errors(hyper: Hyperparameters) -> Iterator[str]:
 
 
 def _expert_errors(hyper: Hyperparameters, processes: int) -> Iterator[str]:
-    """Yield the conflicts of the experts, from the name of the hyperparameter on."""
+    """Yield the conflicts of the experts; each line starts with the hyperparameter's name."""
     if not hyper.has_experts:
         for key in EXPERTS_ONLY if hyper.moe is None else ():
             if key in hyper.given:
@@ -155,7 +155,7 @@ def _pipeline_errors(hyper: Hyperparameters, stages: int) -> list[str]:
 
 
 def combination_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: str) -> list[str]:
-    """Return the conflicts within a configuration that has passed ``key_errors``."""
+    """Return the conflicts within a configuration that ``key_errors`` accepted."""
     errors = [
         *_stage_errors(config, hyper),
         *_group_errors(config, hyper),
@@ -251,7 +251,7 @@ def _precision_errors(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _average_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[str]:
-    """Yield the modes that leave no fp32 weights in memory for an average."""
+    """Yield an error for modes without fp32 weights in memory, which the weight average needs."""
     if hyper.weight_average is None:
         return
     zero = section_at(config, "zero_optimization")
@@ -270,7 +270,7 @@ def _average_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterat
 
 
 def _device_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: str) -> Iterator[str]:
-    """Yield the features that a CPU lacks."""
+    """Yield the errors of features that need a GPU."""
     if device != "cpu":
         return
     for path in FOR_GPUS:
@@ -325,7 +325,7 @@ def _compile_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: s
 
 
 def capacity_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> list[str]:
-    """Check that the least capacity of an expert is at most a micro-batch."""
+    """Check that an expert's minimum capacity is at most a micro-batch."""
     micro, capacity = config[MICRO_BATCH], hyper.min_capacity
     if not hyper.has_experts or capacity <= micro:
         return []

@@ -1,4 +1,4 @@
-"""Hyperparameters + a DeepSpeed configuration file -> one checked DeepSpeed configuration.
+"""Merges hyperparameters and a DeepSpeed configuration file into one checked configuration.
 
 The three forms of Determined's DeepSpeed usage guide: ``deepspeed_config: FILE``; the same with
 ``overwrite_deepspeed_args``; or DeepSpeed's own keys inline among the hyperparameters.
@@ -57,11 +57,11 @@ Steps = Callable[[int, int], int]  # (train_batch_size, micro-batches in it) -> 
 
 
 class Merged(NamedTuple):
-    """A DeepSpeed configuration that has passed ``key_errors``.
+    """A DeepSpeed configuration that ``key_errors`` accepted.
 
     Attributes:
         config: the configuration; the schedule's peak follows the learning rate.
-        tries: whether tries find the micro-batch: see ``asks_for_tries``.
+        tries: whether benchmark runs choose the micro-batch; see ``asks_for_tries``.
     """
 
     config: dict[str, Any]
@@ -88,9 +88,9 @@ def merge(hyper: Hyperparameters) -> Merged:
 
 
 def asks_for_tries(hyper: Hyperparameters) -> bool:
-    """Whether ``train_micro_batch_size_per_gpu`` is ``auto``, so that tries find the fastest micro-batch.
+    """Return whether ``train_micro_batch_size_per_gpu`` is ``auto``: benchmark runs find the fastest one.
 
-    The batch sizes are top-level keys: they need no merge.
+    The function can skip the merge, because the batch sizes are top-level keys.
 
     Raises:
         InvalidInput: if the file cannot be read.
@@ -106,7 +106,7 @@ def resolve(
 
     Args:
         merged: from ``merge``.
-        hyper: the hyperparameters, which go together.
+        hyper: the hyperparameters, without conflicts.
         processes: the number of processes.
         device: ``cpu`` or ``cuda``.
         steps: returns the optimizer steps of the training; None if its length is not known.
@@ -182,12 +182,12 @@ def _read(source: str) -> dict[str, Any]:
     except (ValueError, OSError, RecursionError) as error:  # malformed, a key twice, not readable, too deep
         raise InvalidInput(f"{at}: not a JSON file ({one_line(error)}); correct it") from error
     if not isinstance(config, dict):
-        raise InvalidInput(f"{at}: holds no JSON object; correct it")
+        raise InvalidInput(f"{at}: not a JSON object; correct it")
     return config
 
 
 def _inherit(base: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Remove from the base the parameters that another optimizer or schedule does not take."""
+    """If the overrides select another optimizer or schedule, remove parameters that it does not have."""
     for key, find_class in INHERITING.items():
         kind = section_at(overrides, key).get("type")
         old = section_at(base, key)
@@ -203,7 +203,7 @@ def _inherit(base: dict[str, Any], overrides: Mapping[str, Any]) -> None:
 
 
 def _merge_errors(base: Any, overrides: dict[str, Any], path: str = "") -> list[str]:
-    """Remove mappings that would override a single value: Determined cannot merge them.
+    """Remove mappings that would override a single value, because Determined cannot merge them.
 
     Returns:
         A line for each.
@@ -222,7 +222,7 @@ def _merge_errors(base: Any, overrides: dict[str, Any], path: str = "") -> list[
 
 
 def _update_old_keys(config: dict[str, Any]) -> None:
-    """Write the offloads of old configurations in today's keys, and remove sections that are off."""
+    """Convert old offload keys to the current ones, and remove disabled sections."""
     zero = config.get("zero_optimization")
     for old, new in {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}.items():
         if isinstance(zero, dict) and isinstance(zero.get(old), bool) and zero.pop(old):
@@ -239,7 +239,7 @@ def _update_old_keys(config: dict[str, Any]) -> None:
 def resolve_auto(config: dict[str, Any]) -> list[str]:
     """Replace every ``"auto"`` by a value, and return the paths of those keys.
 
-    A key without a value in ``AUTO_VALUES`` is removed, so that DeepSpeed or the training's length decides.
+    A key that is not in ``AUTO_VALUES`` is removed: DeepSpeed or the training's length sets its value.
     """
     paths = sorted(_remove_autos(config))
     for path in AUTO_VALUES.keys() & set(paths):
@@ -267,7 +267,7 @@ def _remove_autos(config: dict[str, Any], path: str = "") -> Iterator[str]:
 
 
 def _leaves_micro_batch_open(config: Mapping[str, Any]) -> bool:
-    """Whether the total batch is a number, the micro-batch ``auto``, and the accumulation open."""
+    """Return whether the total batch is set, the micro-batch is ``auto``, and the accumulation is not set."""
     total, micro, accumulation = (config.get(key) for key in BATCH_KEYS)
     return total not in (None, AUTO) and micro == AUTO and accumulation in (None, AUTO)
 
@@ -295,7 +295,7 @@ def resolve_batch_sizes(config: dict[str, Any], replicas: int) -> list[str]:
 
 
 def _indivisible(given: dict[str, int], replicas: int) -> str:
-    """Return the error of a ``train_batch_size`` that does not divide, with the nearest values that do."""
+    """Return the error for an indivisible ``train_batch_size``, with the nearest divisible values."""
     total = given[TOTAL_BATCH]
     others = {key: value for key, value in given.items() if key != TOTAL_BATCH}
     factors = [f"{replicas} {'process' if replicas == 1 else 'processes'}"]
@@ -313,7 +313,7 @@ def _indivisible(given: dict[str, int], replicas: int) -> str:
 
 
 def _avoid_compiling(config: dict[str, Any], device: str) -> None:
-    """Take torch's Adam on a CPU: DeepSpeed would first compile its kernel for a minute."""
+    """Select torch's Adam on a CPU: DeepSpeed would first compile its kernel for a minute."""
     optimizer = config["optimizer"]
     if optimizer["type"].lower() in ("adam", "adamw", "muon"):  # Muon includes an Adam
         params = optimizer.setdefault("params", {})
@@ -328,7 +328,7 @@ def _avoid_compiling(config: dict[str, Any], device: str) -> None:
 
 
 def _suit_muon(config: dict[str, Any]) -> None:
-    """With Muon, clip nothing by default, and let ZeRO 3 reduce whole gradients, as DeepSpeed demands."""
+    """With Muon, do not clip by default, and let ZeRO 3 reduce whole gradients, as DeepSpeed requires."""
     if not is_muon(config):
         return
     config.setdefault("gradient_clipping", 0.0)
@@ -345,7 +345,7 @@ def _disable_throughput_timer(config: dict[str, Any]) -> None:
 
 
 def _cast_buffers(config: dict[str, Any]) -> None:
-    """Keep running statistics in the dtype of the weights, as batch normalization demands.
+    """Keep running statistics in the dtype of the weights, as batch normalization requires.
 
     DeepSpeed leaves buffers in fp32 since 0.19; before, it always cast them.
     """
@@ -354,7 +354,7 @@ def _cast_buffers(config: dict[str, Any]) -> None:
 
 
 def _reduce_bf16_in_fp32(config: dict[str, Any]) -> None:
-    """Sum gradients in fp32 over ranks, with ZeRO also over micro-batches: bf16 loses bits with every rank.
+    """Sum bf16 gradients in fp32 over ranks, with ZeRO also over micro-batches: bf16 sums lose precision.
 
     Source: https://github.com/deepspeedai/DeepSpeed/issues/3979
     """

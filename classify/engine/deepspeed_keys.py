@@ -1,6 +1,6 @@
 """Checks of a DeepSpeed configuration, key by key.
 
-The installed DeepSpeed and torch say which keys, types and ranges are right.
+The installed DeepSpeed and torch determine the valid keys, types and ranges.
 """
 
 from __future__ import annotations
@@ -100,10 +100,11 @@ class _Recorder(dict):
 
 @functools.cache
 def known_keys(section: str | None = None) -> frozenset[str]:
-    """Return the keys that the installed DeepSpeed reads, recorded while it reads a configuration.
+    """Return the keys that the installed DeepSpeed reads while it parses a configuration.
 
     Args:
-        section: a top-level key, to return the keys inside it; empty if DeepSpeed reads none of them by name.
+        section: a top-level key; returns the keys inside it, or none if DeepSpeed does not read them one by
+            one.
     """
     recorder = _Recorder()
     # DeepSpeed refuses an empty configuration, and a mapping where it expects a value
@@ -119,7 +120,7 @@ def _defaults() -> Any:
 
 
 def errors_of_whole(config: Mapping[str, Any]) -> list[str]:
-    """Return DeepSpeed's refusal of the whole configuration; the batch sizes are checked elsewhere."""
+    """Return DeepSpeed's error for the whole configuration; the batch sizes are checked elsewhere."""
     whole = {key: value for key, value in config.items() if key not in BATCH_KEYS}
     try:
         DeepSpeedConfig({**whole, MICRO_BATCH: 1})
@@ -130,7 +131,7 @@ def errors_of_whole(config: Mapping[str, Any]) -> list[str]:
 
 
 def key_errors(config: Mapping[str, Any], path: str = "") -> list[str]:
-    """Check each key and value, at every level, without their combinations.
+    """Check each key and value, at every level, but not their combinations.
 
     Args:
         config: the configuration.
@@ -157,7 +158,7 @@ def _unknown(key: str, value: Any, path: str) -> str:
 
 
 def nearest_key(key: str, path: str) -> str:
-    """Suggest the hyperparameter or the key of DeepSpeed's that a mistyped key may be, with its section.
+    """Suggest the hyperparameter or DeepSpeed key, with its section, that a mistyped key probably means.
 
     Args:
         key: the mistyped key.
@@ -189,7 +190,7 @@ def _value_errors(key: str, value: Any) -> list[str]:
 
 
 def _section_errors(section: str, values: Mapping[str, Any]) -> list[str]:
-    """Check the keys of a section, as far as DeepSpeed does not check them itself."""
+    """Check those keys of a section that DeepSpeed does not check."""
     errors = []
     for key, value in values.items():
         rule = _UNCHECKED.get(f"{section}.{key}", ANY)
@@ -207,7 +208,7 @@ def _unknown_in(section: str, key: str, value: Any, known: frozenset[str] | list
 
 
 def _refused_alone(key: str, value: Any) -> list[str]:
-    """Return DeepSpeed's error for a configuration with only this key."""
+    """Return DeepSpeed's error for a configuration that has only this key."""
     try:
         DeepSpeedConfig({MICRO_BATCH: 1, key: value})
     except pydantic.ValidationError as error:
@@ -222,7 +223,7 @@ def _refused_alone(key: str, value: Any) -> list[str]:
 
 
 def _in_one_line(section: str, detail: Any) -> str:
-    """Return an error of pydantic's as this project words its errors."""
+    """Convert an error of pydantic to the style of this project's errors."""
     inner = [str(part) for part in detail["loc"]]
     path = ".".join([section, *(inner[1:] if inner[:1] == [section] else inner)])
     value = detail["input"]

@@ -1,4 +1,4 @@
-"""The image classifier's hooks: its network in checkpoints and runs, its identity, its advice on memory."""
+"""The image classifier's hooks: the network in checkpoints, settings for a resume, advice on memory."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Fitted(Protocol):
 
 
 class ClassifierHooks(TrialHooks):
-    """Describes the network in every checkpoint, and identifies the trial.
+    """Describes the network in every checkpoint, and names the settings that must match on resume.
 
-    With ``weight_average``, a checkpoint also holds the average; validations and exports use it.
+    With ``weight_average``, a checkpoint also has the average; validations and exports use it.
 
     Args:
         context: the trial's context.
@@ -52,7 +52,7 @@ class ClassifierHooks(TrialHooks):
         images_on_gpu: bytes of images in a GPU's memory.
 
     Attributes:
-        started: start of the training, by ``time.perf_counter``.
+        started: ``time.perf_counter()`` at the start of the training.
         average: the average of the weights; None without ``weight_average``.
         confidence: the temperature and the threshold of the present weights; empty before their validation.
         thresholds: of each label, with several labels an image; empty before the weights' validation.
@@ -201,7 +201,7 @@ class ClassifierHooks(TrialHooks):
 
     @property
     def _teacher(self) -> dict[str, Any] | None:
-        """The settings of a distillation; None without one."""
+        """Return the settings of a distillation; None without one."""
         if not (teacher := self.config.teacher):
             return None
         weight, temperature = self.config.hyper.teacher_weight, self.config.hyper.teacher_temperature

@@ -1,6 +1,6 @@
-"""One learning rate: the schedule's peak follows ``optimizer.params.lr``, its lengths follow the training's.
+"""Sets a schedule's peak to ``optimizer.params.lr``, and its lengths by the length of the training.
 
-DeepSpeed's schedules silently replace the optimizer's learning rate by their own peak: without this module, a
+DeepSpeed's schedules silently replace the optimizer's learning rate by their peak. Without this module, a
 search over the learning rate would train every trial at the same rate.
 """
 
@@ -31,12 +31,12 @@ PROVISIONAL = 1000  # steps of the schedule before a plan: the first rate does n
 def follow_learning_rate(config: dict[str, Any], overrides: Mapping[str, Any]) -> None:
     """Set the schedule's peak to ``optimizer.params.lr``.
 
-    A peak in the same file as the rate, or among the overrides, stays. The lowest rate keeps its share of the
-    peak, unless it is among the overrides.
+    A peak that the overrides set, or that is in the same file as the rate, stays. The lowest rate keeps its
+    ratio to the peak, unless the overrides set it.
 
     Args:
         config: the merged DeepSpeed configuration; changed in place.
-        overrides: the part that overrides the file.
+        overrides: the overrides of the file.
     """
     scheduler, optimizer = config.get("scheduler") or {}, config.get("optimizer") or {}
     peak, least = (keys.get(scheduler.get("type", "")) for keys in (PEAK_KEYS, LEAST_KEYS))
@@ -53,7 +53,7 @@ def follow_learning_rate(config: dict[str, Any], overrides: Mapping[str, Any]) -
 
 
 def follow_length(config: dict[str, Any], total: int | None, longest_warmup: float = LONGEST_WARMUP) -> None:
-    """Set the schedule's missing lengths, and turn shares of the training into steps.
+    """Set the schedule's missing lengths, and convert fractions of the training to steps.
 
     Args:
         config: the DeepSpeed configuration; changed in place.
@@ -85,7 +85,7 @@ def follow_length(config: dict[str, Any], total: int | None, longest_warmup: flo
 
 
 def counts_steps(config: Mapping[str, Any]) -> bool:
-    """Whether the training's length does not change the schedule; True without a schedule."""
+    """Return whether the schedule is independent of the training's length; True without a schedule."""
     section = config.get("scheduler")
     params = section_at(config, "scheduler", "params")
     return section is None or (
@@ -94,7 +94,7 @@ def counts_steps(config: Mapping[str, Any]) -> bool:
 
 
 def planned(config: Mapping[str, Any], total: int | None) -> dict[str, Any]:
-    """Return the configuration of a training by time for a plan of ``total`` steps; None before a plan."""
+    """Return a time-limited training's configuration for a plan of ``total`` steps; None before a plan."""
     fitted = {**config, "scheduler": copy.deepcopy(config["scheduler"])}
     # The warm-up has no limit in steps, so that it is the same share of the training in every plan
     follow_length(fitted, total or PROVISIONAL, longest_warmup=float("inf"))
@@ -109,7 +109,7 @@ def configured_errors(config: Mapping[str, Any], is_timed: bool) -> list[str]:
 
     Args:
         config: the DeepSpeed configuration.
-        is_timed: whether the training's length is a time: the schedule has no length yet.
+        is_timed: whether the training's length is a time, so that the schedule has no length yet.
     """
     if not is_timed or counts_steps(config):
         return schedule_errors(config) or built_errors(config)
@@ -123,7 +123,7 @@ def configured_errors(config: Mapping[str, Any], is_timed: bool) -> list[str]:
 
 
 def _shares(params: Mapping[str, Any]) -> list[str]:
-    """Return the lengths that are shares of the training."""
+    """Return the lengths that are fractions of the training."""
     return [key for key in LENGTHS if 0 < (params.get(key) or 0) < 1]
 
 
@@ -165,7 +165,7 @@ def _torch_errors(kind: str, params: Mapping[str, Any]) -> list[str]:
 
 
 def _rises_in_one_step(params: Mapping[str, Any]) -> bool:
-    """Whether OneCycleLR rises in one step: torch divides by the steps of the rise minus 1."""
+    """Return whether OneCycleLR rises in one step, for which torch would divide by zero."""
     return params.get("pct_start", 0.3) * params["total_steps"] == 1
 
 

@@ -1,8 +1,8 @@
-"""Memory of a training: a forecast before anything is allocated, advice, and the C library's settings.
+"""Memory of a training: an estimate before any allocation, advice, and settings of the C library.
 
-Weights, gradients, optimizer state and DeepSpeed's copies follow from the configuration by arithmetic.
-torch's ``MemTracker`` measures the activations of two small micro-batches on fake tensors; they are linear in
-the micro-batch.
+The sizes of weights, gradients, optimizer state and DeepSpeed's copies are computed from the configuration.
+torch's ``MemTracker`` measures the activations of two small micro-batches on fake tensors. Activations are
+linear in the micro-batch.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt
 
 @dataclass(frozen=True)
 class Forecast:
-    """Peak of a process in training, in bytes, without checkpoints and validations.
+    """Estimated peak memory of a training process in bytes, without checkpoints and validations.
 
     Attributes:
-        parts: bytes by purpose on the device that computes.
-        host: bytes of host memory that a GPU run needs.
-        note: the reason why the activations are not known; None if they are.
+        parts: bytes on the computing device, by purpose.
+        host: bytes of host memory in a GPU run.
+        note: the reason why the activations are unknown; None if they are known.
     """
 
     parts: dict[str, int]
@@ -65,7 +65,7 @@ class Forecast:
 
 
 class Forecaster:
-    """Forecasts several micro-batches of one configuration; ``Forecaster(config)(micro_batch)``.
+    """Estimates memory for several micro-batches of one configuration: ``Forecaster(config)(micro_batch)``.
 
     Args:
         config: the trial's configuration.
@@ -157,11 +157,11 @@ def _autocast(config: TrialConfig) -> contextlib.AbstractContextManager[Any]:
 def model_states(config: TrialConfig, stage: int | None = None) -> dict[str, int]:
     """Return a process's bytes of weights, gradients and optimizer state (arxiv.org/abs/1910.02054).
 
-    The optimizer state includes fp32 weights where an engine partitions it or weights have 16 bits.
+    The optimizer state includes fp32 weights if ZeRO partitions it or the weights have 16 bits.
 
     Args:
         config: the trial's configuration.
-        stage: another ZeRO stage than the configuration's.
+        stage: a ZeRO stage that replaces the configuration's.
     """
     stage = config.zero_stage if stage is None else stage
     parameters, share, width = _trained(config), _share(config), config.dtype.itemsize
@@ -174,11 +174,11 @@ def model_states(config: TrialConfig, stage: int | None = None) -> dict[str, int
 
 
 def partition_copies(config: TrialConfig) -> int:
-    """Return the bytes of ZeRO's copies: the larger of its bucket and its step, which follow each other.
+    """Return the bytes of ZeRO's copies: the larger of its bucket and its step, which alternate.
 
-    The bucket gathers gradients for their reduction; stage 1 counts all gradients as states already. The step
-    flattens the gradients of the partition into one fp32 tensor, and sums 16-bit gradients in another. The
-    optimizer's temporaries are as large: the partition is its only parameter.
+    The bucket gathers gradients for their reduction; for stage 1 the states include all gradients. The step
+    flattens the partition's gradients into one fp32 tensor, and sums 16-bit gradients in a second one. The
+    optimizer's temporaries have the same size, because the partition is its only parameter.
     """
     width, share, zero = config.dtype.itemsize, _share(config), config.deepspeed["zero_optimization"]
     bucket = width * min(_trained(config), int(zero.get("reduce_bucket_size", BUCKET)))
@@ -222,7 +222,7 @@ def describe(config: TrialConfig, limit: int | None) -> list[str]:
 
     Args:
         config: the trial's configuration.
-        limit: bytes that a process may have; None if that is not known.
+        limit: memory limit of a process in bytes; None if unknown.
     """
     forecaster, micro_batch = Forecaster(config), config.micro_batch
     forecast = forecaster(micro_batch)
@@ -245,18 +245,19 @@ def describe(config: TrialConfig, limit: int | None) -> list[str]:
 
 
 def keeps_freed_memory(config: TrialConfig) -> bool:
-    """Whether the C library keeps the blocks that a step frees.
+    """Return whether the C library should keep the memory blocks that a step frees.
 
-    Gathered weights and recomputed activations have many sizes: kept blocks would add up.
+    With ZeRO 3 or activation checkpointing the blocks have many sizes, and kept ones would accumulate.
     """
     return config.zero_stage < 3 and not config.hyper.checkpoint_activations
 
 
 def keep_freed_memory(keeps: bool) -> None:
-    """Tell the C library of this process to keep the blocks that a step frees, or to return large ones.
+    """Tell this process's C library to keep the memory blocks that a step frees, or to return large ones.
 
-    The next step needs the blocks again, and the system charges a page fault for every 4 KiB. With kept
-    blocks ``Net`` trains 1.2 times as fast in micro-batches of 256 and 1,024 images. The user's setting wins.
+    The next step allocates the blocks again, with a page fault for every 4 KiB of returned memory. With kept
+    blocks ``Net`` trains 1.2 times as fast at micro-batches of 256 and 1,024 images. ``MALLOC_`` variables of
+    the user have precedence.
     Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
     """
     if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
@@ -271,11 +272,11 @@ def keep_freed_memory(keeps: bool) -> None:
 
 
 def advise(config: TrialConfig, engine: Any | None, images_on_gpu: int) -> str:
-    """Advise in one line on ways to need less memory, the cheapest first.
+    """Return one line of advice: ways to save memory, the cheapest first.
 
     Args:
         config: the trial's configuration.
-        engine: the trial's engine; None if the weights alone were too large.
+        engine: the trial's engine; None if memory ran out before it was built.
         images_on_gpu: bytes of images in a GPU's memory.
     """
     training, pipeline, experts = engine is not None, config.stages > 1, config.hyper.has_experts
@@ -308,7 +309,7 @@ def advise(config: TrialConfig, engine: Any | None, images_on_gpu: int) -> str:
 
 
 def _next_stage(config: TrialConfig, largest: int) -> str:
-    """Advise on the next ZeRO stage, with the sizes at all of them."""
+    """Return advice about the next ZeRO stage, with the memory at each stage."""
     stage = config.zero_stage
     sizes = [sum(model_states(config, other).values()) / MIB for other in range(4)]
     others = ", ".join(f"{other}: {sizes[other]:,.0f}" for other in range(stage + 1, largest + 1))

@@ -1,6 +1,6 @@
 """Checks of the ``optimizer`` and the ``scheduler`` section of a DeepSpeed configuration.
 
-The classes of the installed torch and DeepSpeed say which parameters and ranges are right.
+The classes of the installed torch and DeepSpeed determine the valid parameters and ranges.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def section_at(config: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer] | None:
-    """Return the torch class that declares an optimizer's parameters; None if no class does."""
+    """Return the torch class with an optimizer's parameters; None for an unknown optimizer."""
     if name.lower() in ("adam", "adamw"):
         return torch.optim.AdamW
     if name.lower() == "adagrad":
@@ -91,7 +91,7 @@ _RATES = """lr weight_decay warmup_min_lr warmup_max_lr cycle_min_lr cycle_max_l
 
 
 def _are_numbers(value: Any, defaults: tuple[Any, ...], is_right: Callable[[Any], bool] = is_finite) -> bool:
-    """Whether a value is a list as long as the default; null is right where the default is None."""
+    """Return whether a value is a list with the default's length; null is valid if the default is None."""
     if not isinstance(value, (list, tuple)) or len(value) != len(defaults):
         return False
     return all(is_right(v) or (v is None and d is None) for v, d in zip(value, defaults, strict=True))
@@ -216,7 +216,7 @@ def _scheduler_parameters(name: str) -> dict[str, Rule] | None:
 
 
 def built_errors(config: Mapping[str, Any]) -> list[str]:
-    """Build optimizer and schedule on one small parameter, and return a line if a class refuses."""
+    """Build optimizer and schedule on one small parameter; return an error line if that fails."""
     params = {k: v for k, v in config["optimizer"].get("params", {}).items() if k not in ADAM_SWITCHES}
     cls = optimizer_class(config["optimizer"]["type"])
     if is_muon(config):  # Muon takes matrices alone; the schedule can change the rate and the momentum

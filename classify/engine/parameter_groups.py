@@ -1,6 +1,6 @@
 """Parameter groups: parameters with the same rate, decay and optimizer.
 
-They follow from ``parameter_groups``, ``weight_decay_on``, ``layer_decay`` and ``head_only``.
+``parameter_groups``, ``weight_decay_on``, ``layer_decay`` and ``head_only`` define them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Group:
         name: the group's name in reports.
         parameters: the parameters' names in the plain network, in its order.
         weights: the count of numbers in the parameters.
-        lr_factor: factor on the optimizer's rate.
+        lr_factor: the group's learning rate over the optimizer's.
         weight_decay: None for the optimizer's.
         frozen: whether the parameters keep their values.
-        starts_after: optimizer steps at the start during which the rate is 0.
+        starts_after: number of optimizer steps at the start with learning rate 0.
         muon: whether Muon trains the group; False for Muon's Adam; None with another optimizer.
     """
 
@@ -50,7 +50,7 @@ class Group:
     muon: bool | None = None
 
     def describe(self, optimizer: Mapping[str, Any]) -> str:
-        """Return a line with the group's rate and decay under the optimizer's parameters."""
+        """Return a line with the group's learning rate and decay, given the optimizer's parameters."""
         count = len(self.parameters)
         size = f"{self.name}: {count:,} parameter{'s' * (count != 1)}, {self.weights:,} weights"
         if self.frozen:
@@ -76,11 +76,11 @@ def assign(
         hyper: the hyperparameters.
         classes: number of classes, which is the number of rows of the last layer.
         muon: the optimizer's parameters, if the optimizer is Muon.
-        waits: optimizer steps during which only the head trains.
+        waits: number of optimizer steps at the start in which only the head trains.
 
     Returns:
-        The groups that have parameters, first the group without a pattern. Parameters that the network itself
-        has frozen are in no group.
+        The groups that have parameters; the group without a pattern is first. No group has parameters that
+        the network's code has frozen.
 
     Raises:
         InvalidInput: with a line for each pattern that matches no parameter, for patterns that match the same
@@ -117,7 +117,7 @@ def assign(
 
 
 class _Rules:
-    """Rules for the settings of a parameter; see ``assign`` about the arguments."""
+    """Determines the settings of each parameter; see ``assign`` for the arguments."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class _Rules:
         self.last = max(self.layers.values(), default=0)
 
     def apply(self, name: str, parameter: nn.Parameter, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the place and the settings of a parameter's group, given the index of its entry."""
+        """Return the position and the settings of a parameter's group, given the index of its entry."""
         hyper, muon = self.hyper, self.muon
         entry = dict((hyper.parameter_groups or ())[index]) if index >= 0 else {}
         match, factor, uses_muon = entry.pop("match", OTHERS), entry.get("lr_factor", 1), None
@@ -161,7 +161,7 @@ class _Rules:
 
 
 def _hidden_matrices(net: nn.Module, classes: int) -> set[str]:
-    """Return the weights of convolutions and linear layers but the last, whose rows are the classes."""
+    """Return the weights of convolutions and linear layers, except the last layer's."""
     layers = {
         name: module
         for name, module in net.named_modules()
@@ -200,7 +200,7 @@ def _matched_twice(entries: Sequence[Mapping[str, Any]], matches: Mapping[str, l
 
 
 def _uneven_experts(hyper: Hyperparameters, matches: Mapping[str, list[int]]) -> list[str]:
-    """Refuse patterns under which ranks with other experts of a layer would have other groups."""
+    """Refuse patterns that match only some experts of a layer: ranks would have different groups."""
     if not hyper.has_experts or hyper.ep_world_size == 1:
         return []
     by_layer: dict[str, set[tuple[int, ...]]] = {}
@@ -219,7 +219,7 @@ def are_plain(groups: Sequence[Group]) -> bool:
 
 
 def summarise(groups: Sequence[Group]) -> str | None:
-    """Return a text that is equal before and after a valid resume; None without groups.
+    """Return a text that must stay the same on resume; None without groups.
 
     It identifies the parameters of every group, and the frozen groups. Rates and decays may change.
     """

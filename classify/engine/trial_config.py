@@ -1,4 +1,4 @@
-"""A trial's configuration, resolved and checked in one place: data, network, engine and length.
+"""Resolves and checks a trial's configuration: data, network, engine and length.
 
 The trial, ``train.py --check`` and the search resolve it here, so that all report the same errors.
 """
@@ -78,7 +78,7 @@ class Sections:
 
 
 def section_errors(hparams: Mapping[str, Any], experiment: Mapping[str, Any]) -> list[str]:
-    """Return the errors of the sections, each checked independently, of an experiment with other errors."""
+    """Return the errors of the sections of an experiment that already has other errors."""
     prepare_process()
     return list(dict.fromkeys(Sections(hparams, experiment, None).errors.lines))
 
@@ -95,8 +95,8 @@ class TrialConfig:
         seed: the experiment's seed.
         processes: the number of processes.
         device: ``cpu`` or ``cuda``.
-        tries: whether tries find the micro-batch; until then it is the largest possible.
-        plan: the plan of the steps; the trainer's if the length is a time.
+        tries: whether benchmark runs choose the micro-batch; before that it is the largest possible.
+        plan: the plan of the steps; for a length in minutes the trainer's plan.
     """
 
     hyper: Hyperparameters
@@ -127,12 +127,12 @@ class TrialConfig:
                 checkpoint settings are read.
             processes: the number of processes.
             device: ``cpu`` or ``cuda``.
-            source: the dataset, if it is open already.
+            source: the dataset; opened if None.
             plan: the trainer's plan, if there is one.
 
         Raises:
-            InvalidInput: with a line for each value that is wrong alone, missing data included; if there is
-                none, with a line for each conflict.
+            InvalidInput: with a line for each individually invalid value and missing data; if there are none,
+                with a line for each conflict.
         """
         prepare_process()
         sections = Sections(hparams, experiment, source)
@@ -184,7 +184,7 @@ class TrialConfig:
 
     @property
     def least_micro_batch(self) -> int:
-        """Images in the smallest micro-batch: an epoch's last step may be smaller."""
+        """Images in the smallest micro-batch; an epoch's last step may have smaller ones."""
         parts = self.replicas * self.deepspeed[ACCUMULATION]
         return min(step_sizes(self.source.count("train"), self.deepspeed[TOTAL_BATCH], parts)) // parts
 
@@ -206,7 +206,7 @@ class TrialConfig:
 
     @property
     def notes(self) -> list[str]:
-        """Notes on settings that work, but probably not as intended."""
+        """Notes about settings that are valid but probably not intended."""
         lines = schedule_notes(self.deepspeed, self.steps)
         if self.autocasts and self.device == "cpu" and not machine.has_bf16_instructions():
             note = "this processor has no bf16 instructions, and may compute faster in fp32; set it to false"
@@ -220,7 +220,7 @@ class TrialConfig:
 
     @property
     def _partitions_nothing(self) -> bool:
-        """Whether one process trains a small network with ZeRO, and without offload."""
+        """Whether ZeRO is useless: one process, a small network, no offload."""
         if self.processes > 1 or not self.zero_stage or self.hyper.has_experts:
             return False
         if any(offloads(self.deepspeed, key) for key in ("offload_optimizer", "offload_param")):
@@ -265,7 +265,7 @@ class TrialConfig:
 
     @property
     def _head_steps(self) -> int:
-        """Optimizer steps during which only the head trains."""
+        """Number of optimizer steps at the start in which only the head trains."""
         length = self.hyper.head_only
         if not isinstance(length, Mapping):
             return 0
@@ -287,7 +287,7 @@ class TrialConfig:
         return NetSpec(self.hyper.net, len(self.source.classes), self.data.image_size, self.hyper.net_args)
 
     def input_size(self, step: int | None) -> tuple[int, int]:
-        """Return height and width of the network's input in a step of training, or in a validation (None)."""
+        """Return height and width of the network's input at a training step; None means a validation."""
         full, resizing = self.data.image_size, self.hyper.progressive_resizing
         if resizing is None or step is None or self.hyper.max_length is None:
             return full
@@ -300,7 +300,7 @@ class TrialConfig:
 
     @property
     def autocasts(self) -> bool:
-        """Whether torch computes chosen operations in 16 bits."""
+        """Whether autocast is on: torch computes suitable operations in 16 bits."""
         return enabled(self.deepspeed, "torch_autocast")
 
     @property
@@ -323,9 +323,9 @@ class TrialConfig:
 
     @property
     def validation_micro_batch(self) -> int:
-        """Images in a validation's micro-batch: at least 2, and more than in training if images are small.
+        """Images in a validation's micro-batch: at least 2, and more than in training for small images.
 
-        Pipelines and experts keep to the training's micro-batch: their buffers and gates have its size.
+        Pipelines and experts use the training's micro-batch, for which their buffers and gates are built.
         """
         if self.stages > 1 or self.hyper.has_experts:
             return max(2, self.micro_batch)
@@ -334,7 +334,7 @@ class TrialConfig:
 
     @property
     def evaluation_batches(self) -> tuple[int, int]:
-        """(Images in a validation's micro-batch, micro-batches that all ranks take at a time)."""
+        """Pair: images in a validation's micro-batch, and micro-batches that all ranks process at a time."""
         of_a_replica = self.deepspeed[ACCUMULATION] if self.stages > 1 else 1
         return self.validation_micro_batch, self.replicas * of_a_replica
 
@@ -349,7 +349,7 @@ class TrialConfig:
 
 
 def _total_steps(length: Mapping[str, int], source: DataPlan, batch_size: int, parts: int) -> int:
-    """Return the optimizer steps of a length; ``parts`` counts the micro-batches in a step."""
+    """Convert a length to optimizer steps; ``parts`` is the number of micro-batches in a step."""
     if "batches" in length:
         return length["batches"]
     return length["epochs"] * len(step_sizes(source.count("train"), batch_size, parts))
@@ -428,7 +428,7 @@ def _best_weights_errors(hyper: Hyperparameters, experiment: Experiment, source:
 
 
 def _check_evaluation(source: DataPlan, parts: int) -> None:
-    """Refuse fewer images to validate or test than micro-batches that the processes take at a time."""
+    """Refuse too few validation or test images: every process needs an image."""
     errors = [
         f"data.root: {source.count(split)} images in {split}, fewer than the {parts} micro-batches that all"
         " processes take at a time; use fewer processes, or hold out more"
@@ -442,7 +442,7 @@ def _check_evaluation(source: DataPlan, parts: int) -> None:
 def _check_network(
     spec: NetSpec, hyper: Hyperparameters, micro_batch: int, weights: dict[str, Tensor] | None
 ) -> None:
-    """Refuse a network that cannot take the smallest micro-batch, or weights of another network."""
+    """Refuse a network that fails on the smallest micro-batch, or weights of another network."""
     dry_run.check(spec, micro_batch, bool(hyper.channels_last))
     if resizing := hyper.progressive_resizing:
         dry_run.check(spec, micro_batch, smaller=resizing.size(spec.image_size))

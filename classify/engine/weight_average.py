@@ -1,7 +1,7 @@
-"""A running average of the trained weights, in every mode, in fp32.
+"""A moving average of the trained weights, in fp32, in every mode.
 
-Each rank averages the fp32 weights that its optimizer steps: the partitions are the optimizer's. Running
-statistics are averaged, too, as in timm's EMA: they belong to the weights of their step.
+Each rank averages the fp32 weights that its optimizer updates, so the average is partitioned as the optimizer
+is. Running statistics are averaged, too, as in timm's EMA.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from deepspeed_trial.plan import Plan
 
 
 class WeightAverage:
-    """The average of an engine's weights; every rank must make each call.
+    """The average of an engine's weights; every rank must call each method.
 
     Args:
-        engine: the engine; its weights are the first average.
+        engine: the engine; the average starts with its weights.
         options: decay, period and lookahead.
         plan: the plan of the training's steps.
         stage_layers: names of a pipeline's layers.
@@ -50,7 +50,7 @@ class WeightAverage:
         self._steps = self._steps_done()
 
     def update(self) -> None:
-        """Add the weights to the average, once per period of optimizer steps; skipped steps do not count."""
+        """Update the average, once per ``period`` optimizer steps; steps that fp16 skips do not count."""
         steps, before = self._steps_done(), self._steps
         self._steps = steps
         if steps == before or steps % self.options.every:
@@ -68,7 +68,7 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Compute with the average inside the context, and with the first rank's running statistics."""
+        """Use the average and the first rank's running statistics in the network during the block."""
         buffers = self._engine_buffers()
         trained = [buffer.clone() for buffer in buffers.values()]
         exchange_masters(self.engine, self._masters)
@@ -81,7 +81,7 @@ class WeightAverage:
         update_network(self.engine)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the whole average by the network's names, on the CPU in fp32, gathered from all ranks."""
+        """Return the average by the network's names, on the CPU in fp32, gathered from all ranks."""
         exchange_masters(self.engine, self._masters)
         whole = gather_full_state_dict(self.engine, self.stage_layers, self._buffers)
         whole = {name: weight.clone() for name, weight in whole.items()}  # the engine may own the tensors
@@ -89,13 +89,13 @@ class WeightAverage:
         return whole
 
     def by_weight(self) -> dict[Tensor, Tensor]:
-        """Return the averages by the engine's master weights and buffers."""
+        """Return this rank's averages, keyed by the engine's master weights and buffers."""
         buffers = self._engine_buffers()
         of_buffers = {buffers[name]: average for name, average in self._buffers.items()}
         return {**dict(zip(master_weights(self.engine), self._masters, strict=True)), **of_buffers}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load an average from ``state_dict``, of any number of ranks and any ZeRO stage."""
+        """Load a result of ``state_dict``, saved by any number of ranks at any ZeRO stage."""
         averages = self.by_weight()
         for name, _, piece, _ in pieces.named(self.engine, self.stage_layers):
             if piece.owner in averages:
@@ -105,7 +105,7 @@ class WeightAverage:
             average.copy_(state[pieces.plain_name(self.engine, name, self.stage_layers)])
 
     def on_loaded(self) -> None:
-        """Count from the steps of the checkpoint that the engine has loaded."""
+        """Continue counting from the steps of the loaded checkpoint."""
         self._steps = self._steps_done()
 
     def _steps_done(self) -> int:

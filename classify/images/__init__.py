@@ -1,1 +1,1 @@
-"""Images: found, decoded once a host, cached, augmented, and cut into micro-batches."""
+"""Images: listing, decoding (once per host), caching, augmentation and micro-batches."""

@@ -1,7 +1,7 @@
 """Random changes of training images, drawn for each image and epoch, only from the seed.
 
-An image is changed in the same way for any number of processes, any accumulation, and after a resume. Flips,
-crops and cutouts take whole micro-batches, torchvision's transforms one image at a time.
+The changes of an image do not depend on the number of processes or the accumulation, and stay the same after
+a resume. Flips, crops and cutouts process whole micro-batches, torchvision's transforms one image at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PIXELS = elsewhere("a whole number of pixels, at most the image's smaller side")
 
 
 def _is_range(value: Any) -> bool:
-    """Return whether the value is null or two numbers, above 0 and up to 1, in ascending order."""
+    """Return whether the value is null or two ascending numbers above 0, at most 1."""
     if value is None:
         return True
     is_pair = isinstance(value, (list, tuple)) and len(value) == 2 and all(is_number(v) for v in value)
@@ -37,14 +37,14 @@ def _is_range(value: Any) -> bool:
 class Augmentation(Keyed):
     """The random changes of a training image; none by default.
 
-    A new augmentation is a key here, a draw at the end of ``Augmenter._draw``, so that the others keep their
-    draws, and a step in ``Augmenter.__call__``.
+    To add an augmentation, add a key here, a step in ``Augmenter.__call__``, and a random draw at the end of
+    ``Augmenter._draw``: the other draws then stay unchanged.
     """
 
     flip: bool | str = key(
         False,
         one_of(False, True, "alternating"),
-        "Mirrors a random half of the images in each epoch; `alternating`: by turns one half and the other"
+        "Mirrors a random half of the images in each epoch; `alternating`: each image in every other epoch"
         " (https://arxiv.org/abs/2404.00498).",
     )
     crop: int = key(
@@ -78,7 +78,7 @@ class Augmentation(Keyed):
     )
 
     def identity(self) -> dict[str, Any]:
-        """Return the JSON values that a resume must repeat.
+        """Return the JSON values that must stay the same on resume.
 
         A checkpoint may be older than a key, so the default of a newer key is left out.
         """
@@ -131,11 +131,11 @@ class Augmenter:
     """Augments the images of one training set.
 
     Args:
-        augmentation: the changes.
+        augmentation: the random changes.
         count: the number of images in the set.
-        stored: their height and width, in pixels.
+        stored: height and width of the stored images, in pixels.
         size: the height and width that the network sees.
-        seed: the experiment's.
+        seed: the experiment's seed.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class Augmenter:
 
         Args:
             images: (B, 3, h, w) uint8, as they are stored.
-            draws: (B,) int64, the number of each image's draw in the epoch: the image's index in the set, or
-                its place in the epoch.
+            draws: (B,) int64, the index of each image's random draw in the epoch: the image's index, or its
+                place in the epoch.
             epoch: from 0.
 
         Returns:
@@ -187,7 +187,7 @@ class Augmenter:
     def _crops(self, images: Tensor, draws: Tensor) -> Tensor:
         """Crop each padded image, or its mirror image.
 
-        ``index_select`` copies whole rows, several times faster than an index for each pixel.
+        ``index_select`` copies whole rows, which is several times faster than indexing each pixel.
         """
         padded = _padded(images, self.augmentation.crop, self.augmentation.edge)
         either = torch.cat([padded, padded.flip(3)]) if self.augmentation.flip else padded
@@ -201,7 +201,7 @@ class Augmenter:
         )
 
     def _draw(self, epoch: int, device: torch.device) -> None:
-        """Draw for every image of the set, in a fixed order."""
+        """Draw the random numbers of every image of the set, in a fixed order."""
         random, chosen = np.random.default_rng((self.seed, epoch, 1)), self.augmentation
         self._epoch = epoch
         flips = (random.random(self.count) < 0.5) & bool(chosen.flip)
@@ -231,7 +231,7 @@ class Augmenter:
 
 
 def _within(side: int, starts: Tensor, size: int) -> Tensor:
-    """Return whether each of ``side`` places is in ``size`` places from a start on: bool (B, side)."""
+    """Return a mask of the ``size`` places from each start on, among ``side`` places: bool (B, side)."""
     offsets = torch.arange(side, device=starts.device) - starts.unsqueeze(1)
     return (offsets >= 0) & (offsets < size)
 

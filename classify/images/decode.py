@@ -1,4 +1,4 @@
-"""Image files -> pixels."""
+"""Decodes image files to pixels."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values 
 
 
 class UnreadableImage(InvalidInput):
-    """An image whose bytes cannot be decoded, on whichever machine and at whichever time."""
+    """An image whose bytes cannot be decoded; another attempt or machine would not help."""
 
 
 class MissingPackage(InvalidInput):
-    """A format whose package is not installed; no fault of an image."""
+    """The package for an image format is not installed; the image itself may be intact."""
 
 
 def open_image(file: io.BytesIO) -> Image.Image:
-    """Open an image if it is in one of ``FORMATS``, and decode no pixel yet.
+    """Open an image in one of ``FORMATS`` without decoding its pixels.
 
     Raises:
         MissingPackage: for HEIC without pillow-heif.
-        Exception: as Pillow does.
+        Exception: any error of Pillow.
     """
     if not _is_heic(file.getvalue()[:64]):
         return Image.open(file, formats=FORMATS)
@@ -51,14 +51,14 @@ def open_image(file: io.BytesIO) -> Image.Image:
 
 
 def _is_heic(start: bytes) -> bool:
-    """Return whether a file starts as HEIC; AVIF has the same container."""
+    """Return whether a file starts like HEIC; AVIF has the same container."""
     brands = start[8 : int.from_bytes(start[:4], "big")]
     return start[4:8] == b"ftyp" and b"avi" not in brands and any(brand in brands for brand in _HEIC)
 
 
 @functools.cache
 def _register_heic() -> None:
-    """Let Pillow open HEIC by pillow-heif, which turns an image upright."""
+    """Let Pillow open HEIC with pillow-heif, which also rotates images upright."""
     try:
         import pillow_heif
     except ImportError as error:
@@ -82,7 +82,7 @@ def content_of(path: str | os.PathLike[str]) -> bytes:
 
 
 def decode_image(path: str | os.PathLike[str], size: tuple[int, int], fit: str = CROP) -> np.ndarray:
-    """Decode an image file as ``decode``."""
+    """Decode an image file; see ``decode``."""
     return decode(content_of(path), size, os.fspath(path), fit)
 
 
@@ -98,12 +98,12 @@ def decode(
     Args:
         content: the file's bytes.
         size: height and width, in pixels.
-        name: of the image in error lines, or a function that returns it.
-        fit: of an image of another shape; ``CROP`` takes the middle, ``PAD`` adds a grey border, ``STRETCH``
-            changes the shape.
+        name: the image's name in error lines, or a function that returns it.
+        fit: for an image with another aspect ratio: ``CROP`` uses the middle, ``PAD`` adds a grey border,
+            ``STRETCH`` distorts the image.
 
     Raises:
-        UnreadableImage: if the bytes are no image.
+        UnreadableImage: if the bytes are not an image.
         MissingPackage: for HEIC without pillow-heif.
         InvalidInput: if the image does not fit in memory.
     """
@@ -125,7 +125,7 @@ def decode(
 
 
 def _decode_jpeg(content: bytes, size: tuple[int, int]) -> np.ndarray | None:
-    """Return the pixels (h, w, 3) of a JPEG, the same as Pillow's in less time; None for any other image."""
+    """Return the pixels (h, w, 3) of a JPEG, equal to Pillow's but faster; None for other formats."""
     if not content.startswith(_JPEG):
         return None
     try:
@@ -147,7 +147,7 @@ def _decode_jpeg(content: bytes, size: tuple[int, int]) -> np.ndarray | None:
 
 
 def _orientation_of(content: bytes) -> int:
-    """Return EXIF's orientation of a JPEG; 1, which is upright, if its EXIF is damaged or missing."""
+    """Return the EXIF orientation of a JPEG; 1 (upright) if its EXIF data is damaged or missing."""
     if _EXIF in content:
         with contextlib.suppress(Exception), open_image(io.BytesIO(content)) as image:
             return image.getexif().get(_ORIENTATION, 1)
@@ -155,7 +155,7 @@ def _orientation_of(content: bytes) -> int:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Turn an image as its EXIF says."""
+    """Rotate an image upright, by its EXIF orientation."""
     with contextlib.suppress(Exception):  # damaged EXIF leaves the pixels readable
         return ImageOps.exif_transpose(image)
     return image
@@ -175,7 +175,7 @@ def _decode_any(image: Image.Image) -> np.ndarray:
 
 
 def _fit(pixels: np.ndarray, size: tuple[int, int], fit: str) -> np.ndarray:
-    """Scale an image (h, w, 3) to ``size``, (3, H, W); crop or pad an image of another shape."""
+    """Scale an image (h, w, 3) to (3, H, W) = ``size``; crop or pad it if its aspect ratio differs."""
     height, width = pixels.shape[:2]
     if (height, width) == size:
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))

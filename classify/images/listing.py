@@ -1,4 +1,4 @@
-"""Listings of encoded images (JPEG, PNG ...), made before any image is decoded."""
+"""Listings of encoded images (JPEG, PNG ...), created before any image is decoded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXTENSIONS = (
 
 @dataclass(frozen=True)
 class Location:
-    """The place of a dataset, and the options to read it.
+    """The location of a dataset, and the options for reading it.
 
     Attributes:
         root: ``data.root``: a folder, a URL or a pattern of file names.
@@ -55,7 +55,7 @@ class Location:
 
     @property
     def is_pattern(self) -> bool:
-        """Whether the root names files, with or without ``{0..9}`` and ``*``, and no folder."""
+        """Whether the root names files, possibly with ``{0..9}`` and ``*``, instead of a folder."""
         names = re.search(r"[{*]", self.root) or self.root.endswith((".tar", ".parquet"))
         return bool(names) and not os.path.isdir(self.root)
 
@@ -80,15 +80,15 @@ class Location:
 
 @dataclass(frozen=True)
 class Shard:
-    """A file that holds many images.
+    """A file with many images.
 
     Attributes:
         url: a URL for fsspec, or a local path.
         size: in bytes.
-        start: the place of its first image among the images of all shards.
-        stop: the place after its last image.
-        sha256: of its bytes; empty if unknown.
-        version: its server's name for these bytes, such as an ETag; empty if there is none.
+        start: the position of its first image among the images of all shards.
+        stop: the position after its last image.
+        sha256: checksum of its bytes; empty if unknown.
+        version: the server's identifier of this version of the file, e.g. an ETag; empty if there is none.
     """
 
     url: str
@@ -100,12 +100,12 @@ class Shard:
 
     @property
     def identity(self) -> tuple[str, str | int]:
-        """Changes with the shard's bytes, as far as its index or its server tells."""
+        """A text that changes with the shard's bytes, as far as the index or the server shows."""
         return self.url, self.sha256 or self.version or self.size
 
 
 class Listing(abc.ABC):
-    """One part of a dataset, as encoded images that can be read by index.
+    """The encoded images of one part of a dataset, read by index.
 
     Attributes:
         labels: int64 (N,), or uint8 (N, C) of 0 and 1 for several labels an image, in the order of the
@@ -113,7 +113,7 @@ class Listing(abc.ABC):
         shards: in the order of their images; empty if every image is a file.
         places: int64 (N,), the place of each image among the images of all shards, as ``Shard.start`` counts;
             None if the place is the index.
-        column: the value of ``data.group`` for each image, if it names a column; else None.
+        column: the value of each image in the column that ``data.group`` names; else None.
     """
 
     labels: Tensor
@@ -124,15 +124,15 @@ class Listing(abc.ABC):
     @property
     @abc.abstractmethod
     def fingerprint(self) -> str:
-        """A digest that changes with an image, a label or their order."""
+        """A digest that changes if an image, a label or the order changes."""
 
     @abc.abstractmethod
     def read(self, indices: Sequence[int]) -> list[bytes]:
-        """Return the files of images; raise ``InvalidInput`` with the name of an unreadable one."""
+        """Return the encoded bytes of images; raise ``InvalidInput`` with the name of an unreadable image."""
 
     @abc.abstractmethod
     def name(self, index: int) -> str:
-        """Return the name of an image in error lines: its path, or its shard and its place in it."""
+        """Return the name of an image in error lines: its path, or its shard and the position there."""
 
     def local_file(self, shard: Shard) -> pathlib.Path:
         """Return the file of a shard, fetched if it is remote.
@@ -150,7 +150,7 @@ class FileListing(Listing):
         paths: of the files.
         labels: of each image, (N,), or (N, C) of 0 and 1.
         classes: the class names; the fingerprint depends on them.
-        root: the folder that the fingerprint leaves out of paths.
+        root: the prefix of the paths that the fingerprint ignores.
     """
 
     def __init__(
@@ -175,14 +175,14 @@ class FileListing(Listing):
                 errors.append(f"data.root: {path}: cannot be used ({one_line(error)}); replace or remove it")
                 continue
             if not stat.S_ISREG(status.st_mode):
-                errors.append(f"data.root: {path}: is no file; remove it")
+                errors.append(f"data.root: {path}: is not a file; remove it")
             version = status.st_size, status.st_mtime_ns, status.st_ctime_ns
             digest.update(repr((path.removeprefix(self._root), label, *version)).encode())
         raise_some(errors)
         return digest.hexdigest()
 
     def read(self, indices: Sequence[int]) -> list[bytes]:
-        """Return the files of images; raise ``InvalidInput`` with the path of an unreadable one."""
+        """Return the encoded bytes of images; raise ``InvalidInput`` with the path of an unreadable image."""
         return [content_of(self.paths[index]) for index in indices]
 
     def name(self, index: int) -> str:
@@ -191,11 +191,11 @@ class FileListing(Listing):
 
 
 class Subset(Listing):
-    """Encoded images without some of them.
+    """A listing without some of its images.
 
     Args:
-        images: all of them.
-        without: the indices of the others.
+        images: the listing of all images.
+        without: the indices of the images to leave out.
     """
 
     def __init__(self, images: Listing, without: Iterable[int]) -> None:
@@ -215,11 +215,11 @@ class Subset(Listing):
 
     @property
     def fingerprint(self) -> str:
-        """A digest that changes with an image, a label or their order."""
+        """A digest that changes if an image, a label or the order changes."""
         return hashlib.sha256(repr((self._images.fingerprint, self._without)).encode()).hexdigest()
 
     def read(self, indices: Sequence[int]) -> list[bytes]:
-        """Return the files of images; raise ``InvalidInput`` with the name of an unreadable one."""
+        """Return the encoded bytes of images; raise ``InvalidInput`` with the name of an unreadable image."""
         return self._images.read(self._rows[list(indices)].tolist())
 
     def name(self, index: int) -> str:
@@ -235,7 +235,7 @@ class ListedSource(abc.ABC):
     """A source that lists encoded images.
 
     Args:
-        location: of the dataset.
+        location: the dataset's location.
     """
 
     def __init__(self, location: Location) -> None:
@@ -253,7 +253,7 @@ class ListedSource(abc.ABC):
 
     @abc.abstractmethod
     def listing(self, part: str) -> Listing:
-        """Return the images of a part; they are listed once.
+        """Return the images of a part; the first call lists them.
 
         Raises:
             InvalidInput: if the part is missing, damaged or not usable.
@@ -261,7 +261,7 @@ class ListedSource(abc.ABC):
 
     @property
     def passed_over(self) -> Mapping[str, int]:
-        """The number of files in the folder that are no images of a class, by their extensions."""
+        """The number of ignored files (not images of a class) in the folder, by extension."""
         return {}
 
     def count(self, part: str) -> int:
@@ -321,7 +321,7 @@ def is_remote(path: str) -> bool:
 
 
 def raise_some(errors: Sequence[str], remedy: str = "replace or remove these first") -> None:
-    """Raise ``InvalidInput`` if there are errors, one line a file: the first 20, and the number of others."""
+    """Raise ``InvalidInput`` if there are errors: a line for each of the first 20, and their number."""
     if len(errors) > SHOWN:
         more = f"{len(errors) - SHOWN:,} more files are not readable; {remedy}"
         errors = [*errors[:SHOWN], f"data.root: {more}"]

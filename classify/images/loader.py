@@ -1,4 +1,4 @@
-"""Loaders of whole micro-batches: an order of images x the images x their augmentation."""
+"""Loaders of whole micro-batches, from an order of images, the images, and their augmentation."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ PREFETCHED = 2  # micro-batches that wait for a GPU
 
 
 class MicroBatchDataset(Dataset):
-    """Images and labels of a whole micro-batch at a time.
+    """A dataset whose items are whole micro-batches of images and labels.
 
     Args:
-        images: of one split.
-        augmenter: of training images; without one, images are cropped in the middle.
+        images: the images of one split.
+        augmenter: augments training images; if None, images are cropped in the middle.
     """
 
     def __init__(self, images: ImageSet, augmenter: Augmenter | None = None) -> None:
@@ -51,10 +51,10 @@ class MicroBatchDataset(Dataset):
 
 
 class WorkerDataset(Dataset):
-    """The part of a worker process: decode streamed images, or transform images.
+    """The work of a worker process: decoding streamed images, or transforming images.
 
     Args:
-        dataset: of micro-batches.
+        dataset: the dataset of micro-batches.
     """
 
     def __init__(self, dataset: MicroBatchDataset) -> None:
@@ -64,9 +64,9 @@ class WorkerDataset(Dataset):
         return len(self.dataset)
 
     def __getitems__(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | MicroBatch | InvalidInput:
-        """Return images and labels, or the micro-batch if its images are in the cache now, or an error.
+        """Return images and labels; or only the micro-batch, if the file has its images now; or an error.
 
-        An error raised in a worker would lose its class.
+        Errors are returned because a raised one would lose its class between processes.
         """
         transforms = self.dataset.augmenter and self.dataset.augmenter.transform
         try:
@@ -87,8 +87,8 @@ class RankBatches(BatchSampler):
     """The micro-batches of one rank, in the form of torch's loader.
 
     Args:
-        order: of all ranks' micro-batches.
-        shards_ahead: fetches shards; None if none is fetched.
+        order: the order of all ranks' micro-batches.
+        shards_ahead: fetches remote shards in advance; None without remote shards.
         share: the rank's share; see ``Order.share``.
     """
 
@@ -111,17 +111,17 @@ def whole_micro_batch(batch: Any) -> Any:
 
 
 class MicroBatchLoader(pytorch.DataLoader):
-    """The loader that Determined asks for a rank's micro-batches.
+    """The loader from which Determined gets a rank's micro-batches.
 
-    If a GPU trains on images in host memory, a thread prefetches and pins them. Worker processes, which
-    decode streamed images or transform images ahead of the step, are forked and so share the images.
+    If a GPU trains on images in host memory, a thread prefetches and pins them. Worker processes decode
+    streamed images or transform images before the step needs them; they are forks, and so share the images.
 
     Args:
-        images: of one split.
-        order: of the images.
-        augmenter: of training images.
-        workers: processes that prepare images; with 0 the process that trains does.
-        shards_ahead: fetches shards; None if none is fetched.
+        images: the images of one split.
+        order: the order of the images.
+        augmenter: augments training images.
+        workers: number of processes that prepare images; 0 prepares them in the training process.
+        shards_ahead: fetches remote shards in advance; None without remote shards.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class MicroBatchLoader(pytorch.DataLoader):
             atexit.register(_end_workers)
 
     def seen_by(self, rank: int, ranks: int) -> Tensor:
-        """Return the indices of the images that a rank gets in the first epoch, int64, in their order."""
+        """Return the indices of a rank's images in the first epoch, int64, in order."""
         return torch.cat([micro_batch.indices for micro_batch in self.order.share(rank, ranks)])
 
     @override
@@ -173,24 +173,24 @@ class MicroBatchLoader(pytorch.DataLoader):
 
 
 def _ignore_signals(worker: int) -> None:
-    """Ignore the signals that launchers send to every process; the trainer stops its workers."""
+    """Ignore the signals that launchers send to every process; the training process stops its workers."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _end_workers() -> None:
-    """Kill the workers that a loader has left; ``multiprocessing`` would wait for them."""
+    """Kill a loader's remaining workers; ``multiprocessing`` would wait for them."""
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
 
 
 class Finished:
-    """A loader whose items are finished in this process.
+    """A loader that finishes its workers' items in this process.
 
     Args:
-        loader: of workers' items.
-        finish: makes a micro-batch of an item.
+        loader: yields the workers' items.
+        finish: converts an item to a micro-batch.
     """
 
     def __init__(self, loader: TorchLoader, finish: Callable[[Any], Any]) -> None:
@@ -207,7 +207,7 @@ class Prefetcher:
     """A loader whose micro-batches a thread fetches while the GPU computes.
 
     Args:
-        loader: of micro-batches on the host.
+        loader: yields micro-batches on the host.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:

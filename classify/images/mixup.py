@@ -17,12 +17,12 @@ Mixup = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def make_mixup(mixup: float | None, cutmix: float | None, num_classes: int) -> Mixup | None:
-    """Return a mixer of micro-batches; with both it takes either with probability 1/2; None without both.
+    """Return a function that mixes micro-batches: MixUp, CutMix, or either with probability 1/2; else None.
 
     Args:
-        mixup: the parameter of the Beta distribution of the shares; 0 or None to leave it out.
-        cutmix: the same for the area of a patch.
-        num_classes: of the labels.
+        mixup: the parameter of the Beta distribution of MixUp's weights; 0 or None for no MixUp.
+        cutmix: the same for the area of CutMix's patches.
+        num_classes: number of classes.
     """
     chosen: list[v2.Transform] = []
     if mixup:
@@ -38,10 +38,10 @@ def apply_mixup(
     """Mix the images of a micro-batch.
 
     Args:
-        mixup: of ``make_mixup``.
+        mixup: the result of ``make_mixup``.
         inputs: (B, 3, H, W) floating-point.
         labels: (B,) int64.
-        place: seed, step, micro-batch and rank; the draws depend on nothing else.
+        place: seed, step, micro-batch and rank, which alone determine the draws.
 
     Returns:
         Inputs of the same shape, and labels (B, C) float32.

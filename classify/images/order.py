@@ -20,10 +20,10 @@ class MicroBatch(NamedTuple):
 
     Attributes:
         epoch: from 0.
-        indices: int64 (B,), of the images.
-        draws: int64 (B,), the random draws of the epoch that augment each image: by its index, or by its
+        indices: int64 (B,), the images' indices.
+        draws: int64 (B,), the index of each image's random draw in the epoch: the image's index, or its
             position in the epoch if images repeat.
-        ahead: the numbers of the shards to fetch from now on; empty unless a window of shards begins.
+        ahead: the numbers of the shards to fetch next; empty unless a window of shards begins here.
     """
 
     epoch: int
@@ -53,8 +53,8 @@ class Windows:
     Attributes:
         places: int64 (N,), the place of each image among the images of all shards.
         shards: int32 (N,), the number of each image's shard.
-        size: shards of a window.
-        are_remote: whether shards are fetched.
+        size: number of shards in a window.
+        are_remote: whether shards are remote and have to be fetched.
     """
 
     places: np.ndarray
@@ -86,20 +86,20 @@ class Windows:
 class Order:
     """Cuts every epoch into optimizer steps, and each step evenly into micro-batches.
 
-    Micro-batch ``(step * accumulation + a) * ranks + rank`` is the ``a``-th of a step on a rank, as
-    ``determined.pytorch`` deals batches to ranks. The images of a step are therefore the same for any number
-    of ranks and any accumulation, except at an uneven end of the epoch. Ranks see disjoint images unless
-    ``labels`` are given, and an epoch is a whole number of steps. The last step takes the rest; if the rest
-    cannot give every micro-batch an image, it shares with the step before.
+    Micro-batch ``(step * accumulation + a) * ranks + rank`` is the ``a``-th of a step on a rank, as in
+    ``determined.pytorch``. The images of a step are therefore the same for any number of ranks and any
+    accumulation, except at an uneven end of the epoch. Ranks see disjoint images unless ``labels`` are given.
+    An epoch is a whole number of steps. The last step has the remaining images. If they are too few for its
+    micro-batches, the last two steps share their images.
 
     Args:
         size: the number of images.
         batch_size: images in a step, over all ranks and accumulated micro-batches.
         micro_batches_per_step: ranks times gradient accumulation steps.
-        seed: shuffles, together with the epoch; None keeps the order of the dataset.
-        labels: int64 (N,), balances the classes: an epoch has N images, equally many of each class. Every
-            epoch draws other images of a large class, and repeats the images of a small one.
-        windows: limits the shards that are read at a time.
+        seed: determines the shuffle, together with the epoch; None keeps the order of the dataset.
+        labels: int64 (N,), to balance the classes: an epoch has N images, the same number of each class.
+            Every epoch samples other images of a large class, and repeats the images of a small class.
+        windows: windows of shards, which limit the number of shards in use.
 
     Raises:
         InvalidInput: if there are fewer images than micro-batches in one step.
@@ -137,7 +137,7 @@ class Order:
         return self.step_sizes[step % len(self.step_sizes)]
 
     def weight(self, images: int, step: int) -> float:
-        """Return the factor of a micro-batch's loss that makes a step's mean the mean over its images.
+        """Return the weight of a micro-batch's loss, so that a step's mean loss is the mean over its images.
 
         Args:
             images: in the micro-batch.
@@ -146,7 +146,7 @@ class Order:
         return images * self.micro_batches_per_step / self.step_size(step)
 
     def micro_batches(self, epoch: int) -> Iterator[MicroBatch]:
-        """Yield an epoch's micro-batches, of all ranks in turn."""
+        """Yield an epoch's micro-batches: the first of each rank, then the second of each, and so on."""
         windows, start = self._windows(epoch), 0
         for step in self.rows(epoch)[: sum(self.step_sizes)].split(self.step_sizes):
             for indices in step.tensor_split(self.micro_batches_per_step):
@@ -166,8 +166,8 @@ class Order:
         Args:
             rank: from 0.
             ranks: their number.
-            skip: micro-batches of the rank that are left out at the start.
-            repeats: whether further epochs follow, without end.
+            skip: number of the rank's micro-batches to skip at the start.
+            repeats: whether to continue with further epochs endlessly.
         """
         first, ahead = skip * ranks + rank, tuple[int, ...]()
         epochs = itertools.count(first // len(self)) if repeats else range(1)
@@ -179,7 +179,7 @@ class Order:
                     ahead = ()
 
     def _windows(self, epoch: int) -> deque[Window]:
-        """Return an epoch's windows in their order; none where no shards are fetched."""
+        """Return an epoch's windows in order; empty without remote shards."""
         is_remote = self.windows and self.windows.are_remote
         return deque(self.windows.order(self._random(epoch))[1] if self.windows and is_remote else ())
 
@@ -188,7 +188,7 @@ class Order:
 
 
 def _balanced(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return N indices for N labels: equally many of each class, and each image of a class equally often."""
+    """Return N indices for N labels, with equal numbers of each class and of each image within a class."""
     classes, counts = np.unique(labels, return_counts=True)
     wanted = np.full(len(classes), len(labels) // len(classes))
     wanted[random.permutation(len(classes))[: len(labels) % len(classes)]] += 1

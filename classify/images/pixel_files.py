@@ -1,11 +1,12 @@
-"""Decoded images in files, which the ranks of a host map into memory and so hold once.
+"""Decoded images in files, which the ranks of a host map into memory, so that they share one copy.
 
-``PixelFile`` is a whole file: ``.NAME.raw`` has the images one after the other, ``.NAME.pt`` their labels and
-the fingerprint of their source; ``.NAME.pt`` is written last. ``GrowingFile`` fills up during a training and
-then becomes the whole file: ``.NAME.growing`` has the images at their places, with holes for missing ones,
-``.NAME.filled`` a head and a mark (one byte) for each image. A mark follows its image, so a process may be
-killed at any moment. After a crash of the machine the disk may lack marked images, so growing files of an
-earlier boot are discarded. All files are in ``data.root`` or, if that is read-only, in the user's cache.
+``PixelFile`` is a complete file: ``.NAME.raw`` has the images one after the other, ``.NAME.pt`` their labels
+and the fingerprint of their source; ``.NAME.pt`` is written last. ``GrowingFile`` fills up during a training
+and then becomes a ``PixelFile``: ``.NAME.growing`` has the images at their places, with holes for missing
+ones; ``.NAME.filled`` has a header and a mark (one byte) for each image. A mark is written after its image,
+so a process may be killed at any moment. After a crash of the machine the disk may lack marked images, so
+growing files of an earlier boot are discarded. All files are in ``data.root`` or, if that is read-only, in
+the user's cache.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class PixelFile:
     """The decoded images of one part of a dataset, in one size.
 
     Args:
-        root: the folder that holds the dataset.
-        name: of the part; begins the file's name.
+        root: the dataset's folder.
+        name: the part's name, with which the file's name begins.
         size: height and width of the images, in pixels.
     """
 
@@ -64,17 +65,17 @@ class PixelFile:
         self.root, self.size, self.name = root, size, f"{name}-{size[0]}x{size[1]}"
 
     def lock(self) -> AbstractContextManager[pathlib.Path]:
-        """Return the writers' lock, which yields the folder of the files."""
+        """Return the lock for writers; as a context it yields the folder of the files."""
         return host_lock(self.root, self.name, "data.root")
 
     def read(self, fingerprint: str, labels: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-        """Return images (N, 3, H, W) uint8, mapped, and labels (N,) int64; None if absent, stale or damaged.
+        """Return mapped images (N, 3, H, W) uint8 and labels (N,) int64; None if absent, outdated or damaged.
 
-        Never waits for a writer.
+        The call never waits for a writer.
 
         Args:
-            fingerprint: of the images' source.
-            labels: int64 (N,), if they are known: other labels are stale.
+            fingerprint: the fingerprint of the images' source.
+            labels: int64 (N,), if known; a file with other labels is outdated.
         """
         for folder in (self.root, stand_in(self.root)):
             whole = _read(folder / f".{self.name}.pt", fingerprint, self.size)
@@ -85,12 +86,12 @@ class PixelFile:
     def write(
         self, fingerprint: str, labels: Tensor, fill: Callable[[pathlib.Path], None]
     ) -> tuple[Tensor, Tensor]:
-        """Write the file, or wait for another process of this host that writes it; return as ``read``.
+        """Write the file, or wait while another process of this host writes it; return the same as ``read``.
 
         Args:
-            fingerprint: of the images' source.
+            fingerprint: the fingerprint of the images' source.
             labels: int64 (N,).
-            fill: writes the images into an empty file.
+            fill: a function that writes the images into an empty file.
 
         Raises:
             InvalidInput: if the disk is too small, or refuses the file, or an image cannot be decoded.
@@ -130,18 +131,18 @@ class PixelFile:
 
 
 class GrowingFile:
-    """The images of one part that some process of the host has decoded.
+    """The images of one part that any process of the host has decoded so far.
 
     Args:
-        whole: the file that this one becomes.
-        fingerprint: of the images' source.
+        whole: the complete file that this file will become.
+        fingerprint: the fingerprint of the images' source.
         labels: int64 (N,).
 
     Attributes:
-        has_room: False once the disk has refused an image; this process then writes no more.
+        has_room: whether the disk had room for all images; if False, this process writes no more.
 
     Raises:
-        InvalidInput: if the files cannot be made.
+        InvalidInput: if the files cannot be created.
     """
 
     def __init__(self, whole: PixelFile, fingerprint: str, labels: Tensor) -> None:
@@ -164,7 +165,7 @@ class GrowingFile:
         self._inode = os.fstat(self._file).st_ino
 
     def has(self, indices: np.ndarray) -> np.ndarray:
-        """Return whether each image is in the file, bool (B,)."""
+        """Return, for each image, whether it is in the file: bool (B,)."""
         return self._marks[indices].astype(bool)
 
     def read(self, indices: np.ndarray) -> np.ndarray:
@@ -172,7 +173,7 @@ class GrowingFile:
         return np.take(self._images, indices, axis=0)
 
     def write(self, indices: np.ndarray, images: Iterable[np.ndarray]) -> None:
-        """Write images (3, H, W) uint8 unless the disk is full; complete the file once it has every image."""
+        """Write images (3, H, W) uint8 unless the disk is full; finish the file when it has every image."""
         if not self.has_room:
             return
         try:
@@ -196,7 +197,7 @@ class GrowingFile:
 
 
 def find(folder: pathlib.Path) -> dict[pathlib.Path, int]:
-    """Return the decoded images in a folder: each path without its ending, and the bytes of its files."""
+    """Find the decoded images in a folder; return each path without its ending, and its size in bytes."""
     sizes: dict[pathlib.Path, int] = {}
     for entry in os.scandir(folder) if folder.is_dir() else ():
         if (match := _FILE.fullmatch(entry.name)) and entry.is_file():
@@ -206,9 +207,9 @@ def find(folder: pathlib.Path) -> dict[pathlib.Path, int]:
 
 
 def clear(path: pathlib.Path) -> bool:
-    """Remove the files of a path from ``find``; return False if a process is writing them.
+    """Remove the files of a path that ``find`` returned; return False if a process is writing them.
 
-    A training that maps them continues; the disk's room is free after its end.
+    A training that uses the files continues; the disk space is freed when it ends.
     """
     try:
         with lock_of(path.parent, path.name.removeprefix(".")).acquire(timeout=0):
@@ -284,7 +285,7 @@ def _write(
     try:
         for file in (sidecar, raw, partial, new_sidecar):
             if file.is_dir():
-                raise InvalidInput(f"{file}: is a folder in the place of decoded images; move it")
+                raise InvalidInput(f"{file}: is a folder, where a file of decoded images belongs; move it")
             file.unlink(missing_ok=True)  # stale; the new images may need its room
         _check_room(raw, shape)
         partial.write_bytes(b"")
@@ -309,7 +310,7 @@ def _write(
 def _adopt(
     file: pathlib.Path, sidecar: pathlib.Path, fingerprint: str, shape: Sequence[int], labels: Tensor
 ) -> None:
-    """Rename a file of images to its final name, with its sidecar; needs the lock; raises ``OSError``."""
+    """Rename a file of images and its sidecar to the final names; requires the lock; raises ``OSError``."""
     partial, content = sidecar.with_suffix(".sidecar"), io.BytesIO()
     torch.save({"fingerprint": fingerprint, "shape": list(shape), "labels": labels}, content)
     partial.write_bytes(content.getvalue())  # torch's own error would not name the reason
@@ -319,7 +320,7 @@ def _adopt(
 
 
 def _check_room(raw: pathlib.Path, shape: Sequence[int]) -> None:
-    """Refuse images that the disk has no room for; announce a large file."""
+    """Raise ``InvalidInput`` if the disk has too little room for images; print a note about a large file."""
     needed, free = math.prod(shape), shutil.disk_usage(raw.parent).free
     images = _in_words(shape)
     if needed > free:

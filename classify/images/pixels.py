@@ -1,4 +1,4 @@
-"""Decoded images: in memory, mapped from a file, in a file that grows during the training, or nowhere."""
+"""Decoded images: in memory, mapped from a file, in a file that grows in the training, or not stored."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _FILE_FORMAT = 6  # of a file of decoded images; one in another format is replac
 
 
 class State(enum.Enum):
-    """The place of decoded images."""
+    """The place where decoded images are stored."""
 
     MEMORY = "memory"  # a tensor in the memory of the host or of a GPU
     MAPPED = "mapped"  # all in one file, decoded before the first step; the ranks of a host map it
@@ -52,10 +52,10 @@ class Pixels:
     Args:
         state: ``MEMORY`` and ``MAPPED`` need ``images``, ``GROWING`` and ``NONE`` a ``listing``.
         images: (N, 3, h, w) uint8.
-        listing: of the images to decode.
+        listing: the images to decode.
         size: height and width to scale to, in pixels.
-        file: takes the decoded images of ``GROWING``.
-        fit: of images of another shape, as ``decode`` takes it.
+        file: stores the decoded images in the state ``GROWING``.
+        fit: treatment of other aspect ratios; see ``decode``.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class Pixels:
         return default_collate(self._decode(indices.numpy()))  # into memory that a worker shares
 
     def prepare(self, indices: Tensor) -> bool:
-        """Decode missing images (B,) into the growing file; return whether it has all of them.
+        """Decode missing images (B,) into the growing file; return whether the file now has all of them.
 
         Raises:
-            UnreadableData: as ``select``.
+            UnreadableData: as in ``select``.
         """
         if self._file is None:
             return False
@@ -103,7 +103,7 @@ class Pixels:
         return bool(self._file.has(wanted).all())
 
     def _decode(self, indices: np.ndarray) -> list[Tensor]:
-        """Decode images in torch's number of threads, which is 1 in a loader's worker."""
+        """Decode images with torch's number of threads, which is 1 in a loader's worker."""
         assert self._listing is not None
         # Neighbours in a shard in turn: they may lie in one block
         places = indices if self._listing.places is None else self._listing.places.numpy()[indices]
@@ -137,11 +137,11 @@ class ImageSet:
     """One split of a dataset.
 
     Attributes:
-        pixels: of all images of the part that the split is drawn from.
+        pixels: all images of the part from which the split is drawn.
         labels: int64 (M,), indices into ``classes``.
         classes: the class names.
         crop: height and width that a network sees, in pixels; the whole image if None.
-        rows: int64 (M,), the indices of the split's images in ``pixels``; all of them, in order, if None.
+        rows: int64 (M,), the indices of the split's images in ``pixels``; None means all, in order.
     """
 
     pixels: Pixels
@@ -179,7 +179,7 @@ class ImageSet:
         return self.pixels.device
 
     def prepare(self, indices: Tensor) -> bool:
-        """Decode missing images (B,) into the growing file; return whether it has all of them."""
+        """Decode missing images (B,) into the growing file; return whether the file now has all of them."""
         return self.pixels.prepare(indices if self.rows is None else self.rows[indices])
 
     def image(self, index: int) -> np.ndarray:
@@ -193,7 +193,7 @@ class ImageSet:
         return dataclasses.replace(self, pixels=pixels, labels=self.labels.to(device), rows=None)
 
     def center_crop(self, images: Tensor) -> Tensor:
-        """Return the middle of images (B, 3, h, w), as validation sees them."""
+        """Crop images (B, 3, h, w) in the middle, as validation does."""
         if self.crop is None or tuple(images.shape[2:]) == self.crop:
             return images
         return functional.center_crop(images, list(self.crop))
@@ -202,17 +202,17 @@ class ImageSet:
 def open_pixels(
     source: ListedSource, part: str, size: tuple[int, int], state: State, fit: str = CROP
 ) -> Pixels:
-    """Return the pixels of a part, mapped if all of them are decoded already.
+    """Return the pixels of a part; they are mapped if the part has been decoded before.
 
     Args:
-        source: of the images.
-        part: one of the source's.
+        source: the dataset.
+        part: the name of a part.
         size: height and width to scale to, in pixels.
         state: ``MAPPED``, ``GROWING`` or ``NONE``.
-        fit: of images of another shape, as ``decode`` takes it.
+        fit: treatment of other aspect ratios; see ``decode``.
 
     Raises:
-        InvalidInput: if something is missing, empty, damaged or not readable.
+        InvalidInput: if data is missing, empty, damaged or not readable.
         TrainingStopped: if the system kills a process that decodes.
     """
     listing = source.listing(part)
@@ -244,14 +244,14 @@ def decode_all(
     """Decode images into ``target``, on all cores, with a progress bar.
 
     Args:
-        listing: of the images.
+        listing: the encoded images.
         size: height and width to scale to, in pixels.
-        name: of the images in the bar and in errors.
+        name: the images' name in the progress bar and in errors.
         target: an empty file.
-        fit: of images of another shape, as ``decode`` takes it.
+        fit: treatment of other aspect ratios; see ``decode``.
 
     Raises:
-        InvalidInput: with a line for each unreadable file, once all have been tried.
+        InvalidInput: with a line for each unreadable file, after trying all files.
         TrainingStopped: if the system kills a process that decodes.
     """
     errors = try_all(listing, size, name, target, fit)
@@ -261,7 +261,7 @@ def decode_all(
 def try_all(
     listing: Listing, size: tuple[int, int], name: str, target: pathlib.Path | None = None, fit: str = CROP
 ) -> dict[int, InvalidInput]:
-    """Decode images as ``decode_all``, or into no file; return the errors by index."""
+    """Decode images like ``decode_all``, with or without a file; return the errors by index."""
     count = len(listing.labels)
     order = np.arange(count) if listing.places is None else listing.places.argsort().numpy()
     # The workers compute with one thread each, so a fork, which copies nothing, is safe despite threads here
@@ -297,7 +297,7 @@ def try_all(
 
 
 def _why_broken(processes: Iterable[multiprocessing.process.BaseProcess], name: str) -> str:
-    """Return why a pool of decoding processes has lost one, by the signal that ended it."""
+    """Return why a decoding process ended, by its signal."""
     signals = {-(process.exitcode or 0) for process in processes}
     if signal.SIGKILL in signals:
         reason = "was killed, as the system does when memory runs out"
@@ -310,7 +310,7 @@ def _why_broken(processes: Iterable[multiprocessing.process.BaseProcess], name: 
 
 
 def _shards_fetched_ahead(listing: Listing) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last place of each shard once it is local; threads fetch the next ones."""
+    """Yield start and stop of each shard once it is local, while threads fetch the next shards."""
     if not listing.shards:
         yield 0, len(listing.labels)
         return
@@ -329,14 +329,14 @@ _task: _Task  # of this worker
 
 
 def _start(task: _Task) -> None:
-    """Keep the task of all chunks, which a fork inherits without a copy."""
+    """Store the task of all chunks; forks inherit it without a copy."""
     global _task
     _task = task
     torch.set_num_threads(1)
 
 
 def _decode_chunk(indices: np.ndarray) -> _Errors:
-    """Write images to their places in the file, if there is one; return the errors of unreadable images."""
+    """Decode images, write them to a file if there is one, and return the errors of unreadable images."""
     listing, target, size, fit = _task
     errors: _Errors = []
     with open(target or os.devnull, "rb+") as written:

@@ -1,4 +1,4 @@
-"""The plan of a run's data: its images, their splits, and the place of decoded images; resolved once."""
+"""Resolves a run's data once: the images, their splits, and the place of decoded images."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class DataPlan:
     """The images of a run, their splits, and the place of decoded images.
 
     Validations use the split ``val``: the share ``data.validation`` of the training images, or the dataset's
-    part ``val``. Without either they use ``test``. Shares are drawn in each class, and are the same for all
+    part ``val``. Without either they use ``test``. Shares are drawn from each class, and are the same in all
     runs with the same ``data.split_seed``. No image is decoded yet, unless ``data.unreadable`` is ``skip``:
     then every image is tried once.
 
     Attributes:
         settings: the checked ``data`` section.
         source: the dataset.
-        cut: the held-out splits of the training part.
+        cut: the splits that are held out of the training part.
         state: the place of decoded images; ``MEMORY`` if the source decodes them.
         window: the number of shards that are shuffled together; None for all.
         excluded_identity: the images that ``data.exclude`` names, as checkpoints name them; None if there
@@ -124,7 +124,7 @@ class DataPlan:
 
     @property
     def chosen_on(self) -> str:
-        """The images on which a best checkpoint or trial is chosen, in words."""
+        """The images by which the best checkpoint or trial is chosen, as text."""
         return "validation images" if self.validation == "val" else "test images"
 
     @property
@@ -134,7 +134,7 @@ class DataPlan:
 
     @property
     def streams(self) -> bool:
-        """Whether images are decoded when a step needs them."""
+        """Whether images are decoded on demand, when a step needs them."""
         return self.state in (State.GROWING, State.NONE)
 
     @property
@@ -149,7 +149,7 @@ class DataPlan:
 
     @property
     def left_out_identity(self) -> str | None:
-        """The left-out images, as checkpoints name them; None if there are none."""
+        """The left-out images, as recorded in checkpoints; None if there are none."""
         if not self.left_out:
             return None
         indices = {part: list(lines) for part, lines in self.unreadable.items()}
@@ -175,7 +175,7 @@ class DataPlan:
         return self.cut.class_counts(split, sizes) if self._is_cut(part) else sizes
 
     def file_names(self, split: str, indices: Sequence[int]) -> list[str | None]:
-        """Return the names of a split's images as error lines show them; None without files."""
+        """Return the names of a split's images in error lines; None without files."""
         listing = self.listing(split)
         if listing is None:
             return [None] * len(indices)
@@ -189,7 +189,7 @@ class DataPlan:
         return 3 * math.prod(self.settings.stored_size) * self.count(split)
 
     def load(self, split: str) -> ImageSet:
-        """Return a split: decoded now, unless its images are streamed.
+        """Return a split; decode it unless its images are streamed.
 
         Args:
             split: one of ``names``.
@@ -210,7 +210,7 @@ class DataPlan:
         return ImageSet(pixels, labels, self.classes, self.settings.image_size, rows)
 
     def windows(self, split: str) -> Windows | None:
-        """Return a split's shards in windows; None if all its shards are shuffled together."""
+        """Return the windows of a split's shards; None if all its shards are shuffled together."""
         listing = self.listing(split)
         if not self.window or listing is None or len(listing.shards) <= self.window:
             return None
@@ -222,7 +222,7 @@ class DataPlan:
         return Windows(places, shards, self.window, any(is_remote(shard.url) for shard in listing.shards))
 
     def shards_ahead(self, split: str) -> ShardsAhead | None:
-        """Return the fetcher of a split's shards; None if no shard is fetched during a training."""
+        """Return the fetcher of a split's shards; None if no shard is fetched during the training."""
         listing = self.listing(split)
         has_remote = listing is not None and any(is_remote(shard.url) for shard in listing.shards)
         return ShardsAhead(listing, AHEAD) if listing and has_remote and self.streams else None
@@ -235,10 +235,10 @@ class DataPlan:
         return min(torch.get_num_threads(), MOST_WORKERS) if workers == "auto" else int(workers)
 
     def devices(self, device: torch.device) -> dict[str, torch.device]:
-        """Return the device that keeps the training images, and the one that keeps the validation images.
+        """Return the devices for the training images and for the validation images.
 
         Args:
-            device: the one that trains.
+            device: the training device.
 
         Raises:
             InvalidInput: if ``data.device`` is ``cuda`` and the images do not fit.
@@ -260,7 +260,7 @@ class DataPlan:
 
     @functools.cached_property
     def _sizes(self) -> Sequence[int]:
-        """The number of images of each class in the training part."""
+        """The number of images per class in the training part."""
         return self.source.class_counts(_training_part(self.source))
 
     def part_of(self, split: str) -> str:
@@ -276,12 +276,12 @@ class DataPlan:
 
 
 def devices(sizes: Sequence[int], settings: DataSettings, device: torch.device) -> list[torch.device]:
-    """Return the device that keeps each set of images, as ``data.device`` says.
+    """Return the device for each set of images, by ``data.device``.
 
     Args:
-        sizes: the bytes of each set, training images first; images that the host transforms stay on the host.
+        sizes: bytes of each set, training images first; images that the host transforms stay on the host.
         settings: the checked ``data`` section.
-        device: the one that trains.
+        device: the training device.
 
     Raises:
         InvalidInput: if ``data.device`` is ``cuda`` and the images do not fit.
@@ -343,7 +343,7 @@ def _training_part(source: Source) -> str:
 
 
 def _shards(source: Source, parts: Sequence[str]) -> list[Shard]:
-    """Return the shards of some parts."""
+    """Return the shards of the given parts."""
     listings = [source.listing(part) for part in parts] if isinstance(source, ListedSource) else []
     return [shard for listing in listings for shard in listing.shards]
 
@@ -352,8 +352,8 @@ def _cut(source: Source, settings: DataSettings) -> Cut:
     """Return the splits that are held out of the training part.
 
     Raises:
-        InvalidInput: if a share does not fit the dataset's parts, or with a line for each class with too few
-            images or groups.
+        InvalidInput: if a share conflicts with the dataset's parts, or with a line for each class with too
+            few images or groups.
     """
     part, shares = _training_part(source), _shares(source, settings)
     cut = Cut(shares, settings.split_seed, settings.fold)

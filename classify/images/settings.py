@@ -48,7 +48,7 @@ AUTO = "auto"
 
 
 def _share(or_word: str = "") -> Rule:
-    """Return the rule of shares of images, or another word, or null."""
+    """Return the rule: a share of the images, one of some words, or null."""
     return Rule(
         lambda value: value in (None, or_word or None) or (is_number(value) and 0 < value < 1),
         f"must be {or_word}{or_word and ' or '}a share between 0 and 1, e.g. 0.1",
@@ -100,8 +100,8 @@ class CacheSettings(Section):
 
     EXAMPLE = "{folder: /mnt/cache, limit: 200GB}"
 
-    folder: str | None = key(None, PATH, "The folder of remote shards, on a disk of this machine.")
-    limit: str | None = key(None, SIZE, "The most bytes of shards, and of decoded images.")
+    folder: str | None = key(None, PATH, "The local folder for copies of remote shards.")
+    limit: str | None = key(None, SIZE, "The maximum bytes of shard copies, and of decoded images.")
 
 
 @dataclass(frozen=True)
@@ -125,15 +125,15 @@ class DataSettings(Keyed):
     image_size: Any = key(
         (IMAGE_SIZE, IMAGE_SIZE),
         elsewhere("a whole number of pixels, or [height, width]"),
-        "Height and width of the network's images; by default for a folder the size that timm's network"
-        " was made for. `Net` takes 32.",
+        "Height and width of the network's images; `Net` requires 32. For image files the default with a"
+        " timm network is that network's size.",
         unit="pixels",
     )
     resize: int | None = key(
         None,
         elsewhere("a whole number of pixels, at least image_size"),
-        "The shorter side of the images, as `fit` says, before the crop to `image_size`, in the middle, or in"
-        " training at random; by default as `image_size`, without a crop.",
+        "The side of the images before the crop to `image_size`, which is in the middle, or random in"
+        " training; by default there is no crop.",
         unit="pixels",
     )
     fit: str = key(
@@ -197,13 +197,13 @@ class DataSettings(Keyed):
     test: float | None = key(
         None,
         _share(),
-        "The share of each class that tests, in a folder without `train` and `test`; by default 0.2.",
+        "The share of each class in the test split, for a folder without `train` and `test`; by default 0.2.",
     )
     split_seed: int = key(0, whole(0, 2**31), "The seed that chooses the held-out images.")
     exclude: str | None = key(
         None,
         Rule(lambda value: value is None or PATH.is_valid(value), "must be the path of a file"),
-        "A text file with the name of an image a line; the run leaves these images out, before it splits.",
+        "A text file with the name of an image per line; the run ignores these images.",
     )
     group: str | None = key(
         None,
@@ -229,8 +229,8 @@ class DataSettings(Keyed):
             lambda value: value is None or _is_fold(value),
             "must be [K, N], the number of a fold and of all folds, e.g. [1, 5]",
         ),
-        "The fold that is held out, `[2, 5]` for the second of five: for the test, or for validations if the"
-        " dataset has test images.",
+        "The fold that is held out, e.g. `[2, 5]`: the second of five. It replaces the test split, or the"
+        " validation split if the dataset has test images.",
     )
     unreadable: str = key(
         FAIL,
@@ -256,7 +256,7 @@ class DataSettings(Keyed):
 
     @property
     def stored_size(self) -> tuple[int, int]:
-        """Height and width of decoded images, in pixels: ``image_size``, enlarged to ``resize``."""
+        """Height and width of decoded images in pixels: ``image_size``, or larger because of ``resize``."""
         height, width = self.image_size
         if self.resize is None:
             return height, width
@@ -271,12 +271,12 @@ class DataSettings(Keyed):
 
     @property
     def kind(self) -> Kind:
-        """The kind of the dataset; of an unknown one the kind of a folder."""
+        """The kind of the dataset; for an unknown kind, the image folder."""
         return kind_of(str(self.dataset)) or SOURCES["imagefolder"]
 
     @property
     def cache_limit(self) -> int | None:
-        """Bytes that may be kept; None for no limit."""
+        """Maximum bytes of fetched shards and decoded images; None for no limit."""
         limit = self.cache.limit
         return None if limit is None else size_in_bytes("data.cache.limit", limit)
 
@@ -288,8 +288,7 @@ class DataSettings(Keyed):
 
         Args:
             section: of the experiment file.
-            net_size: height and width of the network's images, if it names them: the default for images that
-                differ in size.
+            net_size: the network's preferred height and width; the default for images that differ in size.
 
         Raises:
             InvalidInput: for every invalid key, type or value, all at once.
@@ -352,7 +351,7 @@ def _are_sides(value: Any) -> bool:
 
 
 def _left_out_errors(values: Mapping[str, Any]) -> list[str]:
-    """Return a line for each value that redaction replaced when this file was written."""
+    """Return a line for each redacted value in this file."""
     storage = values.get("storage")
     options = storage if isinstance(storage, Mapping) else {}
     places = {"root": values.get("root"), **{f"storage.{name}": value for name, value in options.items()}}

@@ -1,4 +1,4 @@
-"""The splits of a part: shares of each class drawn by a seed, of single images or of whole groups."""
+"""Splits a part: random shares of each class, of single images or of whole groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DRAW = 17  # separates these draws from others with the same seed
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The splits that are cut out of a part. A class has at least one image in each split.
+    """The splits of a part. Each class has at least one image in each split.
 
     Attributes:
         shares: the share of each held-out split in the images that the splits before it leave over; ``train``
@@ -76,10 +76,10 @@ class Cut:
         return torch.from_numpy(np.sort(np.concatenate(chosen)))
 
     def check(self, classes: Sequence[str], sizes: Sequence[int]) -> None:
-        """Refuse classes with too few images or groups.
+        """Check that every class has enough images or groups.
 
         Raises:
-            InvalidInput: with a line for each of them.
+            InvalidInput: with a line for each class that has too few.
         """
         if not self.shares:
             return
@@ -100,7 +100,7 @@ class Cut:
             self._check_groups(classes)
 
     def _first_of_fold(self, label: int) -> int:
-        """Return the first of a class's images in the fold; classes begin in turn, so folds are as large."""
+        """Return the index of the fold's first image of a class; the start rotates, to balance the folds."""
         assert self.fold
         return (self.fold[0] - 1 + label) % self.fold[1]
 
@@ -154,10 +154,10 @@ class Cut:
 
 
 def groups_of(listing: Listing | None, settings: DataSettings) -> np.ndarray:
-    """Return the group of each image as ``data.group`` says, int64 (N,).
+    """Return the group of each image by ``data.group``, int64 (N,).
 
     Raises:
-        InvalidInput: if the images have no paths or no such column, or the pattern is not in a path.
+        InvalidInput: if the images have no paths or no such column, or a path does not match the pattern.
     """
     group, key = settings.group or "", f"data.group: {settings.group!r}"
     if listing is None or listing.shards:
@@ -182,7 +182,7 @@ def groups_of(listing: Listing | None, settings: DataSettings) -> np.ndarray:
 
 
 def _divided(size: int, shares: Mapping[str, float]) -> dict[str, int]:
-    """Return the number of a class's images in each split: at least one; ``train`` takes the rest."""
+    """Return the number of a class's images in each split, at least one; ``train`` gets the rest."""
     counts: dict[str, int] = {}
     rest = size
     for name, share in shares.items():
@@ -193,7 +193,7 @@ def _divided(size: int, shares: Mapping[str, float]) -> dict[str, int]:
 
 
 def _parts_of_all(shares: Sequence[float]) -> list[float]:
-    """Return shares of all images, in sum 1, from shares of the rest after each split."""
+    """Convert shares of the remaining images to shares of all images, with sum 1."""
     parts, rest = list[float](), 1.0
     for share in shares:
         parts.append(rest * share)
@@ -202,7 +202,7 @@ def _parts_of_all(shares: Sequence[float]) -> list[float]:
 
 
 def _assign(labels: np.ndarray, groups: np.ndarray, shares: Sequence[float], seed: int) -> np.ndarray:
-    """Assign whole groups to splits, so that each split has its share of each class as nearly as possible.
+    """Assign whole groups to splits so that each split has approximately its share of each class.
 
     The groups with the largest shares of their classes are first. A group goes to the split where the squared
     deviations from the shares, over all classes, grow least. scikit-learn's StratifiedGroupKFold does so with
@@ -212,8 +212,8 @@ def _assign(labels: np.ndarray, groups: np.ndarray, shares: Sequence[float], see
     Args:
         labels: int64 (N,), or uint8 (N, C) of 0 and 1.
         groups: int64 (N,).
-        shares: of each split, in sum 1.
-        seed: the order of groups of about the same weight.
+        shares: the share of each split, with sum 1.
+        seed: determines the order of groups with about the same weight.
 
     Returns:
         The index of each image's split, int64 (N,).

@@ -1,4 +1,4 @@
-"""Torchvision's transforms by name, with separate draws for each image.
+"""Torchvision's transforms by name, with separate random draws for each image.
 
 Source: https://docs.pytorch.org/vision/stable/transforms.html
 """
@@ -42,7 +42,7 @@ def parse(path: str, value: Any, size: tuple[int, int]) -> tuple[Entry, ...]:
     """Check a list of transforms, and try each transform.
 
     Args:
-        path: of the list in error lines.
+        path: the list's path in error lines.
         value: names, or mappings of a name to its arguments.
         size: height and width of the images.
 
@@ -64,15 +64,15 @@ def parse(path: str, value: Any, size: tuple[int, int]) -> tuple[Entry, ...]:
 
 
 def make(entries: Sequence[Entry]) -> v2.Compose | None:
-    """Return the composition of transforms; None if there are none."""
+    """Compose transforms; return None for an empty list."""
     return v2.Compose([_made(entry) for entry in entries]) if entries else None
 
 
 def transform_each(transform: v2.Transform, images: Tensor, seeds: Tensor) -> Tensor:
-    """Transform every image by the draws of its seed; torch's generator keeps its state.
+    """Transform every image with its own seed; torch's generator keeps its state.
 
     Args:
-        transform: of ``make``.
+        transform: the result of ``make``.
         images: (B, 3, H, W) uint8, on the CPU.
         seeds: (B,) int64.
 
@@ -124,7 +124,7 @@ def _entry(path: str, value: Any, size: tuple[int, int]) -> Entry:
 
 
 def _choices(parameter: inspect.Parameter) -> Any:
-    """Return the rule of an argument that names a member of an enumeration; None for another one."""
+    """Return the rule of an argument that is an enumeration; None for other arguments."""
     kind = type(parameter.default)
     return one_of(*(each.value for each in kind)) if issubclass(kind, enum.Enum) else None
 
@@ -142,7 +142,7 @@ def _made(entry: Entry) -> v2.Transform:
 
 
 def _refusal(name: str, arguments: Mapping[str, Any], size: tuple[int, int]) -> str | None:
-    """Try a transform on images of high and of low contrast; return the reason to refuse it, or None."""
+    """Try a transform on images of high and low contrast; return why it is unusable, or None."""
     remedy = "change or remove it"
     if name == "RandomErasing" and isinstance(arguments.get("value"), str):
         return "its random values are for images of floats; give a number from 0 to 255, or one a channel"
@@ -171,7 +171,7 @@ def _refusal(name: str, arguments: Mapping[str, Any], size: tuple[int, int]) -> 
 
 
 def _always(transform: v2.Transform) -> v2.Transform:
-    """Return the transform with probability 1."""
+    """Return a copy of the transform that is always applied."""
     certain = copy.deepcopy(transform)
     for each in certain.modules():
         if is_number(getattr(each, "p", None)):

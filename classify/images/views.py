@@ -1,4 +1,4 @@
-"""Test-time augmentation: an image is classified by the mean of the scores of several views of it."""
+"""Test-time augmentation: the mean of the scores of several views classifies an image."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from deepspeed_trial.errors import InvalidInput
 
 
 def views(inputs: Tensor, chosen: TestTimeAugmentation) -> Iterator[tuple[Tensor, float]]:
-    """Yield views of images, and the weight of each view's scores; the first view is the images.
+    """Yield views of images, and the weight of each view's scores; the first view is the unchanged images.
 
-    With shifts the unshifted views weigh half of all, as in airbench94. Source:
+    With shifts, the unshifted views have half of the total weight, as in airbench94. Source:
     https://github.com/KellerJordan/cifar10-airbench
 
     Args:
@@ -43,9 +43,9 @@ def views(inputs: Tensor, chosen: TestTimeAugmentation) -> Iterator[tuple[Tensor
 def view_scores(
     classify: Callable[[Tensor], Tensor], inputs: Tensor, chosen: TestTimeAugmentation | None
 ) -> tuple[Tensor, Tensor]:
-    """Classify images, and the views of them.
+    """Classify images without and with test-time augmentation.
 
-    Random generators keep the state that they have after the images, without views.
+    The views do not change the states of random generators.
 
     Args:
         classify: returns logits (B, C) float32 of inputs.
@@ -77,8 +77,8 @@ def parse(text: str, path: str) -> TestTimeAugmentation:
     """Parse the views of a command line.
 
     Args:
-        text: e.g. ``mirror,shift=1``.
-        path: of the text in error lines.
+        text: the views, e.g. ``mirror,shift=1``.
+        path: the name of the text in error lines.
 
     Raises:
         InvalidInput: with a line for each wrong key or value.

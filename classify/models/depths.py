@@ -11,11 +11,11 @@ from classify.models.recompute import blocks
 
 
 def depths(net: nn.Module) -> dict[str, int]:
-    """Return the layer of each parameter by its name, from 0, next to the image, to the last, the head.
+    """Return the layer number of each parameter by name; layer 0 is next to the image, the last is the head.
 
-    timm groups the layers of its networks. In any other network a layer is a block of several modules in a
-    sequence, such as a residual block; without blocks, a module with parameters. Parameters between two
-    blocks belong to the first of the two.
+    For timm's networks, timm groups the layers. In other networks a layer is a block of several modules in a
+    sequence, such as a residual block, or, without blocks, a module with parameters. Parameters between two
+    blocks belong to the first block.
     """
     matcher: Any = getattr(net, "group_matcher", None)
     if callable(matcher):

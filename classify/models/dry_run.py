@@ -1,4 +1,4 @@
-"""A dry run: a network on images without data, before any image is decoded."""
+"""A dry run of a network with tensors that have no data, before any image is decoded."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from deepspeed_trial.out_of_memory import is_out_of_memory
 def check(
     spec: NetSpec, micro_batch: int, channels_last: bool = False, smaller: tuple[int, int] | None = None
 ) -> None:
-    """Run a network on torch's meta device, as training and validation will run it.
+    """Run a network's training and validation steps on torch's meta device.
 
     Args:
         spec: the network.
         micro_batch: the smallest micro-batch in training.
         channels_last: whether images have that memory format.
-        smaller: height and width of the images of ``progressive_resizing``, which replace the full size.
+        smaller: height and width of ``progressive_resizing``'s smaller images; None for the full size.
 
     Raises:
-        InvalidInput: if the network fails on such images, or does not give a score for each class.
+        InvalidInput: if the network fails on such images, or does not return a score for each class.
     """
     if spec.name == MOE:
         spec = spec._replace(name="net", args=None)
@@ -45,12 +45,12 @@ def check(
 
 
 def why_unfit(net: nn.Module, size: tuple[int, int], classes: int, device: str) -> str | None:
-    """Return the reason why a trained network fails on images of a size; None if it gives their scores.
+    """Return the reason why a trained network fails on images of a size; None if it works.
 
     Args:
         net: the network, in evaluation mode.
         size: height and width.
-        classes: the number of scores of an image.
+        classes: the number of scores per image.
         device: of the network.
     """
     try:

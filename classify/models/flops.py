@@ -32,8 +32,8 @@ def forward(net: nn.Module, size: tuple[int, int]) -> int | None:
 def training(net: nn.Module, size: tuple[int, int], frozen: Collection[str] = ()) -> int | None:
     """Return the operations of a forward and backward pass over an image, without activation checkpointing.
 
-    The limit is three times the operations of a forward pass, as if all layers were trained: torch counts too
-    many operations for the backward pass of grouped convolutions.
+    The result is at most three times the operations of a forward pass, the value if all layers are trained:
+    torch counts too many operations for the backward pass of grouped convolutions.
 
     Args:
         net: on the meta device.

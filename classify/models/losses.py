@@ -1,4 +1,4 @@
-"""Losses by name, from this module and ``net.py``."""
+"""The losses of this module and of ``net.py``, and the weighted loss of a micro-batch."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def distillation(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
-    """KL divergence from a teacher's probabilities at a temperature, times its square: a scalar.
+    """KL divergence from a teacher's probabilities at a temperature, times the squared temperature: a scalar.
 
-    The square keeps the gradient's scale (https://arxiv.org/abs/1503.02531).
+    The factor keeps the scale of the gradients (https://arxiv.org/abs/1503.02531).
 
     Args:
         logits: (B, C) float32.
-        taught: of the teacher, (B, C) float32.
+        taught: the teacher's logits, (B, C) float32.
         temperature: T of softmax(logits / T).
     """
     ours, theirs = ((each / temperature).log_softmax(1) for each in (logits, taught))

@@ -2,8 +2,8 @@
 
 ``net.pt`` is a ``state_dict`` of fp32 tensors: ``Net().load_state_dict(torch.load("net.pt",
 weights_only=True))``. ``net.json`` has the network's arguments, the class names, the preprocessing of an
-image, and the provenance. Other forms (``workbench/publish/forms.py``) have other names: ``net.onnx.json``
-describes ``net.onnx``.
+image, and the provenance. For other formats (``workbench/publish/forms.py``) the JSON file has another name:
+``net.onnx.json`` describes ``net.onnx``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LONGEST = 64 * 2**20  # the largest description, in bytes
 
 
 def _is_of_a_network(value: Any, depth: int = 0) -> bool:
-    """Return whether a value is a mapping of arguments with no number above ``WIDEST``."""
+    """Return whether a value is a mapping of arguments without a number above ``WIDEST``."""
     if isinstance(value, Mapping):
         return depth < 4 and all(_is_of_a_network(inner, depth + 1) for inner in value.values())
     if isinstance(value, list):
@@ -110,13 +110,13 @@ def write(path: pathlib.Path, weights: Mapping[str, Tensor], description: Mappin
     """Write a ``state_dict`` in fp32 and its JSON file, each atomically.
 
     Raises:
-        OSError: if the disk refuses a file.
+        OSError: if a file cannot be written.
     """
     write_described(path, description, lambda partial: save(partial, weights))
 
 
 def save(path: pathlib.Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a ``state_dict``; raise ``OSError`` if the disk refuses the file."""
+    """Write a ``state_dict``; raise ``OSError`` if that fails."""
     with open(path, "wb") as file:  # torch.save would raise a RuntimeError for a path
         torch.save(dict(weights), file)
 
@@ -132,11 +132,11 @@ def write_described(
     Args:
         path: of the network's file.
         description: the content of the JSON file; ``DESCRIPTION`` has the required keys.
-        save_as: writes the network to a path in the same folder.
+        save_as: a function that writes the network to a path in the same folder.
         with_digest: whether the description gets the file's SHA-256 checksum.
 
     Raises:
-        OSError: if the disk refuses a file.
+        OSError: if a file cannot be written.
     """
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     text = partial.with_name(f"{partial.name}.json")
@@ -154,15 +154,15 @@ def write_described(
 
 
 def write_description(path: pathlib.Path, description: Mapping[str, Any]) -> None:
-    """Write only the JSON file; a checkpoint has the weights in shards."""
+    """Write only the JSON file, for a checkpoint, which has the weights in shards."""
     beside(path).write_text(json.dumps(redacted(description), indent=2) + "\n")
 
 
 def of_checkpoint(checkpoint: pathlib.Path) -> dict[str, Tensor]:
-    """Return the network's weights in a checkpoint, in fp32, in the order of their names.
+    """Return the network's weights from a checkpoint, in fp32, sorted by name.
 
     Raises:
-        InvalidInput: if a file of them is missing or damaged.
+        InvalidInput: if a file is missing or damaged.
     """
     if shards.are_in(checkpoint):
         return shards.Shards(shards.folder_of(checkpoint)).weights()
@@ -184,7 +184,7 @@ def read(path: pathlib.Path) -> tuple[nn.Module, dict[str, Any]]:
         The network and its description.
 
     Raises:
-        InvalidInput: if the file or its description is missing, damaged or of another network.
+        InvalidInput: if the file or its description is missing or damaged, or they do not match.
     """
     file = path / IN_A_FOLDER[0] if os.path.isdir(path) else path
     state, description = state_dicts.read(str(file)), read_description(path)
@@ -232,10 +232,10 @@ def _contradictions(description: Mapping[str, Any]) -> list[str]:
 
 
 def build(description: Mapping[str, Any], state: Mapping[str, Tensor], path: str = "net") -> nn.Module:
-    """Make the described network with these weights, in evaluation mode, on the CPU and in fp32.
+    """Build the described network with these weights, in evaluation mode, on the CPU and in fp32.
 
     Raises:
-        InvalidInput: if no such network exists, it fails on such images, or the weights do not fit.
+        InvalidInput: if the network does not exist or fails on its image size, or the weights do not fit.
     """
     image, net = description["input"], description["net"]
     size = image["height"], image["width"]
@@ -271,7 +271,7 @@ def _bounded(weights: int) -> Iterator[None]:
 def _make(
     net: Mapping[str, Any], size: tuple[int, int], path: str, make: Callable[[NetSpec], nn.Module]
 ) -> nn.Module:
-    """Make the network of a description by ``make``, a function of ``registry``."""
+    """Build the described network with ``make``, a function of ``registry``."""
     arguments = dict(net)
     name = arguments.pop("name")
     if name != registry.MOE:

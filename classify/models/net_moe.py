@@ -25,11 +25,12 @@ class NetMoE(Net):
         top_k: the number of experts that process an image, 1 or 2.
         min_capacity: the minimum capacity of an expert, in images of a micro-batch.
         noisy_gate_policy: ``RSample``, ``Jitter`` or None.
-        micro_batch: pad smaller micro-batches to this size, so that ranks exchange equal shares.
+        micro_batch: smaller micro-batches are padded to this size, so that ranks exchange equal amounts.
 
     Attributes:
-        load_balancing_loss: of the last forward pass, summed over the layers; a scalar. Its minimum is at
-            equally many images for all experts (https://arxiv.org/abs/2006.16668, section 2.2).
+        load_balancing_loss: the loss of the last forward pass, summed over the layers; a scalar. It is
+            minimal if all experts get the same number of images (https://arxiv.org/abs/2006.16668, section
+            2.2).
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class NetMoE(Net):
         self.load_balancing_loss = torch.zeros(())
 
     def train(self, mode: bool = True) -> NetMoE:
-        """Sample the second expert in training, and take the likeliest in validation."""
+        """Set the mode: training samples the second expert, validation uses the most probable one."""
         super().train(mode)
         for name, module in self.moe_layer_list.named_modules():
             if name.endswith("gate"):

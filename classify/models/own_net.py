@@ -1,4 +1,4 @@
-"""The ``net.py`` in the working directory of the command ``classify``: a person's networks and losses."""
+"""Loads a user's networks and losses: ``net.py`` in the working directory of the command ``classify``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _REGISTERS = re.compile(r"^\s*@(\w+\.)?register(_loss)?\(", re.MULTILINE)
 
 
 def choose(file: pathlib.Path) -> bool:
-    """Load a file in this process and the processes that it starts; return whether it is one to load.
+    """Select a file to load in this process and its children; return whether there is one to load.
 
-    A file that registers neither a network nor a loss is not loaded, and the project's own is already.
+    A file that registers neither a network nor a loss is ignored, as is the project's ``net.py``.
 
     Raises:
         InvalidInput: if the file cannot be imported.
@@ -38,9 +38,10 @@ def choose(file: pathlib.Path) -> bool:
 
 
 def load() -> None:
-    """Run the chosen file, which registers its networks and losses; do nothing without one.
+    """Run the selected file, which registers its networks and losses; do nothing without a file.
 
-    A copy of the project's ``net.py`` has its own ``register``; its networks and losses are added.
+    If the file is a copy of the project's ``net.py``, with a separate ``register``, its networks are added,
+    too.
 
     Raises:
         InvalidInput: if the file cannot be imported.

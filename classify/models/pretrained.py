@@ -35,7 +35,7 @@ _OLD_DENSE_LAYER = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.(\d)")
 
 
 def is_name(net: str, weights: str) -> bool:
-    """Return whether a library has weights of this name for a network, such as ``DEFAULT``."""
+    """Return whether a library has weights of this name, such as ``DEFAULT``, for a network."""
     if is_own(net):
         return False
     if timm_nets.is_timm(net):
@@ -45,7 +45,7 @@ def is_name(net: str, weights: str) -> bool:
 
 
 def is_own(net: str) -> bool:
-    """Return whether a network comes from this project and not from torchvision or timm."""
+    """Return whether a network is this project's, not torchvision's or timm's."""
     return net in own.NETS or net == MOE
 
 
@@ -58,7 +58,7 @@ def read(
 ) -> dict[str, Tensor]:
     """Read the weights that ``hyperparameters.weights`` names, from a library or a file.
 
-    If the JSON file of the weights lists other classes, the head is left out.
+    If the weights' JSON file lists other classes, the head is left out.
 
     Args:
         net: the name of the network.
@@ -78,7 +78,7 @@ def read(
 
 
 def _is_of_others(weights: str, classes: Sequence[str]) -> bool:
-    """Return whether the JSON file of the weights lists other classes, or another order."""
+    """Return whether the weights' JSON file lists other classes, or another order of classes."""
     try:
         described = json.loads(regular_file(net_file.beside(pathlib.Path(weights))).read_text())
         return list(described["classes"]) != list(classes)
@@ -104,7 +104,7 @@ def _read(
 
 
 def fetch(net: str, weights: str) -> dict[str, Tensor]:
-    """Return torchvision's weights of a name, downloaded once a host.
+    """Return torchvision's weights by name; they are downloaded once per host.
 
     Raises:
         InvalidInput: if the download fails.
@@ -130,7 +130,7 @@ def fetch(net: str, weights: str) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _patience() -> Iterator[None]:
-    """Set the time limit of sockets, which torch leaves infinite."""
+    """Set a time limit for sockets in the block; torch sets none."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(PATIENCE)
     try:
@@ -140,7 +140,7 @@ def _patience() -> Iterator[None]:
 
 
 def normalization(net: str, weights: str | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of the images of a network's pretrained weights.
+    """Return the mean and standard deviation with which a network's pretrained weights expect images.
 
     Args:
         net: the name of the network.

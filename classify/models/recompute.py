@@ -62,7 +62,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _counted_once(norm: nn.modules.batchnorm._NormBase) -> Callable[..., Any]:
-    """Return a layer's forward pass that updates the statistics only outside of a backward pass."""
+    """Return a layer's forward function that does not update running statistics in a recomputation."""
     forward = norm.forward
 
     def run(*inputs: Any) -> Any:

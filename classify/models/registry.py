@@ -1,4 +1,4 @@
-"""Networks by name: the networks of ``net.py``, and every classifier of torchvision and timm.
+"""The registry of networks: those of ``net.py``, and every classifier of torchvision and timm.
 
 Source: https://docs.pytorch.org/vision/stable/models.html
 """
@@ -61,7 +61,7 @@ def check_name(name: object) -> None:
     """Check a value of ``hyperparameters.net``.
 
     Raises:
-        InvalidInput: with the nearest name, if no network has the name.
+        InvalidInput: with the nearest name, if there is no such network.
     """
     known = names()
     if isinstance(name, str) and timm_nets.is_timm(name):
@@ -74,12 +74,12 @@ def check_name(name: object) -> None:
 
 
 def is_name(name: object) -> bool:
-    """Return whether a network may have the name; without importing timm, any ``timm/NAME``."""
+    """Return whether a network name is valid; any ``timm/NAME`` is, because timm is not imported here."""
     return timm_nets.is_timm(name) or name in names()
 
 
 def input_size(name: object, weights: object = None) -> tuple[int, int] | None:
-    """Return height and width of the images of timm's network with these weights; None for any other.
+    """Return height and width of a timm network's images with these weights; None for other networks.
 
     Raises:
         InvalidInput: if timm has no such network.
@@ -91,8 +91,8 @@ def build(spec: NetSpec) -> nn.Module:
     """Make a network with random weights.
 
     Raises:
-        InvalidInput: if the network does not take these arguments.
-        NotImplementedError: on torch's meta device, if the constructor computes; see ``on_meta_device``.
+        InvalidInput: if the network does not accept these arguments.
+        NotImplementedError: on torch's meta device, if the constructor uses values; see ``on_meta_device``.
     """
     given, name = dict(spec.args or {}), spec.name
     try:
@@ -120,7 +120,7 @@ def build(spec: NetSpec) -> nn.Module:
 
 
 def torchvision_call(spec: NetSpec) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of the function or class of ``torchvision.models`` for a network."""
+    """Return the function or class of ``torchvision.models`` that builds a network, and its arguments."""
     name, given = spec.name, dict(spec.args or {})
     if name in VIT:
         sizes = dict(zip(VIT_KEYS, VIT[name], strict=True))
@@ -139,7 +139,7 @@ def on_meta_device(spec: NetSpec) -> nn.Module:
     """Make a network on torch's meta device: layers and shapes, without weights or random numbers.
 
     Raises:
-        InvalidInput: if the network does not take these arguments.
+        InvalidInput: if the network does not accept these arguments.
     """
     try:
         with torch.device("meta"):
@@ -150,12 +150,12 @@ def on_meta_device(spec: NetSpec) -> nn.Module:
 
 
 def prefers_channels_last(name: str) -> bool:
-    """Return whether channels_last is faster in a forward pass, and cannot fail, as ``view`` may."""
+    """Return whether channels_last is faster in a forward pass, and safe: ``view`` may fail with it."""
     return name in ("net", "airbench") or name not in registered.NETS
 
 
 def trains_faster_channels_last(name: str, device: str) -> bool:
-    """Return whether channels_last is faster in training; for torchvision's it depends on the batch."""
+    """Return whether channels_last is faster in training; for torchvision's networks the batch decides."""
     return name in ("net", "airbench") and device == "cpu"
 
 
@@ -167,5 +167,5 @@ def with_sync_batchnorm(name: str, net: nn.Module) -> nn.Module:
 
 
 def logits(outputs: Any) -> Any:
-    """Return the class scores of a network's outputs; some of torchvision's give more in training."""
+    """Return the class scores from a network's outputs; some torchvision networks return more in training."""
     return getattr(outputs, "logits", outputs)

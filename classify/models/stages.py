@@ -60,5 +60,5 @@ def _children(sequence: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _flatten(x: Tensor) -> Tensor:
-    """Make one row of each image."""
+    """Flatten each image to a row."""
     return torch.flatten(x, 1)

@@ -1,4 +1,4 @@
-"""Weights of plain PyTorch: read from files, loaded into networks, and their checksum."""
+"""Reads weights of plain PyTorch from files, loads them into networks, and computes checksums."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def of_module(module: nn.Module) -> dict[str, Tensor]:
 
 
 def sha256(weights: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 checksum of the names, shapes and bytes of weights, in their order."""
+    """Return the SHA-256 checksum of weights: names, shapes and bytes, in order."""
     digest = hashlib.sha256()
     for name, weight in weights.items():
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
@@ -44,21 +44,21 @@ def sha256(weights: Mapping[str, Tensor]) -> str:
 
 
 def load_pretrained(module: nn.Module, found: Mapping[str, Tensor], label: str) -> list[str]:
-    """Load weights into a network before training, except for a head that they lack.
+    """Load weights into a network before training, except for a head without matching weights.
 
-    A head lacks weights if the last layer is for another number of classes, or if the child module with the
-    last layer is absent.
+    That is the case if the saved last layer has another number of classes, or if the child module with the
+    last layer is missing.
 
     Args:
         module: the network.
         found: the weights by name.
-        label: names the weights in an error line.
+        label: the weights' name in an error line.
 
     Returns:
-        The names of the weights that the network keeps.
+        The names of the network's weights that were not loaded.
 
     Raises:
-        InvalidInput: if the weights are of another network.
+        InvalidInput: if the weights belong to another network.
     """
     mine = {**dict(module.named_parameters(remove_duplicate=False)), **dict(buffers(module))}
     found = as_named(found, mine)
@@ -75,7 +75,7 @@ def load_pretrained(module: nn.Module, found: Mapping[str, Tensor], label: str) 
 
 
 def describe_skipped_weights(skipped: list[str], label: str) -> str:
-    """Return the line on a reinitialised head; ``load_pretrained`` gives its names."""
+    """Return the line about a reinitialised head, given the names from ``load_pretrained``."""
     return f"{label}: no weights for these classes, so {', '.join(skipped)} start at random"
 
 
@@ -85,19 +85,19 @@ def load_strict(module: nn.Module, found: Mapping[str, Tensor], label: str) -> N
     Args:
         module: the network.
         found: the weights by name.
-        label: names the weights in an error line.
+        label: the weights' name in an error line.
 
     Raises:
-        InvalidInput: if the weights are of another network.
+        InvalidInput: if the weights belong to another network.
     """
     module.load_state_dict(fitting(module, found, label))
 
 
 def fitting(module: nn.Module, found: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
-    """Return weights by a network's names; the network may be on the meta device.
+    """Return the weights under a network's names; the network may be on the meta device.
 
     Raises:
-        InvalidInput: if the weights are of another network.
+        InvalidInput: if the weights belong to another network.
     """
     wanted = module.state_dict()
     found = as_named(found, wanted)
@@ -111,7 +111,7 @@ def _check(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], label: str
 
 
 def as_named(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove wrappers' prefixes from the names of weights, unless the network has such names."""
+    """Remove prefixes of wrappers (``module.``) from weights' names, unless the network has such names."""
     found = {name: value for name, value in found.items() if name != AVERAGED or name in wanted}
     while found and not found.keys() & wanted.keys():
         prefix = next((p for p in PREFIXES if all(name.startswith(p) for name in found)), None)
@@ -124,7 +124,7 @@ def as_named(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[
 def _heads_without_weights(
     found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], heads: Sequence[str]
 ) -> list[str]:
-    """Return the weights of the last layers that are absent, or for another number of classes."""
+    """Return the names of last layers' weights that are missing or have another number of classes."""
     skipped: dict[str, None] = {}
     for layer in heads:
         here, there = found.get(f"{layer}.weight"), wanted.get(f"{layer}.weight")
@@ -147,9 +147,9 @@ def read(path: str, label: str = "", first: Sequence[str] = ()) -> dict[str, Ten
     """Read a ``state_dict``, alone or within a training checkpoint.
 
     Args:
-        path: the file, of ``torch.save`` or safetensors.
-        label: names the file in an error line; its path if empty.
-        first: keys of a checkpoint to look for before the usual keys.
+        path: a file of ``torch.save`` or safetensors.
+        label: the file's name in an error line; empty for its path.
+        first: keys of a checkpoint to try before the usual keys.
 
     Raises:
         InvalidInput: if the file cannot be read or has no ``state_dict``.
@@ -184,7 +184,7 @@ def _load(path: str) -> Any:
 
 
 def _refuse_packed(path: pathlib.Path) -> None:
-    """Raise ``ValueError`` for a compressed archive, which torch never writes."""
+    """Raise ``ValueError`` for a compressed archive; torch never writes one."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             if sum(member.file_size for member in archive.infolist()) > path.stat().st_size:

@@ -20,11 +20,11 @@ KEY = "hyperparameters.teacher"
 
 
 class Teacher:
-    """A network of ``net.pt``, ``net.safetensors`` or a published folder, without gradients.
+    """A network without gradients, from ``net.pt``, ``net.safetensors`` or a published folder.
 
     Args:
         path: ``hyperparameters.teacher``.
-        classes: of the training.
+        classes: the training's class names.
 
     Attributes:
         digest: SHA-256 checksum of the weights.
@@ -58,13 +58,13 @@ class Teacher:
             raise InvalidInput(f"{KEY}: {path}: {reason}; give a network of these classes, in this order")
 
     def prepare(self, device: torch.device, dtype: torch.dtype, mean: Sequence[float], std: Any) -> None:
-        """Move the network to a device, and take inputs of another normalization.
+        """Move the network to a device, and adapt it to the training's normalization.
 
         Args:
-            device: of the training.
-            dtype: of the computation.
-            mean: of each channel of the training's inputs.
-            std: of each channel of the training's inputs.
+            device: the training's device.
+            dtype: the dtype of the computation.
+            mean: mean of each channel in the training's normalization.
+            std: standard deviation of each channel in the training's normalization.
         """
         self.net, self.dtype = self.net.to(device, dtype), dtype
         theirs, ours = ((self.seen["mean"], self.seen["std"]), (mean, std))

@@ -1,6 +1,6 @@
 """timm's classifiers by name, ``timm/NAME``, with their image sizes, normalization and weights.
 
-Only a configuration with such a name imports timm. Source: https://huggingface.co/docs/timm
+timm is imported only if a configuration has such a name. Source: https://huggingface.co/docs/timm
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONFIG = "config.json"
 
 
 def is_timm(name: object) -> bool:
-    """Return whether a name has the form of timm's networks."""
+    """Return whether a name has the form ``timm/NAME``."""
     return isinstance(name, str) and name.startswith(PREFIX)
 
 
@@ -39,7 +39,7 @@ def check_name(name: str) -> None:
     """Check that timm has a network of the name.
 
     Raises:
-        InvalidInput: with the nearest name, if timm has none; or if timm is not installed.
+        InvalidInput: with the nearest name, if timm has no such network; or if timm is not installed.
     """
     timm = _timm(name)
     arch, tag = _split(name)
@@ -52,7 +52,7 @@ def check_name(name: str) -> None:
 def build(
     name: str, num_classes: int, image_size: tuple[int, int], args: Mapping[str, Any] | None
 ) -> nn.Module:
-    """Make a network with random weights; raise what timm raises."""
+    """Build a network with random weights; timm's exceptions pass through."""
     check_name(name)
     for key, instead in ELSEWHERE.items():
         if key in (args or {}):
@@ -70,7 +70,7 @@ def with_sync_batchnorm(net: nn.Module) -> nn.Module:
 
 
 def input_size(name: str, weights: object = None) -> tuple[int, int]:
-    """Return height and width, in pixels, of a network's images; raise as ``check_name``."""
+    """Return height and width of a network's images in pixels; raise the same as ``check_name``."""
     return tuple(_config(name, weights).input_size[1:])
 
 
@@ -91,10 +91,10 @@ def is_tag(name: str, weights: str) -> bool:
 def fetch(
     name: str, weights: str, image_size: tuple[int, int], args: Mapping[str, Any] | None
 ) -> dict[str, Tensor]:
-    """Return timm's weights for a network, fitted to an image size.
+    """Return timm's weights for a network, adapted to an image size.
 
     Args:
-        name: of the network.
+        name: the network's name.
         weights: the tag of the weights, or ``DEFAULT``.
         image_size: height and width.
         args: further arguments of the network.
@@ -124,11 +124,11 @@ def read(
     args: Mapping[str, Any] | None,
     outline: nn.Module,
 ) -> dict[str, Tensor]:
-    """Read the weights of a file, or of a folder by timm, fitted to a network and an image size.
+    """Read weights from a file or a folder of timm's, and adapt them to a network and image size.
 
     Args:
-        name: of the network.
-        weights: the path.
+        name: the network's name.
+        weights: the path of the file or folder.
         image_size: height and width.
         args: further arguments of the network.
         outline: the network on the meta device.
@@ -188,7 +188,7 @@ def _timm(name: str) -> Any:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return timm's name of a network, and the tag of its weights, or an empty text."""
+    """Return timm's name of a network, and the tag of its weights (may be empty)."""
     arch, _, tag = name.removeprefix(PREFIX).partition(".")
     return arch, tag
 
@@ -209,7 +209,7 @@ def _tags(name: str) -> list[str]:
 
 
 def _config(name: str, weights: object) -> Any:
-    """Return timm's configuration of a network: of the folder, of the tag, or the default."""
+    """Return timm's configuration of a network: the folder's, the tag's, or the default one."""
     check_name(name)
     configs = _configs(name)
     if (
@@ -245,6 +245,6 @@ def _config_of_folder(name: str, folder: pathlib.Path) -> Any:
 
 
 def _create(name: str, image_size: tuple[int, int], args: Mapping[str, Any] | None, **more: Any) -> nn.Module:
-    """Make a network by timm; networks of a fixed image size get the size of the images."""
+    """Build a network with timm; a network with a fixed image size gets the given size."""
     fixed = {"img_size": image_size} if _config(name, None).fixed_input_size else {}
     return _timm(name).create_model(name.removeprefix(PREFIX), **{**fixed, **(args or {})}, **more)

@@ -1,4 +1,4 @@
-"""A trial's callbacks: the classification of its images, TensorBoard, early stopping."""
+"""A trial's callbacks: classification log, TensorBoard, early stopping."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def make_callbacks(
     """Return the trial's callbacks by name.
 
     Args:
-        context: the trial's.
-        engine: its engine.
-        metrics: of its validation.
-        images: its images.
-        config: the trial's.
+        context: the trial's context.
+        engine: the trial's engine.
+        metrics: the validation's metrics.
+        images: the trial's images.
+        config: the trial's configuration.
     """
     is_chief = context.distributed.rank == 0
     output = getattr(context, "output", None) if is_chief else None  # Determined's context has no folder

@@ -1,4 +1,4 @@
-"""Counts and pictures of a run's classified images, which its report shows."""
+"""Counts and pictures of a run's classified images, for its report."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class ClassificationLog(Callback):
         os.replace(partial, output / CLASSIFICATION)  # a report may read it meanwhile
 
     def _classified(self, images: ImageSet, split: str) -> dict[str, Any]:
-        """Return the part of the log for the images that the metrics have just counted."""
+        """Return the log's entries about the images that the metrics have just counted."""
         return {
             "confusion": self.metrics.confusion.tolist(),
             "bins": self.metrics.bins.tolist(),
@@ -140,7 +140,7 @@ class ClassificationLog(Callback):
         ]
 
     def _augmented(self) -> list[dict[str, Any]]:
-        """Return training images as the network sees them; none of shards that have to be fetched."""
+        """Return augmented training images; none if shards would have to be fetched."""
         if any(is_remote(shard.url) for shard in self.images.plan.shards):
             return []
         height, width = self.config.data.stored_size
@@ -167,6 +167,6 @@ def picture(image: Any) -> str:
 
 
 def _whole(name: str) -> str:
-    """Return the absolute path of an image that is a file; another name without credentials."""
+    """Return an image's absolute path if it is a file; otherwise its name without credentials."""
     path = pathlib.Path(name)
     return str(path.absolute()) if not is_remote(name) and path.is_file() else redaction.text(name)

@@ -18,7 +18,7 @@ COLDEST, HOTTEST = 0.01, 100.0
 
 
 def score(logits: Tensor, temperature: float) -> Tensor:
-    """Return the confidence in the answer, (N,) float64: the largest probability at a temperature.
+    """Return the confidence, (N,) float64: the largest probability at a temperature.
 
     Args:
         logits: (N, C).
@@ -28,9 +28,9 @@ def score(logits: Tensor, temperature: float) -> Tensor:
 
 
 def fit(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float] | None:
-    """Return temperature and threshold; None without images, or with a logit that is not finite.
+    """Return temperature and threshold; None without images or if a logit is not finite.
 
-    The result depends on the order of the images by rounding, and on nothing else.
+    Apart from rounding, the result does not depend on the order of the images.
 
     Args:
         logits: (N, C) float32.

@@ -1,4 +1,4 @@
-"""Figures: the confusion matrix and the hardest mistakes."""
+"""Figures: the confusion matrix and the images with the largest losses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def in_words(labels: int | Sequence[int], classes: Sequence[str]) -> str:
 
 
 def confusion_figure(confusion: np.ndarray, classes: Sequence[str]) -> Figure:
-    """Draw a confusion matrix, (C, C) counts, rows are true classes; more than 20 classes without numbers."""
+    """Draw a confusion matrix, (C, C) counts, rows are true classes; above 20 classes without numbers."""
     from matplotlib.figure import Figure
     from sklearn.metrics import ConfusionMatrixDisplay
 
@@ -47,8 +47,8 @@ def mistakes_figure(
     """Draw wrongly classified images under their predicted class and, in brackets, their true class.
 
     Args:
-        mistakes: with ``predicted``, ``label`` and ``loss``; see ``ClassificationMetrics``.
-        images: of the mistakes, uint8 (H, W, 3).
+        mistakes: mappings with ``predicted``, ``label`` and ``loss``; see ``ClassificationMetrics``.
+        images: the mistakes' images, uint8 (H, W, 3).
         classes: the class names.
     """
     from matplotlib.figure import Figure

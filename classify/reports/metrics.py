@@ -1,4 +1,4 @@
-"""Metrics that ranks count exactly, for any split of the images into micro-batches."""
+"""Metrics that are exact for any split of the images over ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ SHOWN = 16  # images of each kind in the report
 
 
 class Throughput(pytorch.MetricReducer):
-    """Images trained a second of wall time, over all ranks, without validations and checkpoints.
+    """Training images per second of wall time, over all ranks, without validations and checkpoints.
 
-    Determined resets the reducer when training starts or resumes. For a report it fetches the losses
-    before it reduces, so the time includes all steps in the device's queue.
+    Determined resets the reducer when training starts or resumes. It fetches the losses before it reduces
+    metrics, so the time includes all queued steps of the device.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Throughput(pytorch.MetricReducer):
 
     @override
     def cross_slot_reduce(self, per_slot_metrics: list[float]) -> dict[str, float]:
-        """Return ``images_per_second``; ranks train in step."""
+        """Return ``images_per_second``; all ranks train at the same speed."""
         return {"images_per_second": per_slot_metrics[0]}
 
     def of_run(self) -> float:
@@ -71,10 +71,10 @@ def _rate(images: float, seconds: float) -> float:
 
 
 class LearningRate(pytorch.MetricReducer):
-    """The learning rate of the last step; Determined would report the mean over the steps of a report.
+    """The learning rate of the last step, instead of the mean over the steps of a report.
 
     Attributes:
-        now: the rate.
+        now: the current learning rate.
     """
 
     now = 0.0
@@ -94,17 +94,17 @@ class LearningRate(pytorch.MetricReducer):
 
 
 class ClassificationMetrics(pytorch.MetricReducer):
-    """Count the confusion matrix, loss, confidence and hardest mistakes of a validation on the device.
+    """Counts a validation's confusion matrix, loss, confidence and top losses on the device.
 
     Args:
         classes: the class names.
-        throughput: of the training; every validation reports it, so that a search can compare it.
-        how: views; ``classify`` counts every image a second time by their mean scores.
-        temperature: of a second calibration error; None for the fitted one.
-        fitted: images of a validation that fits the temperature; 0 fits none.
+        throughput: the training's throughput; every validation reports it, so that a search can compare it.
+        how: views of test-time augmentation; ``classify`` also counts each image by their mean scores.
+        temperature: temperature for a second calibration error; None for the fitted one.
+        fitted: number of images in a validation that fits the temperature; 0 fits none.
 
     Attributes:
-        order: int64 (N,), the images in this rank's order; it gives the mistakes their image. Without an
+        order: int64 (N,), this rank's image indices in order, which identify the mistakes' images. Without an
             order no temperature is fitted.
         order_of_test: the same for the test.
         thresholds: used by ``LabelMetrics`` alone.
@@ -112,8 +112,8 @@ class ClassificationMetrics(pytorch.MetricReducer):
         mistakes: of the last validation, on the chief: the wrongly classified images of the largest loss,
             the hardest first, with ``loss``, ``image`` (its index), ``predicted``, ``label`` and
             ``probability`` (of the predicted class).
-        unsure: the same of the rightly classified images.
-        bins: of the last validation, on the chief; see ``Counts``.
+        unsure: the same for correctly classified images.
+        bins: confidence bins of the last validation, on the chief; see ``Counts``.
     """
 
     thresholds: Mapping[str, float] | None = None
@@ -250,7 +250,7 @@ class ClassificationMetrics(pytorch.MetricReducer):
 
 
 def _hardest(of_ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the images of the largest loss over all ranks."""
+    """Return the images with the largest losses over all ranks."""
     images = [image for of_rank in of_ranks for image in of_rank]
     return sorted(images, key=lambda image: (-image["loss"], image["image"]))[:SHOWN]
 
@@ -259,7 +259,8 @@ def _fit(of_ranks: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
     """Return the fields of ``Counts`` about a temperature; empty if none can be fitted.
 
     Args:
-        of_ranks: places, logits (N, C) and labels (N,) of each rank's images; empty for a rank without.
+        of_ranks: places, logits (N, C) and labels (N,) of each rank's images; empty for a rank without
+            images.
     """
     if not any(of_ranks):
         return {}
@@ -274,7 +275,7 @@ def _fit(of_ranks: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
 
 
 def _bins(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return float64 (3, BINS): by bin of confidence, the images, their summed confidence, the right ones."""
+    """Return float64 (3, BINS): per confidence bin, the images, their summed confidence, the correct ones."""
     certainty, predicted = logits.softmax(1).max(1)
     place = (certainty * BINS).long().clamp(max=BINS - 1)
     counted = torch.stack([torch.ones_like(certainty), certainty, (predicted == labels).float()]).double()

@@ -22,7 +22,7 @@ KINDS = 8  # of files that are no images, in a line
 
 
 def describe_images(config: TrialConfig) -> str:
-    """Describe the images: their numbers by purpose, classes, size, shards and streaming."""
+    """Describe the images: number per split, classes, size, shards and streaming."""
     data, source = config.data, config.source
     height, width = data.image_size
     tested = f" {source.count('test'):,} to test at the end," if source.has_test else ""
@@ -39,7 +39,7 @@ def describe_images(config: TrialConfig) -> str:
 
 
 def describe_passed_over(source: DataPlan) -> str:
-    """Return the files that are no images, the most frequent extensions first; empty if there are none."""
+    """Describe the ignored files, the most frequent extensions first; empty if there are none."""
     counts = sorted(source.passed_over.items(), key=lambda each: (-each[1], each[0]))
     rest = sum(count for _, count in counts[KINDS:])
     kinds = [f"{count:,} {extension or 'without an extension'}" for extension, count in counts[:KINDS]]
@@ -48,14 +48,14 @@ def describe_passed_over(source: DataPlan) -> str:
 
 
 def _streaming(source: DataPlan) -> str:
-    """Return when images are decoded and how they are shuffled; empty for the default."""
+    """Describe streaming and the shuffle window; empty for the default."""
     shuffled = f", shuffled {_count(source.window, 'shard')} at a time" if source.window else ""
     kept = ", then kept" if source.state is State.GROWING else ""
     return f"{', decoded when they are needed' if source.streams else ''}{kept}{shuffled}"
 
 
 def _shards(source: DataPlan) -> str:
-    """Return the number and the size of the shards; empty without shards."""
+    """Describe the number and the size of the shards; empty without shards."""
     shards = source.shards
     return f", in {_count(len(shards), 'shard')} of {in_bytes(sum(e.size for e in shards))}" if shards else ""
 
@@ -63,12 +63,12 @@ def _shards(source: DataPlan) -> str:
 def describe(
     config: TrialConfig, net: nn.Module, context: TrialContext, checkpoint: str | None, is_test: bool
 ) -> list[str]:
-    """Return the first lines of a run; every rank calls it, as a rank may hold a part of the network.
+    """Return the first lines of a run. Every rank calls it: each may have only a part of the network.
 
     Args:
-        config: the trial's.
-        net: its network, as the engine has it.
-        context: the trial's.
+        config: the trial's configuration.
+        net: the engine's network.
+        context: the trial's context.
         checkpoint: the UUID of the checkpoint that the run resumes.
         is_test: whether the run is a single step.
     """
@@ -131,8 +131,8 @@ def _operations(forward: int | None) -> str:
 def count_parameters(net: nn.Module, config: TrialConfig, dist: core.DistributedContext) -> tuple[int, int]:
     """Count all parameters of the network, and the trainable ones; every rank calls it.
 
-    A rank holds its stage of a pipeline and its share of the experts. ``ds_numel`` is the whole size of a
-    parameter that ZeRO 3 has partitioned.
+    A rank has only its stage of a pipeline and its share of the experts. ``ds_numel`` is the full size of a
+    parameter that ZeRO 3 partitions.
     """
     sizes = [0, 0]
     for parameter in net.parameters():
@@ -146,6 +146,6 @@ def count_parameters(net: nn.Module, config: TrialConfig, dist: core.Distributed
 
 
 def _count(number: int, what: str) -> str:
-    """``1 process``, ``1,200 processes``."""
+    """Return a count with its noun: ``1 process``, ``1,200 processes``."""
     plural = "" if number == 1 else "es" if what.endswith("s") else "s"
     return f"{number:,} {what}{plural}"

@@ -1,4 +1,4 @@
-"""The files of a finished run: ``summary.json``, and on a cluster the network for trackers."""
+"""Files at the end of a run: ``summary.json``, and on a cluster the network for trackers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUN_FILES = (*net_file.NAMES, CLASSIFICATION)  # in addition to the files of any
 
 
 def metrics_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """Return the part ``validation`` or ``test``, from the metrics of ``ClassificationMetrics``."""
+    """Return the entry ``validation`` or ``test`` of a summary, from ``ClassificationMetrics``."""
     return {
         **{name: metrics[name] for name in METRICS if name in metrics},
         "per_class_accuracy": {name: metrics[f"accuracy/{name}"] for name in classes},
@@ -34,17 +34,17 @@ def metrics_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[
 
 
 def test_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """Return the part ``test``; nothing without a test."""
+    """Return the entry ``test`` of a summary; empty without a test."""
     return {"test": metrics_summary(metrics, classes)} if metrics else {}
 
 
 def write(output: pathlib.Path, summary: Mapping[str, Any], chosen: str = "accuracy") -> None:
-    """Write a run's summary, whole or not at all, and print its scores, the test's first.
+    """Write a run's summary atomically, and print its scores, the test's first.
 
     Args:
         output: the run's folder.
         summary: the summary.
-        chosen: the metric that compares checkpoints; its line is the last.
+        chosen: the metric that compares checkpoints; its line is last.
     """
     partial = output / f".{FILE}"
     try:
@@ -58,7 +58,7 @@ def write(output: pathlib.Path, summary: Mapping[str, Any], chosen: str = "accur
 
 
 def value_of(metrics: Mapping[str, Any], name: str) -> float | None:
-    """Return a metric of the part ``validation`` or ``test`` by its name; None if it is not there."""
+    """Return a metric by name from the entry ``validation`` or ``test``; None if it is missing."""
     kind, _, of_class = name.partition("/")
     return metrics.get(f"per_class_{kind}", {}).get(of_class) if of_class else metrics.get(name)
 

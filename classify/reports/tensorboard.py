@@ -1,4 +1,4 @@
-"""TensorBoard's scalars and figures of a run, on a cluster and off it."""
+"""TensorBoard's scalars and figures of a run."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ FIRST_FIGURES = 3.0  # seconds of the first figures, which import matplotlib
 class TensorBoardLog(Callback):
     """Write scalars with every report and validation, and figures with validations.
 
-    Figures take half a second, as long as a validation of small images. A validation draws them only when 20
-    times the duration of the last ones has passed; the last validation always draws them.
+    Figures take half a second, as long as a validation of small images. A validation therefore draws them
+    only after 20 times the duration of the previous drawing; the last validation always draws them.
 
     Args:
-        context: the trial's.
-        engine: its engine.
-        metrics: of its validation.
+        context: the trial's context.
+        engine: the trial's engine.
+        metrics: the validation's metrics.
         validated: returns the validated images.
-        config: the trial's; its parameter groups have learning rates.
+        config: the trial's configuration, with the parameter groups.
     """
 
     def __init__(

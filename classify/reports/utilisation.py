@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation (MFU): the operations of a training over the peak of its GPUs.
+"""Model FLOPs utilisation (MFU): a training's FLOP/s over its GPUs' peak FLOP/s.
 
 Source: https://arxiv.org/abs/2204.02311, appendix B.
 """
@@ -26,7 +26,7 @@ GPUS = {
 
 
 def peak(gpu: str, dtype: torch.dtype) -> float | None:
-    """Return the operations a second of a GPU by its name; None for a GPU that is not in ``GPUS``."""
+    """Return the peak FLOP/s of a GPU by its name; None for a GPU that is not in ``GPUS``."""
     peaks = next((peaks for part, peaks in GPUS.items() if part in gpu), None)
     return peaks[dtype == torch.float32] if peaks else None
 
@@ -34,17 +34,17 @@ def peak(gpu: str, dtype: torch.dtype) -> float | None:
 def summary(
     config: TrialConfig, rate: float, distributed: core.DistributedContext, device: torch.device
 ) -> dict[str, float]:
-    """Return the part of ``summary.json`` about operations; every rank calls it.
+    """Return the FLOP entries of ``summary.json``. Every rank calls it.
 
     Args:
-        config: the trial's.
+        config: the trial's configuration.
         rate: images a second while training.
         distributed: the ranks.
-        device: this rank's.
+        device: this rank's device.
 
     Returns:
-        ``flops_per_image`` of a forward and backward pass and ``flops_per_second``, where the operations are
-        known; also ``peak_flops_per_second`` of all GPUs and ``mfu``, where their peaks are.
+        ``flops_per_image`` (forward and backward pass) and ``flops_per_second``, if the operations are known;
+        ``peak_flops_per_second`` of all GPUs and ``mfu``, if the GPUs' peaks are known.
     """
     dtype = torch.bfloat16 if config.autocasts else config.dtype
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""

@@ -1,1 +1,1 @@
-"""The fastest micro-batch, and the fastest configuration, by trying."""
+"""Search for the fastest micro-batch and the fastest configuration by benchmark runs."""

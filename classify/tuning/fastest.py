@@ -1,8 +1,8 @@
-"""Search by trying for the fastest micro-batch (``auto``) or the fastest configuration (``--tune``).
+"""Find the fastest micro-batch (``auto``) or configuration (``--tune``) by benchmark runs, called tries.
 
-A try is a few steps in the real engine and processes (``deepspeed_trial/attempts.py``), with at most two
-micro-batches in an optimizer step; the time of a whole step follows from theirs. All tries compute the same
-optimizer step, up to rounding: the global batch stays.
+A try runs a few steps in the real engine and processes (``deepspeed_trial/attempts.py``), with at most two
+micro-batches per optimizer step; the time of a complete step is extrapolated. All tries have the same global
+batch, so their optimizer steps are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Try:
     """A tried configuration and its result.
 
     Attributes:
-        changes: its ZeRO stage, recomputation and offload, if they differ from the file's.
-        micro_batch: images of a process at a time.
-        accumulation: micro-batches of an optimizer step.
-        images_per_second: of all ranks; 0 if it did not train.
-        peak_memory: MiB, the largest of the ranks.
-        reason: of a configuration that did not train.
+        changes: ZeRO stage, activation checkpointing and offload, if they differ from the file's.
+        micro_batch: images per process and micro-batch.
+        accumulation: micro-batches per optimizer step.
+        images_per_second: throughput of all ranks; 0 if it did not train.
+        peak_memory: peak memory in MiB, the maximum over ranks.
+        reason: why it did not train; empty if it did.
     """
 
     changes: Mapping[str, Any]
@@ -50,14 +50,14 @@ class Try:
 
     @property
     def outcome(self) -> str:
-        """The result in words."""
+        """The result as text."""
         if self.reason:
             return self.reason
         return f"{self.images_per_second:,.4g} images/s, {self.peak_memory:,.0f} MiB"
 
 
 class Tries:
-    """Try configurations of one experiment, none of them twice.
+    """Tries configurations of one experiment, each once.
 
     Args:
         config: resolved; ``Tries`` ignores its micro-batch.
@@ -88,9 +88,9 @@ class Tries:
         return self.config.batch // self.config.replicas
 
     def best_micro_batch(self, changes: Mapping[str, Any], largest: int | None = None) -> Try | None:
-        """Return the fastest micro-batch with some changes; None if none trains.
+        """Return the fastest micro-batch with the given changes; None if none trains.
 
-        Tries halve the largest micro-batch again and again, until a half is slower, or twice no faster.
+        It starts with the largest micro-batch and halves it until the half is slower, or twice not faster.
         """
         best: Try | None = None
         flat = 0
@@ -110,7 +110,7 @@ class Tries:
         return best
 
     def first_micro_batch(self, changes: Mapping[str, Any], largest: int) -> Try | None:
-        """Return the largest micro-batch up to ``largest`` that trains; None if none trains."""
+        """Return the largest micro-batch, at most ``largest``, that trains; None if none trains."""
         all_tried = (self.one(changes, each) for each in halves(self.share, largest))
         return next((tried for tried in all_tried if not tried.reason), None)
 
@@ -147,7 +147,7 @@ class Tries:
         return made
 
     def _needs(self, changes: Mapping[str, Any], tried: Experiment, micro_batch: int) -> int:
-        """Return the least bytes that a rank will allocate, by the forecast; 0 without a forecast."""
+        """Return a lower bound of the bytes that a rank will allocate; 0 if unknown."""
         key = str(changes)
         if key not in self._forecasters:
             self._forecasters[key] = None
@@ -175,7 +175,7 @@ class Tries:
 
 
 def halves(share: int, largest: int | None = None) -> Iterator[int]:
-    """Give the micro-batches to try: divisors of a process's share of a batch, halves or less."""
+    """Return the micro-batches to try: divisors of a process's share, each at most half the last."""
     micro_batch = min(share, largest or share)
     while micro_batch:
         if share % micro_batch == 0:
@@ -186,7 +186,7 @@ def halves(share: int, largest: int | None = None) -> Iterator[int]:
 
 
 def plain(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters of which every step is like every other, and of a fixed length."""
+    """Return hyperparameters with identical steps and a fixed length, for benchmarks."""
     set_back = {key: value for key, value in PLAIN.items() if hyperparameters.get(key)}
     if isinstance(hyperparameters.get("head_only"), Mapping):
         set_back["head_only"] = None
@@ -196,10 +196,10 @@ def plain(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
 def changed(
     hyperparameters: Mapping[str, Any], changes: Mapping[str, Any], deepspeed: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return hyperparameters with changes, in the form that has DeepSpeed's keys.
+    """Return changed hyperparameters, in the experiment's form of the DeepSpeed configuration.
 
     Args:
-        hyperparameters: the experiment's.
+        hyperparameters: the experiment's hyperparameters.
         changes: see ``Try``.
         deepspeed: DeepSpeed's keys to set.
     """
@@ -223,8 +223,9 @@ def changed(
 def find(tries: Tries) -> Try | None:
     """Return the fastest configuration; None if none trains.
 
-    The order: micro-batches with the file's ZeRO stage, then the other stages with the best micro-batch. If
-    memory limits the micro-batch: recomputation, and on a GPU offload, with larger micro-batches.
+    It first tries micro-batches with the file's ZeRO stage, then the other stages with the best micro-batch.
+    If memory limits the micro-batch, it tries activation checkpointing, and on a GPU offload, with larger
+    ones.
     """
     config = tries.config
     best = tries.best_micro_batch({})
@@ -252,6 +253,6 @@ def find(tries: Tries) -> Try | None:
 
 
 def _stages(config: TrialConfig) -> list[int]:
-    """Return the other ZeRO stages that the mode allows: one process saves nothing above stage 0."""
+    """Return the other ZeRO stages to try; a single process saves no memory above stage 0."""
     most = 0 if config.replicas == 1 else 1 if config.stages > 1 else 2 if config.hyper.has_experts else 3
     return [stage for stage in range(most + 1) if stage != config.zero_stage]

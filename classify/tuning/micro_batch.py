@@ -1,4 +1,4 @@
-"""``train_micro_batch_size_per_gpu: auto``: the fastest micro-batch that fits, by trying."""
+"""``train_micro_batch_size_per_gpu: auto``: finds the fastest micro-batch that fits by benchmark runs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FILE = "tried.json"  # in a run's folder: the tries and the choice; a resumed ru
 
 @dataclass(frozen=True)
 class Choice:
-    """A rank's choice, before the ranks join.
+    """A rank's choice of the micro-batch, made before the ranks join.
 
     Attributes:
-        config: the trial's, with another micro-batch.
-        micro_batch: the chosen one; 0 if none trains.
-        tries: the tries; None if a resumed run repeats its choice.
+        config: the trial's configuration, with another micro-batch.
+        micro_batch: the chosen micro-batch; 0 if none trains.
+        tries: the tries; None if a resumed run uses its earlier choice.
         error: the reason why none trains.
     """
 
@@ -64,10 +64,10 @@ def choose(
 ) -> Choice | None:
     """Try micro-batches if the configuration has ``auto``; else return None.
 
-    Every rank calls it before it joins the others. The trial names errors of the configuration, later.
+    Every rank calls it before the ranks join. The trial reports errors of the configuration later.
 
     Args:
-        trial_class: the trial's.
+        trial_class: the trial's class.
         experiment: the experiment.
         resumed: the folder of a run to resume.
     """
@@ -105,7 +105,7 @@ def _choose(
 
 
 def _of(config: TrialConfig) -> dict[str, Any]:
-    """Return the conditions of a choice."""
+    """Return the conditions under which a choice is valid."""
     return {"processes": config.processes, TOTAL_BATCH: config.batch}
 
 
@@ -125,4 +125,4 @@ def _tell(tried: Try) -> None:
 
 
 def _be_quiet(tried: Try) -> None:
-    """Print nothing: the first rank prints its tries."""
+    """Suppress this rank's output; the first rank prints its tries."""

@@ -165,8 +165,8 @@ def mine(num_classes):
 
 @table(
     "text, code, said",
-    registers=(OWN, 0, "net.py: its networks and losses are known"),
-    registers_twice=((PROJECT / "net.py").read_text() + OWN.replace("from classify import register", ""), 0, "net.py: its networks and losses are known"),
+    registers=(OWN, 0, "net.py: its networks and losses are registered"),
+    registers_twice=((PROJECT / "net.py").read_text() + OWN.replace("from classify import register", ""), 0, "net.py: its networks and losses are registered"),
     other_program=(OWN.replace("@register", "print(1 / 0)\n@lru_cache"), 2, "hyperparameters.net: 'mine': no such network"),
     broken=(OWN + "print(1 / 0)", 2, "net.py: cannot be imported (ZeroDivisionError: division by zero); correct it"),
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """Sources of images: a class for each kind of dataset, by the name in ``data.dataset``.
 
-A new kind is a class, in a module, and a row in ``SOURCES``. The class derives from ``ListedSource`` if its
-images are encoded (JPEG, PNG ...), or has the members of ``DecodedSource``. Every rank calls ``load``, which
-does long work once a host, under ``deepspeed_trial.host_lock``.
+To add a kind, write a class in a module, and add a row to ``SOURCES``. The class derives from
+``ListedSource`` if its images are encoded (JPEG, PNG ...), or has the members of ``DecodedSource``. Every
+rank calls ``load``, which does long work once per host, under ``deepspeed_trial.host_lock``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from deepspeed_trial.errors import InvalidInput, one_line
 class DecodedSource(Protocol):
     """A source that decodes its images.
 
-    Members raise ``InvalidInput``, with the folder or file, if the data is missing, damaged or not usable.
+    All members raise ``InvalidInput`` with the folder or file if the data is missing, damaged or unusable.
     """
 
     @property
@@ -41,7 +41,7 @@ class DecodedSource(Protocol):
         ...
 
     def count(self, part: str) -> int:
-        """Return the number of images in a part; decodes none."""
+        """Return the number of images in a part, without decoding any."""
         ...
 
     def class_counts(self, part: str) -> Sequence[int]:
@@ -49,7 +49,7 @@ class DecodedSource(Protocol):
         ...
 
     def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return images (N, 3, H, W) uint8 of this height and width, and labels (N,) int64."""
+        """Return images (N, 3, H, W) uint8 of the given height and width, and labels (N,) int64."""
         ...
 
 
@@ -62,7 +62,7 @@ class Kind:
 
     Attributes:
         open: opens the source at a location.
-        of_any_size: whether its images differ in size.
+        of_any_size: whether its images may differ in size.
         most_pixels: the longest side of a decoded image.
     """
 
@@ -91,7 +91,7 @@ SOURCES = {
 
 
 def kind_of(dataset: str) -> Kind | None:
-    """Return a kind by ``data.dataset``, a name in ``SOURCES`` or a user's file; None if unknown."""
+    """Return the kind for ``data.dataset``, a name in ``SOURCES`` or a user's file; None if unknown."""
     if dataset.endswith(".py"):
         return Kind(functools.partial(own_source, dataset))
     return SOURCES.get(dataset)

@@ -1,4 +1,4 @@
-"""Torchvision's CIFAR10, unpacked or downloaded once a host, in a file of decoded images.
+"""Torchvision's CIFAR10, downloaded and unpacked once per host into a file of decoded images.
 
 Source: https://www.cs.toronto.edu/~kriz/cifar.html
 """
@@ -27,10 +27,10 @@ _CIFAR = torchvision.datasets.CIFAR10
 class Cifar10:
     """CIFAR-10: 50,000 images to train, 10,000 to test.
 
-    However many ranks or trials of a host start at once, one downloads and the others wait for it.
+    If several ranks or trials of a host start at once, one downloads the dataset and the others wait.
 
     Args:
-        location: the folder that holds the dataset, and whether it may be downloaded where it is missing.
+        location: the dataset's folder, and whether a missing dataset may be downloaded.
     """
 
     classes = tuple("airplane automobile bird cat deer dog frog horse ship truck".split())
@@ -76,7 +76,7 @@ class Cifar10:
 
 
 def _fingerprint(root: pathlib.Path) -> str:
-    """Return the sizes and times of the dataset's files; unchanged, they make a new checksum unnecessary."""
+    """Return the sizes and times of the dataset's files; without a change, no new checksum is computed."""
     files = sorted((root / _CIFAR.base_folder).glob("*"))
     stats = [(file.name, file.stat()) for file in files]
     return repr([(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats])
@@ -94,7 +94,7 @@ def _on_disk(root: pathlib.Path, part: str) -> torchvision.datasets.CIFAR10 | No
 
 
 def _fetch(root: pathlib.Path, may_download: bool) -> None:
-    """Unpack or download CIFAR-10 next to its final place, and move it there whole."""
+    """Download or unpack CIFAR-10 in a temporary folder, and move it to its final place when complete."""
     archive, unpacked, partial = root / _CIFAR.filename, root / _CIFAR.base_folder, root / ".cifar10-partial"
     remedy = f"put {_CIFAR.filename} (MD5 {_CIFAR.tgz_md5}) there, or use data.dataset: imagefolder or digits"
     missing = f"{unpacked} is {'damaged' if unpacked.exists() else 'missing'}"

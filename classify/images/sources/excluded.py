@@ -22,12 +22,14 @@ _SHOWN = 20  # error lines; a count follows
 def image_names(source: Any, part: str) -> Iterator[str]:
     """Yield the names of a part's images, in the order of their indices.
 
-    The name of a file is its path, without ``data.root`` at its start; of an image in a shard, the shard and
-    the place in it from 0: ``train-000.tar#17``; of an image that the source decodes, ``train/17``.
+    A file's name is its path relative to ``data.root``. An image in a shard is named by the shard and its
+    place
+    there, from 0: ``train-000.tar#17``. An image of a ``DecodedSource`` is named by part and index:
+        ``train/17``.
 
     Args:
         source: a ``ListedSource`` or ``DecodedSource``.
-        part: one of the source's.
+        part: the name of a part.
     """
     if not isinstance(source, ListedSource):
         yield from (f"{part}/{index}" for index in range(source.count(part)))
@@ -50,12 +52,12 @@ def excluding(source: Any, file: str, size: tuple[int, int]) -> tuple[Any, str |
 
     Args:
         source: a ``ListedSource`` or ``DecodedSource``.
-        file: a UTF-8 text with a name a line; blank lines and lines that begin with ``#`` are comments.
+        file: a UTF-8 text file with a name per line; blank lines and lines that begin with ``#`` are ignored.
         size: height and width of decoded images, in pixels.
 
     Raises:
-        InvalidInput: if the file cannot be read, names an image that the dataset lacks, with a line for each,
-            or leaves a class of a part without images.
+        InvalidInput: if the file cannot be read, with a line for each name that the dataset lacks, or if a
+            class of a part would have no images.
     """
     lines = _lines(file)
     left_out: dict[str, list[int]] = {}
@@ -107,7 +109,7 @@ class ExcludedPixels:
 
     Args:
         source: the source with all its images.
-        left_out: the indices of the others in each part.
+        left_out: the indices of the excluded images in each part.
         size: height and width of decoded images, in pixels.
     """
 

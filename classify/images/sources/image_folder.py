@@ -23,7 +23,7 @@ class ImageFolder(ListedSource):
     """An image folder, listed once.
 
     Args:
-        location: a folder with ``train``, and ``val``, ``test`` or both; or with a folder for each class.
+        location: a folder with ``train`` and also ``val``, ``test`` or both; or with a folder for each class.
     """
 
     def __init__(self, location: Location) -> None:
@@ -73,10 +73,11 @@ class ImageFolder(ListedSource):
 
 
 def find_images(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
-    """Return image files: the paths of files, and all images in the folders.
+    """Find image files: the paths that are files, and all images in the paths that are folders.
 
     Raises:
-        InvalidInput: for each path that does not exist, or cannot be read, or is a folder without an image.
+        InvalidInput: with a line for each path that does not exist, cannot be read, or is a folder without
+            images.
     """
     files: list[pathlib.Path] = []
     errors = ErrorList()
@@ -97,7 +98,7 @@ def find_images(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
 
 
 def _images_in(folder: str | os.PathLike[str], others: collections.Counter[str]) -> Iterator[str]:
-    """Yield the images in a folder, at any depth, without hidden ones.
+    """Yield the images in a folder, at any depth, except hidden ones.
 
     Args:
         folder: the folder.
@@ -114,7 +115,7 @@ def _images_in(folder: str | os.PathLike[str], others: collections.Counter[str])
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
             if os.path.islink(link := os.path.join(place, name)) and _lies_in(link, place, folder):
-                raise OSError(errno.ELOOP, "a link to a folder that it lies in", link)
+                raise OSError(errno.ELOOP, "a circular link", link)
         for name in names:
             if name.startswith("."):
                 continue
@@ -125,7 +126,7 @@ def _images_in(folder: str | os.PathLike[str], others: collections.Counter[str])
 
 
 def _others_in(folder: pathlib.Path) -> collections.Counter[str]:
-    """Count the files in a folder, without hidden ones, by their extensions; images there have no class."""
+    """Count the files in a folder, except hidden ones, by extension; images directly in it have no class."""
     names = [entry.name for entry in os.scandir(folder) if not entry.is_dir()]
     return collections.Counter(extension_of(name) for name in names if not name.startswith("."))
 
@@ -136,7 +137,7 @@ def extension_of(name: str) -> str:
 
 
 def _lies_in(link: str, place: str, folder: str | os.PathLike[str]) -> bool:
-    """Return whether a link leads to a folder between ``folder`` and ``place``, or to a parent of these."""
+    """Return whether a link is circular: it points to its folder, or to a parent of it."""
     target = pathlib.Path(link).resolve()
     parents = [pathlib.Path(place), *pathlib.Path(place).parents]
     parents = parents[: parents.index(pathlib.Path(folder)) + 1]
@@ -165,7 +166,7 @@ def _find_classes(folders: dict[str, pathlib.Path], root: pathlib.Path) -> list[
     classes = _subfolders(folder)
     for name in classes:
         if name != name.encode(errors="replace").decode():
-            raise InvalidInput(f"data.root: {folder}: holds the folder {name!r}, no UTF-8 name; rename it")
+            raise InvalidInput(f"data.root: {folder}: the folder {name!r} has no UTF-8 name; rename it")
     if len(classes) < 2:
         shown = f"only the class {classes[0]!r}" if classes else "no class folder"
         needs = "it needs a folder each for two classes or more"
@@ -185,7 +186,7 @@ def _subfolders(folder: pathlib.Path) -> list[str]:
 
 
 def _find_files(folder: pathlib.Path, classes: Iterable[str]) -> tuple[Files, collections.Counter[str]]:
-    """Return the images of each class, sorted, and the number of other files by their extensions."""
+    """Return the images of each class, sorted, and the number of other files by extension."""
     others = _others_in(folder)
     index = {name: label for label, name in enumerate(classes)}
     files = sorted(

@@ -26,7 +26,7 @@ _TABLES = ("{}.csv", "{}.jsonl", "{}/metadata.csv", "{}/metadata.jsonl")
 
 
 class Row(NamedTuple):
-    """An image.
+    """A row of a table: an image.
 
     Attributes:
         path: of its file.
@@ -45,8 +45,8 @@ class NamedFiles(ListedSource):
     """Image files named one by one.
 
     Args:
-        location: of the dataset.
-        rows: of each part.
+        location: the dataset's location.
+        rows: the rows of each part.
     """
 
     def __init__(self, location: Location, rows: Mapping[str, list[Row]]) -> None:
@@ -104,12 +104,12 @@ def _indicators(labels: list[list[int]], classes: int) -> np.ndarray:
 
 
 def table(location: Location) -> NamedFiles:
-    """Open the dataset of the tables ``train.csv`` or ``train.jsonl``, and the same of ``val`` and ``test``.
+    """Open the dataset of the table ``train.csv`` or ``train.jsonl``, and of tables ``val`` and ``test``.
 
-    Paths count from the folder of their table.
+    Paths are relative to the table's folder.
 
     Raises:
-        InvalidInput: if there is none, or it cannot be parsed, or a row has no path or no label.
+        InvalidInput: if there is no table, a table cannot be parsed, or a row has no path or label.
     """
     root = location.root
     if is_remote(root):
@@ -224,7 +224,7 @@ def _value(row: Any, kind: str, names: tuple[str, ...], where: str) -> str:
 
 
 def own_source(file: str, location: Location) -> Any:
-    """Return the source of a user's file: the result of its ``source(root)``.
+    """Return the source that a user's file defines: the result of its function ``source(root)``.
 
     The result is {part: [(path, class), ...]}, a ``ListedSource``, or an object with the members of
     ``DecodedSource``.
@@ -235,7 +235,7 @@ def own_source(file: str, location: Location) -> Any:
     key = f"data.dataset: {file}"
     path = pathlib.Path(file)
     if not path.is_file():
-        raise InvalidInput(f"{key}: no such file; the path counts from the folder where the training starts")
+        raise InvalidInput(f"{key}: no such file; paths are relative to the working directory")
     specification = importlib.util.spec_from_file_location(f"own_source_{path.stem}", path)
     assert specification and specification.loader  # as it ends in .py
     module = importlib.util.module_from_spec(specification)

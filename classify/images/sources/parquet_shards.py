@@ -30,12 +30,12 @@ _REMEDY = "is it whole, and of images? write or fetch it again"
 class ParquetListing(ShardListing):
     """The images of one part, in Parquet files.
 
-    An image is read with its row group, and a process keeps the last four groups. Reading in order is fast; a
-    random order reads a group for most images, so write tar shards for that.
+    Reading an image reads its row group; a process keeps the last four groups. Reading in order is fast. A
+    random order reads a new group for most images; use tar shards for that.
     """
 
     def name(self, index: int) -> str:
-        """Return the file and the row, from 0."""
+        """Return the name of an image: the file and the row, from 0."""
         shard, place = self.find(index)
         return f"{shard.url}, row {place - shard.start:,}"
 
@@ -58,7 +58,7 @@ class ParquetShards(ShardSource):
     scan = staticmethod(lambda file, name: scan(file, name))
 
     def names(self, file: pathlib.Path | None = None) -> list[str] | None:
-        """Return the class names in a file's schema, None if it names none."""
+        """Return the class names in a file's schema; None if it has none."""
         if file is None:
             return None
         with parsed(f"{file}: not a readable Parquet file", _REMEDY):
@@ -66,7 +66,7 @@ class ParquetShards(ShardSource):
 
 
 def scan(file: pathlib.Path, name: str) -> Scanned:
-    """Read the labels of a file; raise ``InvalidInput`` if it is damaged or lacks one."""
+    """Read the labels of a file; raise ``InvalidInput`` if it is damaged or a label is missing."""
     with parsed(f"{name}: not a readable Parquet file", _REMEDY):
         return _scan(file, name)
 
@@ -97,7 +97,7 @@ def _scan(file: pathlib.Path, name: str) -> Scanned:
 
 
 def _labels(file: pathlib.Path, column: str, name: str, count: int) -> tuple[np.ndarray, dict[str, int]]:
-    """Read a column a part at a time: a number for each row, and for each text its number."""
+    """Read a column in chunks; return a number for each row, and the number of each distinct label."""
     codes, texts = np.empty(count, np.uint32), dict[str, int]()
     start = 0
     # As a dictionary, so that a text of many rows is in memory once
@@ -124,7 +124,7 @@ def _labels(file: pathlib.Path, column: str, name: str, count: int) -> tuple[np.
 
 
 def _features(schema: pyarrow.Schema) -> tuple[str | None, str | None, list[str] | None]:
-    """Return the columns of images and of labels, and the class names, by the metadata or by usual names."""
+    """Find the columns of images and labels, and the class names, by the metadata or by common names."""
     try:
         about = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         kinds: dict[str, Any] = {key: value for key, value in about.items() if isinstance(value, dict)}

@@ -87,7 +87,7 @@ def _of_part(source: ListedSource, part: str, size: tuple[int, int], fit: str, k
 
 
 def _read(file: pathlib.Path, images: Listing) -> dict[int, str] | None:
-    """Return a kept list; None if there is none, or one of other images."""
+    """Return a stored list; None if there is none, or it is about other images."""
     with contextlib.suppress(Exception):  # a damaged file fails in many ways, and a new list replaces it
         kept = json.loads(file.read_bytes())
         lines = {int(index): str(line) for index, line in kept["lines"].items()}

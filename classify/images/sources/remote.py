@@ -50,7 +50,7 @@ class Storage:
         """Return the file system of a URL.
 
         Raises:
-            InvalidInput: if there is none, or its library is not installed.
+            InvalidInput: if the protocol is unknown, or its library is not installed.
         """
         protocol = url.partition("://")[0]
         try:
@@ -66,7 +66,7 @@ class Storage:
             raise InvalidInput(f"data.root: {url}: cannot be opened ({one_line(error)}); {remedy}") from error
 
     def fetch(self, shard: Shard, target: pathlib.Path) -> None:
-        """Write a shard to a local file, and check its size and, if it is known, its digest."""
+        """Download a shard to a local file, and check its size and, if known, its checksum."""
         most = shard.size or MOST_OF_A_SHARD
 
         def work() -> None:
@@ -97,7 +97,7 @@ class Storage:
             return target.read_bytes()
 
     def read_if_there(self, url: str, most: int = MOST_OF_A_FILE) -> bytes | None:
-        """Return the bytes of a small file, None if there is no such file."""
+        """Return the bytes of a small file; None if there is no such file."""
         try:
             return self.read(url, most)
         except InvalidInput as error:
@@ -106,12 +106,12 @@ class Storage:
             raise
 
     def _download(self, url: str, target: pathlib.Path, most: int) -> int:
-        """Write a file of at most ``most`` bytes to a local one; return its size."""
+        """Download a file of at most ``most`` bytes to a local file; return its size."""
         self.filesystem(url).get_file(url, str(target), callback=_Limit(url, most))
         return target.stat().st_size
 
     def about(self, url: str) -> tuple[int, str]:
-        """Return the size of a file in bytes, 0 if the server does not say, and its version."""
+        """Return a file's size in bytes (0 if the server does not send it) and its version."""
         return _attempt(url, lambda: _about(self.filesystem(url).info(url)))
 
     def about_all(self, urls: Sequence[str]) -> dict[str, tuple[int, str]]:
@@ -131,11 +131,11 @@ class Storage:
 
 
 class _Limit(Callback):
-    """Ends a transfer that brings more bytes than a file may have.
+    """Stops a transfer of more bytes than a file may have.
 
     Args:
-        url: of the file.
-        most: bytes that it may have.
+        url: the file's URL.
+        most: maximum size of the file in bytes.
     """
 
     def __init__(self, url: str, most: int) -> None:
@@ -143,14 +143,14 @@ class _Limit(Callback):
         self._url, self._most = url, most
 
     def call(self, *_: object, **__: object) -> None:
-        """Raise ``InvalidInput`` once more bytes have come."""
+        """Count received bytes; raise ``InvalidInput`` above the maximum."""
         if self.value > self._most:
             what = f"the server sends more than {self._most:,} bytes"
             raise InvalidInput(f"{self._url}: {what}; see which file it has there")
 
 
 def _about(answer: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the size and the version of a file, as a server tells them."""
+    """Return the size and the version of a file, from the server's answer."""
     version = next((str(answer[key]) for key in _VERSIONS if answer.get(key)), "")
     return int(answer.get("size") or 0), version
 
@@ -165,7 +165,7 @@ def digest(file: pathlib.Path) -> str:
 
 
 def _attempt(url: str, work: Callable[[], _Result]) -> _Result:
-    """Do the work, again after a while if the failure may pass.
+    """Do the work; retry after a delay if the failure may be temporary.
 
     Raises:
         InvalidInput: with the URL, after the last failure.
@@ -194,7 +194,7 @@ def _attempt(url: str, work: Callable[[], _Result]) -> _Result:
 
 
 def _may_pass(error: BaseException) -> bool:
-    """Return whether another attempt may succeed; False if the server has refused."""
+    """Return whether another attempt may succeed; False if the server has refused the request."""
     refused = (InvalidInput, FileNotFoundError, PermissionError, ImportError, TypeError, AttributeError)
     status = getattr(error, "status", None)
     is_refused = isinstance(status, int) and 400 <= status < 500 and status not in (408, 429)
@@ -203,7 +203,7 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _options(protocol: str) -> dict[str, Any]:
-    """Return storage options: a silent server is left, and every byte is counted as it comes."""
+    """Return storage options with time limits, and without read-ahead, so that each byte is counted."""
     if protocol in ("http", "https"):
         try:
             aiohttp = importlib.import_module("aiohttp")
@@ -219,7 +219,7 @@ def _options(protocol: str) -> dict[str, Any]:
 
 
 def _merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of both, at any depth; theirs win."""
+    """Merge nested options; the user's options have precedence."""
     merged = {**ours, **theirs}
     for key in ours.keys() & theirs.keys():
         if isinstance(ours[key], Mapping) and isinstance(theirs[key], Mapping):

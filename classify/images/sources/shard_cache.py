@@ -1,4 +1,4 @@
-"""Remote shards in local files, each fetched once a host, under a limit."""
+"""Local copies of remote shards, each fetched once per host, within a size limit."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _FILE = re.compile(r"[0-9a-f]{24}(?:\.(\d+)\.partial)?")
 class ShardCache:
     """A folder of fetched shards that all processes and runs of a host share.
 
-    A shard is there whole or not at all. Shards that were not read for the longest time make room for new
-    ones; a reader that still needs one of them fetches it again.
+    A shard is either completely there or not at all. The least recently used shards are evicted for new ones;
+    a reader that still needs an evicted shard fetches it again.
 
     Args:
-        folder: made where it is missing.
-        limit: in bytes, of all shards together; None for ``SHARE`` of the room on the disk.
+        folder: created if it is missing.
+        limit: maximum total size of the shards in bytes; None for ``SHARE`` of the disk's free space.
     """
 
     def __init__(self, folder: pathlib.Path, limit: int | None = None) -> None:
@@ -47,20 +47,20 @@ class ShardCache:
 
     @property
     def folder(self) -> pathlib.Path:
-        """Where the shards are: the folder given, or its stand-in."""
+        """The folder with the shards: the given one, or its substitute if that is read-only."""
         if self._folder is None:
             self._folder = writable_folder(self._wanted, _KEY)
         return self._folder
 
     def file(self, shard: Shard, fetch: Callable[[Shard, pathlib.Path], None]) -> pathlib.Path:
-        """Return the local file of a shard, fetched if it is not there.
+        """Return the local file of a shard; fetch it if it is missing.
 
         Args:
-            shard: a remote one.
-            fetch: writes it to a local file.
+            shard: a remote shard.
+            fetch: a function that downloads it to a local file.
 
         Raises:
-            InvalidInput: as ``fetch`` does, or if there is no room for it.
+            InvalidInput: from ``fetch``, or if there is too little disk space.
         """
         name = hashlib.sha256(repr(shard.identity).encode()).hexdigest()[:24]
         target = self.folder / name
@@ -92,20 +92,21 @@ class ShardCache:
             os.replace(partial, target)
 
     def _reserve(self, shard: Shard, partial: pathlib.Path) -> bool:
-        """Count a new shard from now on; False while shards in transfer take its room."""
+        """Reserve space for a new shard; return False while shards in transfer occupy it."""
         with self._room():
             if self._make_room(shard.url, shard.size, partial, waits=True):
                 partial.touch()
         return partial.exists()
 
     def _room(self) -> AbstractContextManager[object]:
-        """Return the lock for counting, adding and removing shards."""
+        """Return the lock that protects counting, adding and removing shards."""
         return lock_of(self.folder, _ROOM)
 
     def _make_room(self, url: str, size: int, partial: pathlib.Path, waits: bool = False) -> bool:
-        """Remove the shards that were not read for the longest time, until a new one fits.
+        """Evict the least recently used shards until a new one fits.
 
-        With ``waits``, return False if it will fit once the shards in transfer are whole and can go.
+        With ``waits``, return False if the new shard will only fit after the transfers, when more can be
+        evicted.
         """
         held = self._held(partial)
         limit = self.limit
@@ -128,7 +129,7 @@ class ShardCache:
         return True
 
     def _held(self, but: pathlib.Path) -> dict[pathlib.Path, tuple[int, int]]:
-        """Return the last read of each shard, in ns, and its bytes: of a partial one its final bytes."""
+        """Return each shard's time of last use in ns, and its size; for a partial shard the final one."""
         held = {}
         for file in self.folder.iterdir():
             named = _FILE.fullmatch(file.name)
@@ -142,7 +143,7 @@ class ShardCache:
         return held
 
     def _is_left_over(self, partial: pathlib.Path) -> bool:
-        """Return whether the process that fetched it was killed."""
+        """Return whether a partial shard is left over from a killed process."""
         try:
             with lock_of(self.folder, partial.name.partition(".")[0]).acquire(timeout=0):
                 return True
@@ -151,7 +152,7 @@ class ShardCache:
 
 
 def find(folders: Iterable[pathlib.Path]) -> dict[pathlib.Path, tuple[int, int]]:
-    """Return the number and the bytes of the fetched shards in each folder, and in its ``shards``."""
+    """Return the number and total bytes of the fetched shards in each folder and its subfolder ``shards``."""
     found = {}
     for place in (place for folder in folders for place in (folder, folder / FOLDER)):
         if (place / f".{_ROOM}.lock").is_file():
@@ -161,9 +162,9 @@ def find(folders: Iterable[pathlib.Path]) -> dict[pathlib.Path, tuple[int, int]]
 
 
 def clear(folder: pathlib.Path) -> None:
-    """Remove the shards of a folder that ``find`` has found, except the ones in transfer.
+    """Remove a folder's shards that ``find`` returned, except shards in transfer.
 
-    A training that still needs one of them fetches it again.
+    A training that still needs a shard fetches it again.
     """
     kept = ShardCache(folder)
     with kept._room():
@@ -173,7 +174,7 @@ def clear(folder: pathlib.Path) -> None:
 
 
 def _used(file: pathlib.Path) -> bool:
-    """Return whether a file is there; mark it as read."""
+    """Return whether a file exists, and mark it as recently used."""
     try:
         os.utime(file)
     except FileNotFoundError:
@@ -182,13 +183,13 @@ def _used(file: pathlib.Path) -> bool:
 
 
 class ShardsAhead:
-    """Fetches shards before they are read, in threads of this process.
+    """Prefetches shards in threads of this process.
 
-    The reader of a shard names an error, not the thread that fetches it.
+    An error is raised when the shard is read, not in the thread.
 
     Args:
-        listing: of the shards' images.
-        threads: the number of shards that are fetched at the same time.
+        listing: the images in the shards.
+        threads: the number of shards to fetch at the same time.
     """
 
     def __init__(self, listing: Listing, threads: int) -> None:
@@ -198,10 +199,10 @@ class ShardsAhead:
         self._has_begun = False
 
     def fetch(self, numbers: Sequence[int]) -> None:
-        """Replace the queue by the remote ones of these shards; a transfer that has started goes to its end.
+        """Replace the queue by the remote shards among these; transfers that have started are completed.
 
         Args:
-            numbers: the places of the shards in the listing, in the order of their reading.
+            numbers: the indices of the shards in the listing, in the order in which they will be read.
         """
         shards = (self._listing.shards[number] for number in numbers)
         with self._changed:

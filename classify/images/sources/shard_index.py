@@ -1,7 +1,7 @@
-"""The index of a dataset's shards, with an entry for each image; from a file or from the shards.
+"""The index of a dataset's shards, with an entry for each image; read from a file or built from the shards.
 
-The file ``index.npz`` is numpy's: ``about``, JSON in UTF-8 with the classes and the shards of each part, and
-for each part an array of ``ENTRY`` in the order of the shards.
+The file ``index.npz`` is in numpy's format. Its array ``about`` is JSON in UTF-8 with the classes and each
+part's shards. Each part has an array of ``ENTRY`` in the order of the shards.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Part:
     """The images of one part.
 
     Attributes:
-        shards: in the order of their images; in an index of ``shards.py`` the URLs are file names.
+        shards: the shards, in the order of their images; an index of ``shards.py`` has file names as URLs.
         entries: ``ENTRY`` (N,) in the order of the shards: the byte or row at which an image begins in its
-            shard, its bytes if they are known, its label, and its index in the dataset.
+            shard, its size in bytes if known, its label, and its index in the dataset.
     """
 
     shards: Sequence[Shard]
@@ -54,8 +54,8 @@ class Index:
 
     Attributes:
         classes: the class names, in the order of the labels.
-        parts: by name.
-        source: the digest of the scanned files; empty if ``shards.py`` wrote the index with the shards.
+        parts: the parts by name.
+        source: digest of the scanned files; empty if ``shards.py`` wrote the index with the shards.
     """
 
     classes: tuple[str, ...]
@@ -63,7 +63,7 @@ class Index:
     source: str = ""
 
     def save(self, target: pathlib.Path) -> None:
-        """Write the index, whole or not at all; the same index makes the same bytes."""
+        """Write the index atomically; equal indices give equal bytes."""
         parts = {name: [asdict(shard) for shard in part.shards] for name, part in self.parts.items()}
         about = {"format": FORMAT, "source": self.source, "classes": self.classes, "parts": parts}
         text = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
@@ -77,18 +77,18 @@ class Index:
 
     @classmethod
     def read(cls, content: bytes, name: str) -> Index:
-        """Read and check the bytes that ``save`` has written.
+        """Parse and check the bytes that ``save`` wrote.
 
-        Nothing is read before its size is known to be one that ``save`` writes, and nothing is unpickled.
+        The size of every item is checked before it is read. Nothing is unpickled.
 
         Raises:
-            InvalidInput: if it contradicts itself or is another file.
+            InvalidInput: if the index is inconsistent, or the bytes are not an index.
         """
         with parsed(f"{name}: is no index of these shards", _REMEDY):
             if content.lstrip()[:1] == b"<":
                 raise ValueError("it is a web page; does its server ask to log in?")
             if content.count(b"PK\1\2") > 100:  # files in the list; zipfile makes an object of each
-                raise ValueError("it holds too many files")
+                raise ValueError("it has too many files")
             with zipfile.ZipFile(io.BytesIO(content)) as file:
                 text = _array(file, "about", np.dtype(np.uint8))
                 if len(text) > MOST_TEXT:
@@ -113,7 +113,7 @@ class Index:
 
 
 def _array(file: zipfile.ZipFile, name: str, kind: np.dtype) -> np.ndarray:
-    """Read an array of one dimension, as long as the bytes that are there, which must not be compressed."""
+    """Read a one-dimensional array, which must be uncompressed and have the length of its data."""
     try:
         about = file.getinfo(f"{name}.npy")
         if about.compress_type == zipfile.ZIP_STORED and about.file_size == about.compress_size:
@@ -129,7 +129,7 @@ def _array(file: zipfile.ZipFile, name: str, kind: np.dtype) -> np.ndarray:
 
 
 def _shard(about: Mapping[str, object]) -> Shard:
-    """Return a shard whose fields have their types."""
+    """Return a shard from JSON; raise ``ValueError`` for a field of the wrong type."""
     if not isinstance(about, dict) or not about.keys() <= _TYPES.keys():
         raise ValueError("the fields of a shard are unknown")
     if not all(type(value) is _TYPES[key] for key, value in about.items()):
@@ -163,12 +163,12 @@ def _check(part: Part, classes: int) -> None:
 
 @dataclass(frozen=True)
 class Scanned:
-    """The contents of one shard, from a scan.
+    """The contents of one shard, found by a scan.
 
     Attributes:
-        name: of the shard in error lines.
-        texts: the labels in the shard, as written (numbers or names), with a number for each.
-        entries: ``ENTRY``, with numbers of ``texts`` as labels.
+        name: the shard's name in error lines.
+        texts: the distinct labels in the shard, as written (numbers or names), each with a number.
+        entries: ``ENTRY`` (N,), whose labels are the numbers in ``texts``.
     """
 
     name: str
@@ -177,14 +177,14 @@ class Scanned:
 
 
 def classes_of(texts: Mapping[str, str], given: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Return the class names: the given ones; else the labels, sorted; else numbers from 0.
+    """Return the class names: the given names, or the sorted labels, or numbers from 0.
 
     Args:
-        texts: the labels, as written, and the place of each in error lines.
-        given: the dataset's names for numbers.
+        texts: the labels, as written, each with its location for error lines.
+        given: the dataset's class names, if it has any.
 
     Raises:
-        InvalidInput: for a label without a class, or if names and numbers are mixed.
+        InvalidInput: for a label that is not a class, or if names and numbers are mixed.
     """
     for text in texts.keys() - set(given or ()):
         _check_label(text, texts[text])
@@ -211,14 +211,14 @@ def classes_of(texts: Mapping[str, str], given: Sequence[str] | None = None) -> 
 
 
 def check_length(text: str, where: str) -> None:
-    """Refuse a label that is too long for the name of a class."""
+    """Raise ``InvalidInput`` for a label that is too long for a class name."""
     if len(text) > MOST_OF_A_LABEL:
         what = f"has {len(text):,} characters, more than {MOST_OF_A_LABEL}"
         raise InvalidInput(f"{where}: the label {text[:20]!r}... {what}; give a shorter one")
 
 
 def _check_label(text: str, where: str) -> None:
-    """Refuse a label that no class can have."""
+    """Raise ``InvalidInput`` for a label that no class can have."""
     check_length(text, where)
     if re.fullmatch(r"[-+]\d+", text):
         remedy = "give a number from 0 on or a name, or remove the row"
@@ -228,7 +228,7 @@ def _check_label(text: str, where: str) -> None:
 
 
 def _number(text: str) -> int:
-    """Return the number of decimal digits; ``MOST_CLASSES`` if it is larger than that in any case."""
+    """Convert decimal digits to a number, at most ``MOST_CLASSES``."""
     return int(text) if len(text) < 20 else MOST_CLASSES
 
 
@@ -238,7 +238,7 @@ def label_of(text: str, index: Mapping[str, int]) -> int:
 
 
 def join(pairs: Sequence[tuple[Scanned, Shard]], classes: Sequence[str]) -> Part:
-    """Return a part of scanned shards, in their order."""
+    """Combine scanned shards to a part, in their order."""
     place, shards, entries = 0, [], []
     index = {name: label for label, name in enumerate(classes)}
     for scanned, shard in pairs:

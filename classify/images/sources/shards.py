@@ -1,4 +1,4 @@
-"""Datasets in shards: their files, found by folder, prefix or pattern; their index; and their images."""
+"""Datasets in shards: finds their files by folder, prefix or pattern, and reads index and images."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
 class ShardListing(Listing):
-    """The images of one part, in shards: arrays of numbers, about 40 bytes an image.
+    """The images of one part, in shards. The index takes about 40 bytes of memory per image.
 
     Args:
-        part: of the index, with whole URLs.
-        classes: their names.
-        location: of the dataset.
+        part: the part of the index, with complete URLs.
+        classes: the class names.
+        location: the dataset's location.
 
     Attributes:
-        local: the local files that this process has read, by the URLs of their shards.
+        local: the local files that this process has read, by their shards' URLs.
     """
 
     def __init__(self, part: Part, classes: Sequence[str], location: Location) -> None:
@@ -60,7 +60,7 @@ class ShardListing(Listing):
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """A digest that changes with a shard, a label or the order."""
+        """A digest that changes if a shard, a label or the order changes."""
         digest = hashlib.sha256(repr(tuple(self._classes)).encode())
         digest.update(self.entries.data)
         for shard in self.shards:
@@ -71,7 +71,7 @@ class ShardListing(Listing):
         return digest.hexdigest()
 
     def read(self, indices: Sequence[int]) -> list[bytes]:
-        """Return the files of images; raise ``InvalidInput`` if a shard contradicts its index."""
+        """Return the encoded bytes of images; raise ``InvalidInput`` if a shard contradicts its index."""
         return [self._read(*self.find(index)) for index in indices]
 
     def _read(self, shard: Shard, place: int) -> bytes:
@@ -86,22 +86,22 @@ class ShardListing(Listing):
 
     @abc.abstractmethod
     def read_one(self, shard: Shard, place: int, file: pathlib.Path) -> bytes:
-        """Return the file of one image.
+        """Return the encoded bytes of one image.
 
         Args:
-            shard: the one with the image.
-            place: of the image among the images of all shards.
+            shard: the image's shard.
+            place: the image's position among the images of all shards.
             file: the shard's local file.
         """
 
     def local_file(self, shard: Shard) -> pathlib.Path:
-        """Return the file of a shard, fetched once a host if it is remote."""
+        """Return the local file of a shard; a remote shard is fetched once per host."""
         if is_remote(shard.url):
             return self._cache.file(shard, self._storage.fetch)
         return pathlib.Path(shard.url)
 
     def find(self, index: int) -> tuple[Shard, int]:
-        """Return the shard of an image, and the image's place among the images of all shards."""
+        """Return an image's shard, and the image's position among the images of all shards."""
         place = index if self.places is None else int(self.places[index])
         return self.shards[int(np.searchsorted(self._starts, place, side="right")) - 1], place
 
@@ -110,9 +110,9 @@ class ShardSource(ListedSource):
     """A dataset in shards.
 
     Attributes:
-        ending: of the files' names.
-        part_listing: the class of a part's listing.
-        scan: returns the contents of a local file; takes its name in error lines, too.
+        ending: the ending of the files' names.
+        part_listing: the class for a part's listing.
+        scan: a function of a local file and its name in error lines; returns the file's contents.
     """
 
     ending: str
@@ -135,7 +135,7 @@ class ShardSource(ListedSource):
         return tuple(self._index.parts)
 
     def listing(self, part: str) -> ShardListing:
-        """Return the images of a part, in the order of the index, or else of the shards."""
+        """Return the images of a part, in the order of the index; without an index, of the shards."""
         if part not in self._listings:
             self._listings[part] = self.part_listing(self._index.parts[part], self.classes, self.location)
         return self._listings[part]
@@ -145,10 +145,10 @@ class ShardSource(ListedSource):
         return self.read_index()
 
     def read_index(self) -> Index:
-        """Return the index of the shards' contents. The first call on a host fetches all shards and saves it.
+        """Return the index of the shards. The first call on a host fetches all shards and stores the index.
 
         Raises:
-            InvalidInput: if there are no shards, or one cannot be read, or a label is no class.
+            InvalidInput: if there are no shards, a shard cannot be read, or a label is not a class.
         """
         parts = find(self.location, self.ending)
         stamps = [
@@ -189,11 +189,11 @@ class ShardSource(ListedSource):
         )
 
     def names(self, file: pathlib.Path | None = None) -> list[str] | None:
-        """Return the class names, from the dataset's folder or from a shard; None if it names none."""
+        """Return the class names from the dataset's folder or a shard; None if there are none."""
         return None
 
     def beside(self, name: str, most: int = MOST_OF_A_FILE) -> bytes | None:
-        """Return a file of the shards' folder, at most ``most`` bytes; None if it is absent."""
+        """Return the bytes of a file in the shards' folder, at most ``most``; None if it does not exist."""
         file = join(self.location.base, name)
         if is_remote(self.location.root):
             return self.storage.read_if_there(file, most)
@@ -204,15 +204,15 @@ class ShardSource(ListedSource):
 def find(location: Location, ending: str) -> dict[str, list[Shard]]:
     """Return the files of each part, sorted by name; ``start`` and ``stop`` are 0.
 
-    The name of a file, or of its folder, begins with the name of its part. If no name does, or all name
-    ``train``, the files are the part ``all``.
+    The name of a file, or of its folder, begins with the name of its part. If no name begins with a part, or
+    all begin with ``train``, the files are the part ``all``.
 
     Args:
         location: a folder, a prefix, or file names with ``{000..099}``, ``{a,b}`` and ``*``.
-        ending: of the files' names.
+        ending: the ending of the files' names.
 
     Raises:
-        InvalidInput: if there are none, or no training images among them.
+        InvalidInput: if there are no files, or none with training images.
     """
     root = location.root
     files = dict(sorted(_files(location, ending).items()))
@@ -242,7 +242,7 @@ def join(root: str, name: str) -> str:
 
 
 def expand(pattern: str) -> Iterator[str]:
-    """Yield the names that ``{000..099}`` and ``{a,b}`` stand for."""
+    """Yield the names that ``{000..099}`` and ``{a,b}`` expand to."""
     if not (braces := _BRACES.search(pattern)):
         yield pattern
         return
@@ -260,7 +260,7 @@ def _cache(location: Location) -> shard_cache.ShardCache:
 
 
 def _with_urls(index: Index, urls: Mapping[str, Sequence[str]]) -> Index:
-    """Return an index with other URLs: the file of an index has them without credentials."""
+    """Return the index with the given URLs; a stored index has URLs without credentials."""
     parts = {
         name: replace(
             part, shards=[replace(s, url=url) for s, url in zip(part.shards, urls[name], strict=True)]

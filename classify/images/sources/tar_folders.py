@@ -48,13 +48,13 @@ def write(folder: pathlib.Path, target: pathlib.Path, limit: int, seed: int) -> 
     """Write a folder of images as shards.
 
     Args:
-        folder: of ``ImageFolder``.
-        target: created if it is missing; must hold no tar of another folder.
-        limit: bytes of a shard; a larger image fills a shard alone.
-        seed: of the order in the shards.
+        folder: an image folder, as for ``ImageFolder``.
+        target: the folder for the shards; created if missing; must not have tar files of other data.
+        limit: maximum bytes of a shard; a larger image gets a shard of its own.
+        seed: determines the order of the images in the shards.
 
     Raises:
-        InvalidInput: if the folder cannot be used, or a file of it changes meanwhile.
+        InvalidInput: if the folder cannot be used, or one of its files changes during the writing.
     """
     source = ImageFolder(Location(str(folder)))
     jobs = {part: list(_jobs(source, part, target, limit, seed)) for part in source.parts}
@@ -96,7 +96,7 @@ def write(folder: pathlib.Path, target: pathlib.Path, limit: int, seed: int) -> 
 
 
 def _jobs(source: ImageFolder, part: str, target: pathlib.Path, limit: int, seed: int) -> Iterator[_Job]:
-    """Cut a part, in an order drawn by the seed, into shards of at most ``limit`` bytes."""
+    """Split a part, in a random order by the seed, into shards of at most ``limit`` bytes."""
     images = source.listing(part)
     folder = source.folder_of(part)
     keys = _keys([os.path.relpath(path, folder) for path in images.paths])
@@ -119,9 +119,9 @@ def _room(size: int) -> int:
 
 
 def _keys(names: Sequence[str]) -> list[str]:
-    """Return the member names of files: the same names, if their parts before the first dot differ.
+    """Return the tar members' names: the files' names, if they differ before the first dot.
 
-    Other names are quoted as in a URL, and end with their ending again.
+    Otherwise the names are quoted as in a URL, and the ending is appended again.
     """
     plain = [_stem(name) for name in names]
     often = collections.Counter(plain)
@@ -149,7 +149,7 @@ def _quoted(name: str) -> str:
 
 
 def _write_shard(job: _Job) -> tuple[np.ndarray, int, str, bool]:
-    """Write a shard, unless it exists; return its entries, size, digest, and whether it existed."""
+    """Write a shard if it does not exist; return its entries, size, digest, and whether it existed."""
     files = [(status.st_size, status.st_mtime_ns) for path in job.paths for status in [os.stat(path)]]
     wanted = hashlib.sha256(repr((job.keys, job.labels, files)).encode(errors="replace")).hexdigest()
     stamp = _stamp(job.target)
@@ -186,7 +186,7 @@ def _write_shard(job: _Job) -> tuple[np.ndarray, int, str, bool]:
 
 
 def _stamp(shard: pathlib.Path) -> pathlib.Path:
-    """Return the file that describes the contents of a finished shard until all shards are finished."""
+    """Return the file that describes a finished shard until all shards are finished."""
     return shard.with_name(f".{shard.name}.done")
 
 

@@ -51,7 +51,7 @@ class TarListing(ShardListing):
     """The images of one part, in tar shards."""
 
     def name(self, index: int) -> str:
-        """Return the shard and the member; of a shard without a local file, the member's first byte."""
+        """Return the name of an image: shard and member; if the shard is not local, its first byte."""
         shard, place = self.find(index)
         offset = int(self.entries["offset"][place])
         with contextlib.suppress(OSError, tarfile.TarError, KeyError):  # the shard may be gone
@@ -62,7 +62,7 @@ class TarListing(ShardListing):
         return f"{shard.url}, byte {offset:,}"
 
     def read_one(self, shard: Shard, place: int, file: pathlib.Path) -> bytes:
-        """Return the bytes after a header with the same size."""
+        """Return the bytes of a member, if its header has the size from the index."""
         offset, size = int(self.entries["offset"][place]), int(self.entries["size"][place])
         remedy = "the shard and its index differ; write both again"
         self.local[shard.url] = file
@@ -89,7 +89,7 @@ class TarShards(ShardSource):
     scan = staticmethod(lambda file, name: scan(file, name))
 
     def read_index(self) -> Index:
-        """Return the index in the shards' folder, or else one from a scan."""
+        """Return the index in the shards' folder; without one, scan the shards."""
         if self.location.is_pattern:
             return super().read_index()
         file = join(self.location.root, FILE)
@@ -99,7 +99,7 @@ class TarShards(ShardSource):
         return replace(index, parts={name: self._placed(part, file) for name, part in index.parts.items()})
 
     def _placed(self, part: Part, index: str) -> Part:
-        """Return a part whose shards have whole URLs, and on this machine the sizes that the index says."""
+        """Return a part with complete URLs; check that local shards have the sizes in the index."""
         for shard in part.shards:
             if os.path.basename(shard.url) != shard.url or "\0" in shard.url:
                 what = f"names the shard {shard.url!r}, which is not in its folder"
@@ -128,7 +128,7 @@ def scan(file: pathlib.Path, name: str) -> Scanned:
     """Read the names and the labels of the members of a tar.
 
     Raises:
-        InvalidInput: if it is no whole tar, or a member has no label or no image.
+        InvalidInput: if the tar is incomplete, or a member has no label or no image.
     """
     texts: dict[str, int] = {}
     rows: list[tuple[int, int, int, int]] = []
@@ -186,7 +186,7 @@ def _label(content: bytes, ending: str) -> str | None:
 
 
 class _Tar(tarfile.TarFile):
-    """A tar that counts the extended headers before a member."""
+    """A tar file that counts the extended headers before a member."""
 
     headers = 0
 
@@ -195,7 +195,7 @@ class _Member(tarfile.TarInfo):
     """A tar member; refuses sparse files, and headers that are too large or too many."""
 
     def _proc_member(self, tar: _Tar) -> tarfile.TarInfo:
-        """Check a header before tarfile reads the bytes that it announces."""
+        """Check a header before tarfile reads the bytes that follow."""
         is_extended = self.type in _EXTENDED
         tar.headers = tar.headers + 1 if is_extended else 0
         if self.size < 0 or (is_extended and self.size > _MOST_OF_A_HEADER):
@@ -211,14 +211,14 @@ class _Member(tarfile.TarInfo):
 
 
 def members(file: pathlib.Path, name: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, the first byte and the size of each regular file in a tar, in their order.
+    """Yield the name, the first byte and the size of each regular file in a tar, in order.
 
     Args:
         file: the tar.
-        name: of the tar, for error lines.
+        name: the tar's name in error lines.
 
     Raises:
-        InvalidInput: if it is no whole tar.
+        InvalidInput: if the tar is damaged or incomplete.
     """
     with parsed(f"{name}: not a readable tar", "is it whole? write or fetch it again"):
         end, whole = -1, file.stat().st_size

@@ -89,8 +89,11 @@ def test_rates_fall_from_layer_to_layer_and_the_body_may_wait():
 def test_errors_of_layer_decay_and_head_only():
     for hyper, line in [
         ({"layer_decay": 1}, "layer_decay: 1: must be a number between 0 and 1"),
-        ({"head_only": {"steps": 3}}, "head_only: {'steps': 3}: must be true, or for how long"),
-        ({"head_only": 3}, "head_only: 3: must be true, or for how long at first: {epochs: N}"),
+        (
+            {"head_only": {"steps": 3}},
+            "head_only: {'steps': 3}: must be true, or the length of a first phase",
+        ),
+        ({"head_only": 3}, "head_only: 3: must be true, or the length of a first phase, {epochs: N}"),
     ]:
         found = error_line(Hyperparameters.parse, hyper, registry.check_name)
         assert found.startswith(f"hyperparameters.{line}")

@@ -81,7 +81,7 @@ def test_the_place_of_a_cache_is_shown_listed_and_cleared(folder, tmp_path, monk
     said = capsys.readouterr().err
     raw = folder / ".images-train-32x32.raw"
     clear = f"python3 checkpoint.py caches {folder} --clear"
-    assert said == f"4 images of 32x32 are kept decoded in {raw} (0.0 MiB); {clear} removes it\n"
+    assert said == f"4 images of 32x32 are stored decoded in {raw} (0.0 MiB); {clear} removes it\n"
     kept = read(folder)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -277,7 +277,7 @@ def cut(path: pathlib.Path) -> None:
     endless=(lambda root: endless(root / "train/b/0.png"), ["{}/train/b/0.png:", "not a readable image (has 1,099,511,627,776 bytes, more than 268,435,456)"]),
     name=(lambda root: os.mkdir(os.fsencode(root / "train") + b"/\xff"), ["{}/train:", "no UTF-8 name"]),
     loop=(lambda root: (root / "train/a/again").symlink_to(".."), ["data.root: {}:", "that it lies in", "a/again"]),
-    loops=(lambda root: [(root / "train/a" / name).symlink_to(".") for name in ("one", "two")], ["data.root: {}:", "a link to a folder that it lies in"]),
+    loops=(lambda root: [(root / "train/a" / name).symlink_to(".") for name in ("one", "two")], ["data.root: {}:", "a circular link"]),
     text=(lambda root: (root / "train/b/0.png").write_text("a\nb"), ["{}/train/b/0.png:", "not a readable image"]),
 )  # fmt: skip
 def test_an_invalid_folder_is_one_line(folder, damage, parts):

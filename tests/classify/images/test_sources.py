@@ -278,7 +278,7 @@ def without_index(change, names=True):
     objects=(rewrite_array("part-train", array((2,), "|O", b"x")), ["index.npz: is no index of these shards (its part-train is no array that shards.py writes)"]),
     zeros=(rewrite_array("part-train", array((10**12,), "<u8")), ["its part-train is no array that shards.py writes"]),
     packed=(rewrite_array("part-train", array((10**8,), "|u1", bytes(10**8)), zipfile.ZIP_DEFLATED), ["its about is no array that shards.py writes"]),
-    many=(lambda root: (root / "index.npz").write_bytes(b"PK\1\2" * 10**6), ["it holds too many files"]),
+    many=(lambda root: (root / "index.npz").write_bytes(b"PK\1\2" * 10**6), ["it has too many files"]),
     far=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["position"][:1].__ior__(2**31)), ["its positions do not name every image once"]),
     elsewhere=(lambda root: rewrite_index(root, lambda about, _: about["parts"]["train"][0].update(url="../x.tar")), ["index.npz: names the shard '../x.tar', which is not in its folder"]),
     field=(lambda root: rewrite_index(root, lambda about, _: about["parts"]["train"][0].update(size="9")), ["the fields of a shard have the wrong types"]),
