@@ -1,4 +1,4 @@
-"""Images to train, validate and test: the plan of the data -> image sets -> normalised inputs -> loaders.
+"""The trial's images: from the data plan to image sets, normalised inputs and loaders.
 
 ``classify/images/plan.py`` opens the dataset and splits it, ``augment.py`` and ``mixup.py`` change training
 images.
@@ -31,12 +31,12 @@ Normalization = tuple[Sequence[float], Sequence[float]]  # mean and standard dev
 class Images:
     """The images of a trial: its splits, as image sets, inputs and loaders.
 
-    A split is decoded at its first use, so that all other input can be refused first.
+    A split is decoded at its first use, so that all other errors are found before.
 
     Args:
-        plan: of the data.
-        seed: of everything random.
-        device: the one that trains.
+        plan: the plan of the data.
+        seed: the seed of all random numbers.
+        device: the training device.
 
     Attributes:
         gpu_bytes: the bytes of decoded images in a GPU's memory, once they are loaded.
@@ -56,12 +56,12 @@ class Images:
 
     @functools.cached_property
     def train(self) -> ImageSet:
-        """The training images; raises as ``DataPlan.load``."""
+        """The training images; raises the same errors as ``DataPlan.load``."""
         return self._load("train")
 
     @functools.cached_property
     def validation(self) -> ImageSet:
-        """The validation images; these are the test images if no others are held out."""
+        """The validation images; without a validation split, the test images."""
         return self._load(self.plan.validation)
 
     @functools.cached_property
@@ -75,11 +75,11 @@ class Images:
 
     @functools.cached_property
     def normalization(self) -> Normalization:
-        """Mean and standard deviation of each channel; ``dataset`` decodes the training images."""
+        """Mean and standard deviation of each channel; for ``dataset`` the training images are decoded."""
         return normalization(self.plan.settings, lambda: self.train, self._spread)
 
     def inputs(self, images: Tensor, channels_last: bool, size: tuple[int, int] | None = None) -> Tensor:
-        """Return inputs (B, 3, h, w) float32 of images (B, 3, H, W) uint8, scaled, on the device."""
+        """Scale and normalise images (B, 3, H, W) uint8 to inputs (B, 3, h, w) float32, on the device."""
         inputs = as_inputs(images.to(self.device, non_blocking=True), *self.normalization)
         if size and size != inputs.shape[2:]:
             inputs = F.interpolate(inputs, size, mode="bilinear", align_corners=False, antialias=True)
@@ -100,7 +100,7 @@ class Images:
         """Return some training images (B, 3, H, W) uint8 as the first epoch changes them, and labels (B,).
 
         Args:
-            most: B at most; the images are evenly spaced.
+            most: the maximum of B; the images are evenly spaced.
         """
         images, chosen, plan = self.train, self._spread(most), self.plan
         pixels = images.select(chosen)
@@ -113,7 +113,7 @@ class Images:
         return apart(pixels, chosen, 0), images.labels[chosen]
 
     def training_order(self, batch_size: int, micro_batches_per_step: int) -> Order:
-        """Return the order of the training images, drawn by (seed, epoch)."""
+        """Return the order of the training images, determined by (seed, epoch)."""
         labels = self.train.labels.cpu() if self.plan.settings.sampling == BALANCED else None
         count, windows = self.plan.count("train"), self.plan.windows("train")
         return Order(count, batch_size, micro_batches_per_step, self.seed, labels, windows)
@@ -128,12 +128,12 @@ class Images:
 
         Args:
             micro_batch: images in a micro-batch.
-            micro_batches_per_step: ranks, which take turns, times the micro-batches of a rank in its turn.
+            micro_batches_per_step: number of ranks times the micro-batches that a rank processes at a time.
         """
         return self._in_order(self.plan.validation, self.validation, micro_batch, micro_batches_per_step)
 
     def test_loader(self, micro_batch: int, micro_batches_per_step: int) -> MicroBatchLoader | None:
-        """Return a loader of the test images; None if there are none, or if they validate."""
+        """Return a loader of the test images; None if there are none, or if validations use them."""
         if not self.plan.has_test:
             return None
         return self._in_order("test", self.test, micro_batch, micro_batches_per_step)
@@ -152,9 +152,9 @@ def normalization(
     """Return mean and standard deviation of each channel, of pixels from 0 to 1, for ``data.normalize``.
 
     Args:
-        settings: the checked ``data`` section; it has the numbers for ``weights``.
+        settings: the checked ``data`` section; for ``weights`` it already has mean and standard deviation.
         train_set: returns the training images, for their statistics.
-        spread: returns indices (N,) of at most the given number of them; evenly spaced by default.
+        spread: returns the indices (N,) of at most the given number of images; by default evenly spaced.
     """
     if isinstance(settings.normalize, Mapping):
         return tuple(settings.normalize["mean"]), tuple(settings.normalize["std"])
@@ -176,14 +176,14 @@ def normalization(
 
 
 def as_inputs(images: Tensor, mean: Sequence[float] = HALF, std: Sequence[float] = HALF) -> Tensor:
-    """Return inputs (B, 3, H, W) float32 of images (B, 3, H, W) uint8, on the images' device.
+    """Normalise images (B, 3, H, W) uint8 to inputs (B, 3, H, W) float32, on the images' device.
 
-    The default is [-1, 1], with the bits of torchvision's ``ToTensor`` and ``Normalize(0.5, 0.5)``.
+    By default inputs are in [-1, 1], bit-identical to torchvision's ``ToTensor`` and ``Normalize(0.5, 0.5)``.
 
     Args:
         images: RGB, 0 to 255.
-        mean: of each channel, of pixels from 0 to 1.
-        std: standard deviation of each channel.
+        mean: mean of each channel, for pixels from 0 to 1.
+        std: standard deviation of each channel, for pixels from 0 to 1.
     """
     if tuple(mean) == tuple(std) == HALF:
         return images.float().div_(127.5).sub_(1)  # (x / 255 - 0.5) / 0.5: doubling is exact
@@ -195,6 +195,6 @@ def as_inputs(images: Tensor, mean: Sequence[float] = HALF, std: Sequence[float]
 def _scale_and_shift(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the divisor of pixels and the subtrahend, cached: a copy to a GPU would make it wait."""
+    """Return the divisor and the subtrahend of pixels; cached, because a copy to a GPU would make it wait."""
     means, deviations = (torch.tensor(values).view(3, 1, 1) for values in (mean, std))
     return (255 * deviations).to(device), (means / deviations).to(device)

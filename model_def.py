@@ -1,4 +1,4 @@
-"""``CIFARTrial``: image classification with DeepSpeed as a Determined trial.
+"""``CIFARTrial``: a Determined trial for image classification with DeepSpeed.
 
 Works with Determined's unmodified context; ``train.py`` runs the trial on a cluster, on GPUs or on CPU cores.
 https://github.com/determined-ai/determined/blob/v0.38.1/docs/model-dev-guide/api-guides/apis-howto/deepspeed/deepspeed.rst
@@ -158,7 +158,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         return {}
 
     def _loss(self, outputs: Tensor, labels: Tensor, taught: Tensor | None = None) -> Tensor:
-        """Return the loss of logits (B, C), labels (B,) int64 or (B, C), and logits of a teacher.
+        """Return the loss, given logits (B, C), labels (B,) int64 or (B, C) float32, and a teacher's logits.
 
         The weight makes the mean over a step's micro-batches equal the mean over its images.
         """

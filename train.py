@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def do(args: argparse.Namespace) -> int:
-    """Check, tune, find a rate or train; print errors; return the exit code."""
+    """Check, tune, find a learning rate or train; print errors; return the exit code."""
     with command_line.importing():
         from deepspeed_trial.errors import InvalidInput, TrainingStopped, is_said_here, print_errors
         from deepspeed_trial.meeting import check_ranks
@@ -117,7 +117,7 @@ def print_keys(form: str) -> int:
 
 
 def load(args: argparse.Namespace) -> Experiment:
-    """Read the experiment file; name the errors of all its sections."""
+    """Read the experiment file, and report the errors of all its sections."""
     from classify.config import experiment_fields, experiment_file
     from deepspeed_trial.errors import InvalidInput, add_new
 
@@ -226,7 +226,7 @@ def cross_validate(args: argparse.Namespace) -> int:
 
 
 def notes(experiment: Experiment, config: TrialConfig) -> list[str]:
-    """Return a line for each setting that works and may surprise."""
+    """Return a line for each valid setting that may surprise a user."""
     steps = config.steps
     on_length = [] if steps is None else experiment.length_notes(steps, config.epoch_steps, config.batch)
     return [*experiment.notes(), *config.notes, *on_length]
@@ -321,10 +321,10 @@ def summarise(trial: CIFARTrial, fit: FitResult, metric: str, peaks: list[float]
     """Write the network and the summary into the run's folder, and print the scores; every rank calls it.
 
     Args:
-        trial: after its training.
-        fit: the result of the training.
-        metric: its score is the last line.
-        peaks: the most MiB of every rank.
+        trial: the trained trial.
+        fit: the result of ``Trainer.fit``.
+        metric: the metric in the last printed line.
+        peaks: peak memory of each rank in MiB.
     """
     from classify.models import state_dicts
     from classify.reports import summary, utilisation
