@@ -1,4 +1,4 @@
-"""The plain PyTorch program that people come from: the same net and images, without DeepSpeed.
+"""A plain PyTorch program for comparison: the same network and images, without DeepSpeed.
 
     one process:  python3 baseline.py
     N processes:  torchrun --nproc-per-node N baseline.py     (DistributedDataParallel, on GPUs or CPU cores)
@@ -6,9 +6,8 @@
 The defaults come from the PyTorch tutorial "Training a Classifier": SGD, batch 4, 2 epochs.
 Source: https://pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html
 
-Several processes train under ``DistributedDataParallel``. ``DataParallel`` is obsolete: it keeps to one
-process, whose threads take turns at Python's lock, copies the network to every GPU in every step, and stays
-on one machine.
+Several processes train with ``DistributedDataParallel``. ``DataParallel`` is obsolete: it uses the threads of
+one process on one machine, which share Python's lock, and copies the network to every GPU in every step.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--output", type=pathlib.Path, metavar="FOLDER", help="the run's folder (runs/baseline-<time>)")
     add("--epochs", type=int, default=2, help="(%(default)s)")
     add("--max-steps", type=int, help="stop after N optimizer steps", metavar="N")
-    add("--batch-size", type=int, default=4, help="images a step, over all processes (%(default)s)")
-    add("--accumulate", type=int, default=1, help="micro-batches a step on each process (%(default)s)")
+    add("--batch-size", type=int, default=4, help="images per step, over all processes (%(default)s)")
+    add("--accumulate", type=int, default=1, help="micro-batches per step in each process (%(default)s)")
     add("--optimizer", choices=("SGD", "Adam"), default="SGD", help="(%(default)s)")
     add("--lr", type=float, default=0.001, help="learning rate (%(default)s)")
     add("--momentum", type=float, default=0.9, help="of SGD (%(default)s)")
@@ -76,7 +75,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--min-improvement",
         type=float,
         default=0.0,
-        help="the least decrease that counts as lower (%(default)s)",
+        help="the minimum decrease that counts (%(default)s)",
     )
     add("--weights", metavar="FILE", help="start from this state_dict")
     return parser.parse_args(argv)
@@ -154,11 +153,11 @@ def train(args: argparse.Namespace) -> None:
 
 
 def check(args: argparse.Namespace) -> tuple[Experiment, DataPlan, dict[str, Tensor] | None]:
-    """Check the options before decoding an image; return the experiment, its data and the first weights.
+    """Check the options before decoding images; return the experiment, its data and the initial weights.
 
     Raises:
-        InvalidInput: with a line for every invalid option; without any, for every one that does not fit the
-            images.
+        InvalidInput: with a line for every invalid option; if all are valid, for every one that does not fit
+            the images.
     """
     check_ranks()
     errors = ErrorList()
@@ -192,7 +191,7 @@ def check(args: argparse.Namespace) -> tuple[Experiment, DataPlan, dict[str, Ten
 
 
 def start() -> tuple[int, int, torch.device]:
-    """Join the processes of torchrun; return this process's rank, their number, and this one's device."""
+    """Join torchrun's processes; return the rank, the number of processes, and the device."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -205,7 +204,7 @@ def start() -> tuple[int, int, torch.device]:
 
 
 def make_folder(args: argparse.Namespace, rank: int) -> None:
-    """Make the run's folder, on the first rank; raise ``InvalidInput`` if that fails, or it has a run."""
+    """Create the run's folder on rank 0; raise ``InvalidInput`` if that fails or the folder has a run."""
     if rank != 0:
         return
     args.output = args.output or default_output("baseline")
@@ -220,7 +219,7 @@ def make_folder(args: argparse.Namespace, rank: int) -> None:
 
 
 def load_weights(net: nn.Module, weights: dict[str, Tensor] | None, file: str, rank: int) -> None:
-    """Load the weights that fit, if there are any; name the others."""
+    """Load the weights that fit, if any are given; print the names of the others."""
     if weights is None:
         return
     label = f"--weights: {file}"
@@ -230,7 +229,7 @@ def load_weights(net: nn.Module, weights: dict[str, Tensor] | None, file: str, r
 
 
 def make_optimizer(args: argparse.Namespace, net: nn.Module) -> optim.Optimizer:
-    """SGD with momentum, or Adam."""
+    """Return SGD with momentum, or Adam."""
     if args.optimizer == "SGD":
         return optim.SGD(net.parameters(), lr=args.lr, momentum=args.momentum)
     return optim.Adam(net.parameters(), lr=args.lr)
@@ -239,7 +238,7 @@ def make_optimizer(args: argparse.Namespace, net: nn.Module) -> optim.Optimizer:
 def make_schedule(
     args: argparse.Namespace, optimizer: optim.Optimizer, epoch: int
 ) -> optim.lr_scheduler.LRScheduler:
-    """A rate that stays, falls to a tenth after each ``epoch`` steps, or falls along a cosine to 0."""
+    """Return a schedule: constant, a tenth after every ``epoch`` steps, or a cosine to 0."""
     if args.schedule == "step":
         return optim.lr_scheduler.StepLR(optimizer, step_size=epoch, gamma=0.1)
     if args.schedule == "cosine":
@@ -248,14 +247,14 @@ def make_schedule(
 
 
 def autocast(args: argparse.Namespace, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """With ``--amp``, let torch choose the operations of the forward pass that run in 16 bits."""
+    """Return the context for the forward pass: with ``--amp``, autocast to 16 bits."""
     return torch.autocast(device.type, dtype=DTYPES[args.amp]) if args.amp else contextlib.nullcontext()
 
 
 def batches(
     source: ImageSet, order: Order, epoch: int, rank: int, world_size: int, device: torch.device
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's micro-batches of one epoch, as the trial's ranks see them."""
+    """Yield this rank's micro-batches of one epoch, the same as in the trial."""
     mine: list[Any] = list(order.micro_batches(epoch))[rank::world_size]
     loader = DataLoader(MicroBatchDataset(source), batch_sampler=mine, collate_fn=whole_micro_batch)
     for images, labels in loader:

@@ -1,10 +1,10 @@
 """Use a finished run: export its network, classify images, validate the network, write a report.
 
     a file for plain PyTorch:  python3 checkpoint.py export RUN_OR_CHECKPOINT net.pt [--format FORMAT]
-    of integers of 8 bits:     python3 checkpoint.py export RUN net-int8.onnx --int8 --config FILE
+    as 8-bit integers:         python3 checkpoint.py export RUN net-int8.onnx --int8 --config FILE
     for the Hugging Face Hub:  python3 checkpoint.py export RUN FOLDER --format hf
     classify images:           python3 checkpoint.py predict net.pt IMAGES... [--unknown] [--heat FILE]
-    on a page of this machine: python3 checkpoint.py serve net.pt [--port N]
+    on a local web page:       python3 checkpoint.py serve net.pt [--port N]
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
     by several views:          predict and evaluate with --tta mirror,shift=1 (test-time augmentation)
     look at runs, or a search: python3 checkpoint.py report RUN [RUN...] [--output report.html] [--follow]
@@ -62,8 +62,13 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--format", choices=FORMATS, help="(by FILE's ending, else pt); hf: a folder for the Hugging Face Hub"
     )
-    add("--checkpoint", default="latest", metavar="latest|best|UUID", help="of a run (%(default)s)")
-    add("--int8", action="store_true", help="of ONNX: integers of 8 bits")
+    add(
+        "--checkpoint",
+        default="latest",
+        metavar="latest|best|UUID",
+        help="the run's checkpoint (%(default)s)",
+    )
+    add("--int8", action="store_true", help="write the ONNX file in 8-bit integers")
     command_line.add_experiment_options(command, CONFIG, "whose training images scale --int8")
 
     command = commands.add_parser("predict", help="classify image files")
@@ -76,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     add("--heat", metavar="FILE", help="write a page with the heat map of each image, e.g. heat.html", **path)
     _add_tta(command)
 
-    command = commands.add_parser("serve", help="serve a page of this machine to drop images on")
+    command = commands.add_parser("serve", help="serve a local web page that classifies dropped images")
     add = command.add_argument
     add("net", metavar="NET", **path)
     add("--port", type=int, default=7860, metavar="N", help="of 127.0.0.1 (%(default)s)")
@@ -89,16 +94,16 @@ def parser() -> argparse.ArgumentParser:
     command_line.add_experiment_options(command, CONFIG)
     add("--json", action="store_true", help="print the validation as in summary.json")
 
-    command = commands.add_parser("report", help="write a page about runs, or a search")
+    command = commands.add_parser("report", help="write an HTML page about runs, or about a search")
     add = command.add_argument
     add("runs", metavar="RUN", nargs="+", **path)
     add("--output", metavar="FILE", help="(report.html in the first run's folder)", **path)
     add("--follow", action="store_true", help="write the page again while a run trains")
     _add_commands_of_images(commands)
 
-    command = commands.add_parser("import", help="make a run of a Determined cluster's checkpoint")
+    command = commands.add_parser("import", help="create a run from a Determined cluster's checkpoint")
     add = command.add_argument
-    add("source", metavar="CHECKPOINT", help="a folder of det checkpoint download", **path)
+    add("source", metavar="CHECKPOINT", help="a folder written by det checkpoint download", **path)
     add("output", metavar="RUN", help="the new run's folder", **path)
     return parser
 
@@ -109,12 +114,12 @@ def _add_commands_of_images(commands: Any) -> None:
     command = commands.add_parser("audit", help="look for near-duplicates, wrong labels and outliers")
     add: Any = command.add_argument
     add("folder", metavar="FOLDER", nargs="?", help="of images; or --config", **path)
-    add("--net", metavar="NET", help="whose features tell images apart (whitened patches)", **path)
+    add("--net", metavar="NET", help="the network for the features (default: whitened patches)", **path)
     add(
         "--output",
         default="runs/audit",
         metavar="FOLDER",
-        help="for the page and the lists (%(default)s)",
+        help="the folder for the page and the lists (%(default)s)",
         **path,
     )
     command_line.add_experiment_options(command, CONFIG, "whose images are audited")
@@ -161,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Write a checkpoint's network and its description in a form."""
+    """Write a checkpoint's network and its description in the chosen format."""
     from classify.models import net_file, state_dicts
     from deepspeed_trial.checkpoints.files import locate
     from workbench.publish import forms, scoring
@@ -208,7 +213,7 @@ def export(args: argparse.Namespace) -> None:
 
 
 def predict(args: argparse.Namespace) -> None:
-    """Print the class of every image that can be read, and how sure the network is of it.
+    """Print the class of every readable image, and its probability.
 
     Raises:
         InvalidInput: after printing, with a line for each file that is not a readable image.
@@ -254,7 +259,7 @@ def predict(args: argparse.Namespace) -> None:
 
 
 def serve(args: argparse.Namespace) -> None:
-    """Serve a page that classifies the images that a person of this machine drops on it."""
+    """Serve a local page that classifies dropped images."""
     from workbench.publish import forms
     from workbench.publish import serve as page
 
@@ -334,7 +339,7 @@ def report(args: argparse.Namespace) -> None:
 
 
 def audit(args: argparse.Namespace) -> None:
-    """Write a page about images that are probably wrong, and a list of them; change nothing."""
+    """Write a page about probably wrong images, and a list of them; no image is changed."""
     from workbench.audit import audit as auditing
     from workbench.audit import features
     from workbench.audit.dataset import Dataset
@@ -356,7 +361,7 @@ def audit(args: argparse.Namespace) -> None:
 
 
 def head(args: argparse.Namespace) -> None:
-    """Write a network with the body of another one and a head for the classes of an experiment."""
+    """Write a network with another network's body and a new head for an experiment's classes."""
     from classify.models import net_file
     from workbench.audit import audit as auditing
     from workbench.audit import features, linear
@@ -379,7 +384,7 @@ def head(args: argparse.Namespace) -> None:
 
 
 def _data_section(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the data section of ``audit`` and ``head``: of a folder, or of an experiment file."""
+    """Return the data section for ``audit`` and ``head``, from a folder or an experiment file."""
     from classify.config import experiment_file
 
     folder = getattr(args, "folder", None)
@@ -393,7 +398,7 @@ def _data_section(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def import_(args: argparse.Namespace) -> None:
-    """Make the folder of a run with a checkpoint of a Determined cluster."""
+    """Create a run's folder from a checkpoint of a Determined cluster."""
     from workbench.imported import import_checkpoint
 
     steps, output = import_checkpoint(args.source, args.output), printable(args.output)
@@ -401,7 +406,7 @@ def import_(args: argparse.Namespace) -> None:
 
 
 def caches(args: argparse.Namespace) -> None:
-    """List the decoded images and the fetched shards that are kept, or remove them."""
+    """List or remove stored decoded images and fetched shards."""
     from classify.images import pixel_files
     from classify.images.settings import DataSettings
     from classify.images.sources import shard_cache

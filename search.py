@@ -9,7 +9,7 @@
     to continue:       the same command with the same --output
     a page about it:   python3 checkpoint.py report OUTPUT     (also while it runs)
     plots of it:       optuna-dashboard sqlite:///OUTPUT/search.db  (pip install optuna-dashboard)
-    better guesses:    --set searcher.name=tpe                 (on this machine alone)
+    guided by results: --set searcher.name=tpe                 (only on this machine)
 
 Every trial is a run of train.py in its own processes, in OUTPUT/trials/NUMBER. OUTPUT also holds search.db
 (the state) and trials.csv (a row a trial). A signal stops the trials with a checkpoint. Exit codes: 0 done,

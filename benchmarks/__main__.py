@@ -5,9 +5,9 @@
     python3 -m benchmarks --set data.dataset=imagefolder --set data.root=FOLDER --json results.json
     python3 -m benchmarks --only steps                                     or costs, or programs
 
-Contenders take turns within a repeat, so that other programs of the machine slow all of them alike.
-Figures are medians over the repeats; the spread is the distance between the quartiles over the median.
-Ratios are what to go by.
+Contenders take turns within a repeat, so that other load on the machine affects all of them equally.
+Figures are medians over the repeats. The spread is the interquartile range over the median. Ratios are more
+reliable than absolute figures.
 """
 
 from __future__ import annotations
@@ -39,10 +39,16 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = command_line.parser(__doc__, "const.yaml")
     add = parser.add_argument
-    add("--quick", action="store_true", help="one process, ZeRO 0, few repeats; writes no RESULTS.md")
-    add("--repeats", type=int, default=5, metavar="N", help="steps thrice, programs half as often (5)")
-    add("--only", choices=PARTS, help="one part; writes no RESULTS.md")
-    add("--json", type=pathlib.Path, metavar="FILE", help="write every time there, too")
+    add("--quick", action="store_true", help="one process, ZeRO 0, few repeats; write no RESULTS.md")
+    add(
+        "--repeats",
+        type=int,
+        default=5,
+        metavar="N",
+        help="repeats of the steps; half as many of the programs (5)",
+    )
+    add("--only", choices=PARTS, help="measure one part; write no RESULTS.md")
+    add("--json", type=pathlib.Path, metavar="FILE", help="also write all measured times to this file")
     return parser.parse_args(argv)
 
 
@@ -81,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse an experiment that would fail later or that the bare loops lack a feature of; decode the images.
+    """Refuse an experiment that would fail later or needs a feature that the bare loops lack; decode images.
 
     Raises:
         InvalidInput: with a line for each error.
@@ -103,8 +109,7 @@ def check(args: argparse.Namespace) -> None:
         more["hyperparameters.net"] = config.hyper.net
     if more and args.only != "programs":
         raise InvalidInput(
-            f"{key}: {value!r}: the loops that the trial is compared with do without; leave it out"
-            for key, value in more.items()
+            f"{key}: {value!r}: the bare loops do not support it; leave it out" for key, value in more.items()
         )
     for split in ("train", "test"):
         config.source.load(split)

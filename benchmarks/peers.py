@@ -1,4 +1,4 @@
-"""The whole programs that this package is compared with, as they are written, on the images of any dataset.
+"""Complete programs for comparison, as published, but on the images of any dataset.
 
     python3 -m benchmarks.peers pytorch-tutorial FOLDER
     torchrun ... or deepspeed --num_gpus 1 --module benchmarks.peers deepspeed-tutorial FOLDER
@@ -26,7 +26,7 @@ from net import Net
 
 
 class Pictures(Dataset):
-    """An image at a time, as torchvision's CIFAR10 gives it: PIL image, ``ToTensor``, ``Normalize``."""
+    """A dataset like torchvision's CIFAR10: PIL image, ``ToTensor``, ``Normalize``, one image at a time."""
 
     def __init__(self, pixels: np.ndarray, labels: list[int]) -> None:
         self.pixels, self.labels = pixels, labels

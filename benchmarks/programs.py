@@ -61,7 +61,7 @@ class Watched:
 
 
 def watch(command: Sequence[str], environment: dict[str, str], folder: pathlib.Path) -> Watched:
-    """Runs a program and takes the time of each line that it prints."""
+    """Run a program, and record the time of each line that it prints."""
     watched, began, wall = Watched(), time.perf_counter(), time.time()
     with open(folder / "stderr.txt", "w+") as errors:
         process = subprocess.Popen(
@@ -88,7 +88,7 @@ def watch(command: Sequence[str], environment: dict[str, str], folder: pathlib.P
 
 
 def _sample(process: subprocess.Popen, watched: Watched) -> None:
-    """Keeps the largest memory seen, looking twice a second."""
+    """Sample the memory twice a second, and keep the maximum."""
     while process.poll() is None:
         total = 0
         try:
@@ -170,7 +170,7 @@ def line(program: str, watched: Watched) -> str:
 def times(
     runs: dict[str, list[Watched]], program: str, accuracy: float, since_training: bool = False
 ) -> float | None:
-    """The median of a program's seconds to an accuracy; None unless every run reached it."""
+    """Return the median of a program's seconds to an accuracy; None unless every run reached it."""
     found = [each.time_to(accuracy, since_training) for each in runs[program]]
     reached = [each for each in found if each is not None]
     return statistics.median(reached) if len(reached) == len(found) else None

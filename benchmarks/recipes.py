@@ -110,7 +110,7 @@ def read(output: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 
 def train(file: str, run: str, seed: int, args: argparse.Namespace) -> None:
-    """Runs ``train.py`` with a seed, unless that was done, and keeps its accuracies and seconds."""
+    """Run ``train.py`` with a seed, unless its result exists, and store accuracies and seconds."""
     kept, folder = args.output / f"{run}.json", args.output / run
     if not kept.exists():
         settings = [*args.overrides, f"reproducibility.experiment_seed={seed}"]
@@ -137,7 +137,7 @@ def train(file: str, run: str, seed: int, args: argparse.Namespace) -> None:
 
 
 def speeds(file: str, batch: int, args: argparse.Namespace) -> dict[str, float]:
-    """Images a second of the trial, of its recipe's bare loop and of the full-width network's.
+    """Measure images per second of the trial, its recipe's bare loop and the full-width network's.
 
     The trial and its bare loop take turns; ``ratio`` is the median of theirs.
     """
@@ -151,7 +151,7 @@ def speeds(file: str, batch: int, args: argparse.Namespace) -> dict[str, float]:
 
 
 def multiplications(size: int = 3000, times: int = 10) -> float:
-    """Floating-point operations a second of a product of fp32 matrices on all cores."""
+    """Measure the FLOP/s of an fp32 matrix product on all cores."""
     torch.set_num_threads(machine.describe()["cores"])
     a, b = torch.randn(size, size), torch.randn(size, size)
     taken = []
@@ -201,7 +201,7 @@ def lines(measured: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def accuracy(values: Sequence[float]) -> str:
-    """The mean, and the least and the largest."""
+    """Format the mean, minimum and maximum."""
     spread = f" ({min(values):.2%} to {max(values):.2%})" if len(values) > 1 else ""
     return f"{statistics.mean(values):.2%}{spread}"
 

@@ -103,11 +103,11 @@ def take_turns(
 def contender(
     name: str, request: dict[str, Any], processes: int
 ) -> Iterator[Callable[[], tuple[int, float]]]:
-    """Start a contender; give a function that trains a segment and returns its images and seconds.
+    """Start a contender; yield a function that trains a segment and returns its images and seconds.
 
     Args:
         name: one of ``CONTENDERS``.
-        request: as ``benchmarks.worker`` takes it.
+        request: the request of ``benchmarks.worker``.
         processes: how many.
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
@@ -175,7 +175,7 @@ def run(
 
 
 def spread(values: Sequence[float]) -> float:
-    """The distance between the quartiles over the median."""
+    """Return the interquartile range over the median."""
     if len(values) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4)

@@ -1,1 +1,1 @@
-"""Programs' parts for a person: searches, reports, exported networks. A cluster needs none of them."""
+"""Tools for a user at a machine: searches, reports, exported networks. A cluster does not need them."""

@@ -1,4 +1,4 @@
-"""Settings of a training by the images of a folder, the minutes and the machine: ``classify FOLDER``.
+"""Chooses the settings of ``classify FOLDER`` by the images, the minutes and the machine.
 
 They are changes of ``experiments/photos-scratch.yaml``, whose recipe is airbench94_muon's
 (https://github.com/KellerJordan/cifar10-airbench). The rule:
@@ -137,8 +137,8 @@ def choose(images: Images, minutes: float = MINUTES, net: str | None = None) -> 
 
     Args:
         images: of the folder.
-        minutes: the most that the training may take.
-        net: another network than ``NET``; its speed is not known, so the estimate takes that of ``NET``.
+        minutes: the time limit of the training.
+        net: a network in place of ``NET``; the estimate still uses the speed of ``NET``.
     """
     train, speed = images.splits["train"], images_a_second()
     enough = max(ENOUGH_PASSES * train, ENOUGH_IMAGES)

@@ -43,8 +43,8 @@ class Ramp(NamedTuple):
     """A trained ramp.
 
     Attributes:
-        rates: of the steps up to the first loss that is not finite; empty on other ranks than the chief.
-        losses: of the same steps, means over all ranks.
+        rates: learning rates of the steps up to the first loss that is not finite; only on the chief.
+        losses: losses of the same steps, means over all ranks.
         is_chief: whether this rank is the chief.
         processes: the number of ranks.
     """
@@ -147,7 +147,7 @@ def smoothed(losses: np.ndarray) -> np.ndarray:
 
 
 def choose(rates: np.ndarray, losses: np.ndarray) -> float:
-    """Return a quarter of the rate with the least smoothed loss, in two digits.
+    """Return a quarter of the rate with the least smoothed loss, rounded to two digits.
 
     The loss still falls at that rate. At the rate of the least loss it is about to grow.
 

@@ -23,17 +23,17 @@ REMEDY = "give a folder of det checkpoint download"
 
 
 def import_checkpoint(source: pathlib.Path, output: pathlib.Path) -> int:
-    """Make the folder of a run with a cluster's checkpoint.
+    """Create the folder of a run from a cluster's checkpoint.
 
     Args:
-        source: a folder of ``det checkpoint download``; it stays as it is.
-        output: the run's folder, without a run.
+        source: a folder written by ``det checkpoint download``; it is not changed.
+        output: the new run's folder.
 
     Returns:
         The optimizer steps of the checkpoint.
 
     Raises:
-        InvalidInput: if the source is no such folder, or the output has a run.
+        InvalidInput: if the source is not such a folder, or the output already has a run.
     """
     if not (source / "trial_state.pkl").is_file():
         reason = "has no trial_state.pkl" if source.is_dir() else "no such folder"

@@ -5,7 +5,7 @@
 
 The manifest has the experiment file and the command, and replaces lost pods. Several pods need --claim: the
 PersistentVolumeClaim of a folder that they share. `checkpoint_storage` keeps checkpoints in S3 or GCS.
-Manual: docs/kubernetes.md. Exit codes: 0 done, 2 a wrong value.
+Manual: docs/kubernetes.md. Exit codes: 0 done, 2 invalid value.
 
 Sources: https://kubernetes.io/docs/concepts/workloads/controllers/job,
 https://github.com/kubeflow/trainer/tree/master/manifests/base/crds
@@ -46,15 +46,15 @@ class Request:
     """A training under Kubernetes.
 
     Attributes:
-        name: of the objects.
-        image: has the project in ``workdir``, and its packages.
+        name: the objects' name.
+        image: container image with the project in ``workdir``, and its packages.
         workdir: working directory of the command.
         config: the experiment configuration.
-        nodes: least and most pods.
+        nodes: minimum and maximum number of pods.
         processes: of each pod.
-        restarts: of the training.
+        restarts: maximum number of restarts.
         claim: PersistentVolumeClaim of the shared folder; without it the folder ends with the pod.
-        secret: whose entries are environment variables; empty for none.
+        secret: Secret with environment variables; empty for none.
         on_cpu: whether a process takes a core instead of a GPU.
     """
 
@@ -81,13 +81,23 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.parser(__doc__, "const.yaml")
     add = parser.add_argument
     add("--kind", choices=KINDS, default="job", help="(%(default)s)")
-    add("--name", help="of the objects (the experiment's name)")
-    add("--image", required=True, help="has the project and its packages")
-    add("--workdir", default="/workspace", metavar="FOLDER", help="the project's in the image (%(default)s)")
-    add("--nodes", default="1", metavar="N|MIN:MAX", help="pods; MIN:MAX continues with fewer (%(default)s)")
+    add("--name", help="name of the objects (the experiment's name)")
+    add("--image", required=True, help="container image with the project and its packages")
+    add(
+        "--workdir",
+        default="/workspace",
+        metavar="FOLDER",
+        help="folder of the project in the image (%(default)s)",
+    )
+    add(
+        "--nodes",
+        default="1",
+        metavar="N|MIN:MAX",
+        help="number of pods; with MIN:MAX, fewer may continue (%(default)s)",
+    )
     add("--claim", default="", metavar="NAME", help=f"PersistentVolumeClaim, mounted at {SHARED}")
     add("--secret", default="", metavar="NAME", help="Secret with credentials as environment variables")
-    add("--cpu", action="store_true", help="a core for each process instead of a GPU")
+    add("--cpu", action="store_true", help="give each process a core instead of a GPU")
     return parser.parse_args(argv)
 
 

@@ -90,7 +90,7 @@ def train(
     Args:
         folder: ``FOLDER/<class>/*``, or ``train/`` with ``val/``, ``test/`` or both in it.
         arguments: more options of the command, e.g. ``"--net", "resnet18"``.
-        minutes: the most that the training may take.
+        minutes: the time limit of the training.
         output: the folder of the run; by default a new one in ``runs/``.
 
     Returns:
@@ -126,7 +126,7 @@ def train(
 
 
 def _print_lines(process: subprocess.Popen[str]) -> list[str]:
-    """Print the lines of a process, pass an interruption on, and return the lines of errors."""
+    """Print a process's lines, forward an interruption to it, and return its error lines."""
     assert process.stdout
     errors: list[str] = []
     while True:

@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the options that settings depend on; the others are of ``train.py``."""
     parser = argparse.ArgumentParser(
         prog=f"{command_line.COMMAND} FOLDER",
-        description="Train on a folder of images; every option of `classify train` is valid, too.",
+        description="Train on a folder of images; all options of `classify train` are valid, too.",
         allow_abbrev=False,
     )
     command_line.add_experiment_options(parser, None, "experiment file, in place of the chosen settings")

@@ -100,7 +100,7 @@ def _cells(tried: Try, config: TrialConfig) -> list[str]:
 
 
 def _table(tries: Tries, best: Try) -> Table:
-    """Return the tries, the fastest first."""
+    """Return the table of the tries, the fastest first."""
     table = Table(box=box.SIMPLE)
     for name in ("ZeRO", "micro-batch", "accumulation", "with", "images/s", "MiB a rank"):
         table.add_column(name, justify="left" if name == "with" else "right")

@@ -44,7 +44,7 @@ class Audit:
         dataset: the images.
         rows: the findings, in the order of their importance.
         classes: every class in numbers.
-        accuracy: the share of all images that heads fitted without them classify as labelled.
+        accuracy: the share of all images that held-out heads classify as labelled.
         estimated_wrong: an estimate of the number of wrong labels.
     """
 
@@ -76,7 +76,7 @@ def audit(dataset: Dataset, features: np.ndarray, workers: int | None = None) ->
     Args:
         dataset: the images.
         features: float32 (N, D).
-        workers: the number of processes, which changes no result; None for one each core.
+        workers: the number of processes, which does not change the result; None for one per core.
 
     Raises:
         InvalidInput: if a class has fewer than two images.
@@ -104,8 +104,8 @@ def write(result: Audit, features: str, output: pathlib.Path) -> None:
     """Write ``audit.html``, ``audit.csv`` and ``exclude.txt`` into a folder.
 
     Args:
-        result: of ``audit``.
-        features: their name.
+        result: the result of ``audit``.
+        features: the features' name.
         output: the folder, which is made.
 
     Raises:
@@ -176,7 +176,7 @@ def _table(result: Audit) -> str:
 
 
 def _list(result: Audit) -> str:
-    """Return the list: copies are lines, and other findings comments, which a person decides on."""
+    """Return the list: near-duplicates are lines; other findings are comments, for a user to decide."""
     lines = [
         "# Images to leave out: data.exclude takes this file.",
         "# Near-duplicates: one image of each pair.",
@@ -184,7 +184,9 @@ def _list(result: Audit) -> str:
     names = result.dataset.names
     copies = [row for row in result.rows if row.kind in (LEAK, COPY)]
     lines += dict.fromkeys(_line(names[row.images[0]]) for row in copies)
-    lines.append("# Labels to look at, the surest first: remove the # of each image to leave out.")
+    lines.append(
+        "# Labels to check, the most probable errors first: remove the # before each image to leave out."
+    )
     lines += [f"#{_line(names[row.images[0]])}" for row in result.rows if row.kind == LABEL]
     lines.append("# Outliers.")
     lines += [f"#{_line(names[row.images[0]])}" for row in result.rows if row.kind == OUTLIER]

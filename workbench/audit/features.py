@@ -1,4 +1,4 @@
-"""Features of images: one vector an image, computed once and kept on the disk.
+"""Features of images: one vector per image, computed once and stored on disk.
 
 A network's features are the inputs of its head. Without a network they are responses to whitened patches of
 the images themselves, after A. Coates, H. Lee, A. Ng, "An Analysis of Single-Layer Networks in Unsupervised
@@ -66,7 +66,7 @@ class HeadInput:
 
     Attributes:
         layer: the name of the head, a fully connected layer.
-        scale: the network's logits over the layer's outputs.
+        scale: the factor from the layer's outputs to the network's logits.
 
     Raises:
         InvalidInput: if the network's logits are not one fully connected layer's outputs, times a number.
@@ -84,7 +84,7 @@ class HeadInput:
         )
         features, scores = self._run(example * 2 - 1)
         if features.shape[1] != self.head.in_features:
-            raise InvalidInput(f"{path}: its last layer takes several vectors an image; use another network")
+            raise InvalidInput(f"{path}: its last layer gets several vectors per image; use another network")
         outputs = self.head(features).detach()
         self.scale = float((scores * outputs).sum() / outputs.square().sum().clamp(min=1e-30))
         if not torch.allclose(scores, self.scale * outputs, rtol=1e-3, atol=1e-5):
@@ -209,15 +209,15 @@ class Features:
 def kept(
     extractor: Extractor, dataset: Dataset, workers: int | None = None, folder: pathlib.Path | None = None
 ) -> Features:
-    """Compute features of all images, or read the features that an earlier command has computed.
+    """Compute the features of all images, or read them if an earlier command computed them.
 
     Every image is computed in a part of fixed size by one thread, so the bits do not depend on ``workers``.
 
     Args:
         extractor: the function.
         dataset: the images.
-        workers: the number of processes; None for one each core.
-        folder: keeps the features; the user's cache if None.
+        workers: the number of processes; None for one per core.
+        folder: the folder for the features; None for the user's cache.
     """
     identity = f"{_FORMAT} {torch.__version__} {extractor.identity} {dataset.digest()}"
     folder = folder or stand_ins() / FOLDER

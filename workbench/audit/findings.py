@@ -33,8 +33,8 @@ class Finding:
 
     Attributes:
         kind: ``leak``: near-duplicates in two splits; ``copy``: in one split; ``label``; ``outlier``.
-        score: of two images their correlation; of a label the probability that it is right; of an outlier its
-            mean cosine with its neighbours.
+        score: for near-duplicates their correlation; for a label its probability of being right; for an
+            outlier the mean cosine similarity to its neighbours.
         images: their indices; the first is the one to leave out.
         note: in words.
     """
@@ -48,7 +48,7 @@ class Finding:
 def near_duplicates(dataset: Dataset) -> list[Finding]:
     """Return pairs of near-duplicates, mirrored or not: pairs in two splits first, then by likeness.
 
-    Both steps survive other file formats, sizes and brightness, and a crop of a few percent.
+    Both steps tolerate other file formats, sizes and brightness, and a crop of a few percent.
     """
     size = (COMPARED, COMPARED)
     small = torch.cat([_scaled(images, size).round().to(torch.uint8) for images in dataset.batches()])
@@ -150,7 +150,7 @@ def estimated_wrong(labels: np.ndarray, probabilities: np.ndarray) -> int:
 
 
 def outliers(dataset: Dataset, features: np.ndarray) -> list[Finding]:
-    """Return the hundredth of the images that is least like its ten nearest neighbours.
+    """Return the 1 % of the images that are least similar to their ten nearest neighbours.
 
     Args:
         dataset: the images.
@@ -170,13 +170,13 @@ def outliers(dataset: Dataset, features: np.ndarray) -> list[Finding]:
 
 @dataclass(frozen=True)
 class ClassRow:
-    """A class in numbers.
+    """Counts and accuracy of a class.
 
     Attributes:
         name: of the class.
         counts: its images in each split.
         accuracy: the share of its images that held-out heads classify as labelled.
-        confused: the class that they most often take it for, and the share.
+        confused: the class with which the heads confuse it most often, and the share.
         is_small: whether a split has fewer than 30 of its images.
     """
 

@@ -63,7 +63,7 @@ def write(path: pathlib.Path, trained: Trained) -> None:
 
 
 def _without_places(description: Any) -> dict[str, Any]:
-    """Remove places of this machine: the data's root becomes its name, cache and storage go."""
+    """Remove local paths: the data's root becomes its name; cache and storage are removed."""
     provenance = description["provenance"]
     given = provenance.get("data")
     if not isinstance(given, dict) or not isinstance(given.get("root"), str):
@@ -128,7 +128,7 @@ def _preprocessing(seen: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(name: str, description: dict[str, Any], modules: list[str]) -> dict[str, Any]:
-    """Return the card's code that makes the network: imports and an expression; timm needs neither."""
+    """Return the code in the card that builds the network: imports and an expression; empty for timm."""
     if timm_nets.is_timm(name):
         return {"library": "timm"}
     if modules:

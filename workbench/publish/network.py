@@ -104,12 +104,12 @@ def without_warnings() -> Iterator[None]:
 
 
 def read_described(path: pathlib.Path) -> dict[str, Any]:
-    """Read the description of a file that is no ``state_dict``, after checking the file's digest.
+    """Check the digest of a file that is not a ``state_dict``, and read its description.
 
-    A damaged or foreign file must not reach a library that runs it as a program.
+    Otherwise a library could run a damaged or untrusted file as a program.
 
     Raises:
-        InvalidInput: if a file is missing or damaged, or both are not of one export.
+        InvalidInput: if a file is missing or damaged, or the two files come from different exports.
     """
     with refused(str(path), "give a file of checkpoint.py export, with its JSON file"):
         digest = sha256(regular_file(path))

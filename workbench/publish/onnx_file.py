@@ -118,7 +118,7 @@ def read(path: pathlib.Path) -> Classifier:
 
 
 def _refuse_other_files(path: pathlib.Path) -> None:
-    """Raise ``ValueError`` if a network has weights in other files; ``save`` writes none."""
+    """Raise ``ValueError`` if an ONNX network has weights in other files; ``save`` writes none."""
     import onnx
 
     model = onnx.load(path, load_external_data=False)
@@ -128,7 +128,7 @@ def _refuse_other_files(path: pathlib.Path) -> None:
 
 
 def _tensors(graph: Any) -> Iterator[Any]:
-    """Give the tensors of a graph of ONNX, and of the graphs within it."""
+    """Yield the tensors of an ONNX graph and of its subgraphs."""
     yield from graph.initializer
     for sparse in graph.sparse_initializer:
         yield from (sparse.values, sparse.indices)

@@ -132,10 +132,10 @@ def described(classifier: Classifier, net: pathlib.Path) -> dict[str, Any]:
 
 
 def is_of_this_page(host: str | None, origin: str | None) -> bool:
-    """Return whether a request is from this machine and from no page but this one.
+    """Return whether a request comes from this machine and from this page.
 
-    A browser writes both headers. A page of another site has another origin, and it has another host even
-    where the site's name has become this machine's address.
+    The browser sets both headers. A page of another site has another origin. If a site's name resolves to
+    this machine (DNS rebinding), the host differs.
 
     Args:
         host: the request's header ``Host``.
@@ -162,7 +162,7 @@ class Server(socketserver.ThreadingTCPServer):
         super().__init__((HOST, port), Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print an error of a request as a line; a client that has left is none."""
+        """Print a request's error as a line; ignore a client that has disconnected."""
         error = sys.exc_info()[1]
         if error and not isinstance(error, OSError):
             print(f"{called('checkpoint')}: serve: {one_line(error)}", file=sys.stderr)
@@ -199,7 +199,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(HTTPStatus.OK, "application/json", json.dumps(found))
 
     def log_message(self, *args: Any) -> None:
-        """Print no line of a request."""
+        """Do not log requests."""
 
     def _is_of_this_page(self) -> bool:
         is_own = is_of_this_page(self.headers.get("Host"), self.headers.get("Origin"))

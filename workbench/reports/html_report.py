@@ -41,13 +41,13 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path, refresh: int = 
     Args:
         folders: of the runs.
         target: the page's file.
-        refresh: seconds after which the page of a run that trains loads again; 0 for never.
+        refresh: interval in seconds at which the page of a running training reloads; 0 for never.
 
     Returns:
         Whether a run trains.
 
     Raises:
-        InvalidInput: if a folder is no run's; nothing is written then.
+        InvalidInput: if a folder is not a run's; then nothing is written.
     """
     runs = [RecordedRun.read(folder) for folder in folders]
     trains = any(not run.is_finished and run.is_training for run in runs)
@@ -65,7 +65,7 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path, refresh: int = 
 
 
 def follow(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
-    """Write the page again and again while a run trains; the browser loads it again, too."""
+    """Rewrite the page while a run trains; the browser reloads it."""
     while write(folders, target, REFRESH):
         time.sleep(REFRESH)
 

@@ -29,12 +29,12 @@ class Row(NamedTuple):
     Attributes:
         number: of the trial, from 0.
         outcome: ``complete``, ``pruned``, ``failed``, ``invalid``, ``running`` or ``waiting``.
-        score: its best validation; None before the first.
-        values: its hyperparameters, in the order of ``Results.names``; None for one that is not drawn yet.
+        score: its best validation; None before the first validation.
+        values: its hyperparameters, in the order of ``Results.names``; None if not sampled yet.
         steps: optimizer steps; None before its end.
         images_per_second: of the training.
         seconds: of wall time; None before its end.
-        reason: of a trial that is not complete.
+        reason: why the trial is not complete.
         folder: in the search's folder.
     """
 

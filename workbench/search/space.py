@@ -99,9 +99,9 @@ def space(ranges: Sequence[Range]) -> dict[str, BaseDistribution]:
 
 
 def draws(ranges: Sequence[Range], grid: bool, seed: int) -> Iterator[dict[str, Any]]:
-    """Draw the hyperparameters of trial 0, 1, ...: every point of a grid, or random ones without end.
+    """Yield the hyperparameters of trial 0, 1, ...: every point of a grid, or endless random samples.
 
-    The draws follow from the ranges and the seed alone: a resumed search repeats them.
+    The samples depend only on the ranges and the seed, so a resumed search repeats them.
     """
     if grid:
         names = [each.name for each in ranges]
