@@ -202,7 +202,7 @@ class ShardSource(ListedSource):
 
 
 def find(location: Location, ending: str) -> dict[str, list[Shard]]:
-    """Return the files of each part, sorted by name; ``start`` and ``stop`` are 0.
+    """Return the shards of each part, sorted by name; their ``start`` and ``stop`` are still 0.
 
     The name of a file, or of its folder, begins with the name of its part. If no name begins with a part, or
     all begin with ``train``, the files are the part ``all``.
