@@ -113,7 +113,7 @@ def _add_commands_of_images(commands: Any) -> None:
     path = {"type": pathlib.Path}
     command = commands.add_parser("audit", help="look for near-duplicates, wrong labels and outliers")
     add: Any = command.add_argument
-    add("folder", metavar="FOLDER", nargs="?", help="of images; or --config", **path)
+    add("folder", metavar="FOLDER", nargs="?", help="a folder of images; not with --config", **path)
     add("--net", metavar="NET", help="the network for the features (default: whitened patches)", **path)
     add(
         "--output",

@@ -54,9 +54,9 @@ def plant(
 
     Args:
         source: a folder with a folder of images for each class.
-        target: a folder to make.
-        images: their number, with the copies.
-        seed: chooses them.
+        target: a folder to create.
+        images: number of images, including the copies.
+        seed: determines the chosen images.
         copies: near-duplicates of training images, in ``test``.
         wrong: images in the folder of another class.
     """

@@ -58,7 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("recipes", nargs="*", default=RECIPES, help=f"files of experiments/ ({' '.join(RECIPES)})")
     add("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="(0 1 2)")
-    add("--repeats", type=int, default=5, metavar="N", help="turns of the trial and the bare loop (5)")
+    add(
+        "--repeats", type=int, default=5, metavar="N", help="repeats of the comparison with the bare loop (5)"
+    )
     add("--set", action="append", default=[], metavar="PATH=VALUE", dest="overrides", help="as in train.py")
     add("--output", type=pathlib.Path, default=pathlib.Path("runs/recipes"), help="(%(default)s)")
     add("--results", type=pathlib.Path, default=PROJECT / "benchmarks/RECIPES.md", help="(%(default)s)")

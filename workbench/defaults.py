@@ -167,7 +167,7 @@ def images_a_second() -> float:
 
 
 def _cost(side: int) -> float:
-    """Return the operations for an image, over those for one of 32x32 pixels."""
+    """Return the operations for an image relative to an image of 32x32 pixels."""
     return (side / 32) ** 2
 
 

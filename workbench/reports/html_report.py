@@ -200,7 +200,7 @@ def _confusion(classified: Mapping[str, Any], classes: Sequence[str]) -> dict[st
 
 
 def _calibration(classified: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Plot the accuracy of the images of each bin over their mean confidence."""
+    """Plot the accuracy in each confidence bin over the bin's mean confidence."""
     if not classified.get("bins"):
         return None
     images, confidence, right = np.array(classified["bins"])
@@ -307,7 +307,7 @@ def _figures(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str]]]:
 
 
 def _score(run: RecordedRun, value: float, step: int) -> tuple[str, str]:
-    """Return a value of the run's metric, an accuracy in percent, and its step in words."""
+    """Format a value of the run's metric (an accuracy in percent) and its step."""
     text = f"{100 * value:.2f} %" if _is_share(run.metric) else f"{value:.4f}"
     return text, f"after {step:,} steps"
 
