@@ -80,9 +80,9 @@ def errors(section: Mapping[str, Any]) -> list[str]:
     lines = []
     if not _is_text(section.get(place)):
         shown = _shown(place, section.get(place))
-        lines.append(f"{SECTION}.{place}: {shown}: must be text without '..'; type {kind} needs it")
+        lines.append(f"{SECTION}.{place}: {shown}: must be a text without '..', as type {kind} needs it")
     if section.get(below) is not None and not _is_text(section[below]):
-        lines.append(f"{SECTION}.{below}: {_shown(below, section[below])}: must be text without '..'")
+        lines.append(f"{SECTION}.{below}: {_shown(below, section[below])}: must be a text without '..'")
     elif below == "storage_path" and not lines and not _path(section, kind).is_relative_to(section[place]):
         where = f"{SECTION}.{place}"
         lines.append(f"{SECTION}.{below}: {_shown(below, section[below])}: must be a folder in {where}")

@@ -273,10 +273,10 @@ def cut(path: pathlib.Path) -> None:
     class_not_in_train=(lambda root: save(root / "test/c/1.png", 1), ["only in train: none;", "only in test: c"]),
     truncated=(lambda root: cut(root / "train/b/0.jpg"), ["{}/train/b/0.jpg:", "not a readable image", "truncated"]),
     link=(lambda root: (root / "train/b/0.png").symlink_to("nowhere"), ["{}/train/b/0.png:", "No such file"]),
-    pipe=(lambda root: os.mkfifo(root / "train/b/0.png"), ["{}/train/b/0.png:", "is no file"]),
+    pipe=(lambda root: os.mkfifo(root / "train/b/0.png"), ["{}/train/b/0.png:", "is not a file"]),
     endless=(lambda root: endless(root / "train/b/0.png"), ["{}/train/b/0.png:", "not a readable image (has 1,099,511,627,776 bytes, more than 268,435,456)"]),
     name=(lambda root: os.mkdir(os.fsencode(root / "train") + b"/\xff"), ["{}/train:", "no UTF-8 name"]),
-    loop=(lambda root: (root / "train/a/again").symlink_to(".."), ["data.root: {}:", "that it lies in", "a/again"]),
+    loop=(lambda root: (root / "train/a/again").symlink_to(".."), ["data.root: {}:", "a circular link", "a/again"]),
     loops=(lambda root: [(root / "train/a" / name).symlink_to(".") for name in ("one", "two")], ["data.root: {}:", "a circular link"]),
     text=(lambda root: (root / "train/b/0.png").write_text("a\nb"), ["{}/train/b/0.png:", "not a readable image"]),
 )  # fmt: skip
