@@ -201,7 +201,7 @@ def _line(name: str) -> str:
 
 
 def _text(name: str) -> str:
-    """Return a file's name as UTF-8 can hold it."""
+    """Return a file's name as valid UTF-8."""
     return name.encode(errors="backslashreplace").decode()
 
 

@@ -30,7 +30,7 @@ HEAT = np.array(
 
 
 def drawn(classifier: Classifier, images: Tensor, classes: Tensor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Give each image as the network sees it, and with its heat: both uint8 (H, W, 3).
+    """Yield each image, cropped for the network, without and with its heat map: both uint8 (H, W, 3).
 
     Args:
         classifier: of weights.

@@ -60,7 +60,7 @@ class ImageFolder(ListedSource):
 
     @property
     def passed_over(self) -> Mapping[str, int]:
-        """The number of files in the folder that are no images of a class, by their extensions."""
+        """The number of ignored files (not images of a class) in the folder, by extension."""
         for part in self.parts:
             self.listing(part)
         with refused(f"data.root: {self.root}"):
