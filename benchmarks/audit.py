@@ -3,8 +3,8 @@
     python3 -m benchmarks.audit IMAGES [--net net.pt] [--images 2000] [--seeds 3]
 
 IMAGES has a folder of images for each class. The benchmark uses the same number of images of each class, a
-fifth of them in ``test``. It plants 20 copies of training images in ``test`` (as JPEG, mirrored, or cropped by
-5 %), and 30 images in the folder of another class. It counts the first 60 rows of ``audit.csv``.
+fifth of them in ``test``. It plants 20 copies of training images in ``test`` (as JPEG, mirrored, or cropped
+by 5 %), and 30 images in the folder of another class. It counts the first 60 rows of ``audit.csv``.
 """
 
 from __future__ import annotations
