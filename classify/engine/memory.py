@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import copy
 import ctypes
 import functools
 import os
@@ -82,6 +83,8 @@ class Forecaster:
         parts = {"base": MIB * (GPU_BASE if self.on_gpu else on_cpu), **model_states(config)}
         if config.zero_stage:
             parts["copies"] = partition_copies(config)
+        if config.teacher:
+            parts["teacher"] = sum(t.numel() for t in config.teacher.net.parameters()) * config.dtype.itemsize
         host = 0
         if self.on_gpu and offloads(config.deepspeed, "offload_optimizer"):
             host = parts.pop("optimizer") + parts.pop("copies") + parts["gradients"]
@@ -110,6 +113,9 @@ class Forecaster:
     @functools.cached_property
     def _activations(self) -> tuple[int, int]:
         first, second = (measure_activations(self.config, size) for size in TRACED)
+        if self.config.teacher:  # it classifies the images before the network does
+            taught = [measure_teacher(self.config, size) for size in TRACED]
+            first, second = max(first, taught[0]), max(second, taught[1])
         return first, second
 
     @property
@@ -140,6 +146,23 @@ def measure_activations(config: TrialConfig, micro_batch: int) -> int:
             del loss
     sizes = {getattr(kind, "name", kind): size for kind, size in snapshot.items()}
     return sizes["Total"] - sizes["PARAM"] - sizes["BUFFER"]
+
+
+def measure_teacher(config: TrialConfig, micro_batch: int) -> int:
+    """Return the most bytes of inputs and activations while the teacher classifies a micro-batch."""
+    teacher = config.teacher
+    assert teacher
+    outline = copy.deepcopy(teacher.net).to("meta")
+    with FakeTensorMode(), torch.no_grad():
+        net = _with_fake_weights(outline, config.dtype).requires_grad_(True)  # or the tracker refuses it
+        tracker = MemTracker()
+        tracker.track_external(net)
+        with tracker:
+            net(
+                torch.empty(micro_batch, 3, teacher.seen["height"], teacher.seen["width"], dtype=config.dtype)
+            )
+            (snapshot,) = tracker.get_tracker_snapshot("peak").values()
+    return snapshot["Total"] - sum(tensor.nbytes for tensor in net.state_dict().values())
 
 
 def _with_fake_weights(net: nn.Module, dtype: torch.dtype) -> nn.Module:

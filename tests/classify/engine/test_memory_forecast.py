@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from matrix import DEEPSPEED
+from matrix import DEEPSPEED, TEACHER
 from matrix import VIT as SMALL
 from support import DIGITS, execute, launcher, overrides
 
@@ -20,6 +20,8 @@ from classify.engine.memory import (
     partition_copies,
 )
 from classify.engine.trial_config import TrialConfig
+from classify.models import net_file, registry
+from classify.models.registry import NetSpec
 from deepspeed_trial import machine
 
 NET = 62_006  # parameters of Net, an even number
@@ -100,6 +102,30 @@ def test_recomputed_and_16_bit_activations_are_fewer_and_an_average_has_the_size
     assert bf16["activations"] < 0.6 * plain["activations"]
     average = forecast(resolve(**VIT, hyperparameters__weight_average="{decay: 0.99}")).parts
     assert average["average"] == plain["weights"]
+
+
+def test_a_teacher_adds_its_weights_and_what_it_needs_more_than_the_network(tmp_path):
+    plain, large = forecast(resolve()).parts, {"height": 224, "width": 224, "resize": [224, 224]}
+    described = {
+        "net": {**TEACHER, "net": {"name": "net", "num_classes": 10}},
+        "resnet18": {
+            **TEACHER,
+            "net": {"name": "resnet18", "num_classes": 10},
+            "input": {**TEACHER["input"], **large},
+        },
+    }
+    found, weights = {}, {}
+    for name, description in described.items():
+        net = registry.build(NetSpec(name, 10, (224, 224), None))
+        weights[name] = 4 * sum(parameter.numel() for parameter in net.parameters())
+        net_file.write(tmp_path / f"{name}.pt", net.state_dict(), description)
+        taught = forecast(resolve(hyperparameters__teacher=tmp_path / f"{name}.pt"))
+        assert taught.note is None
+        found[name] = taught.parts
+        assert found[name]["teacher"] == weights[name]
+    assert found["net"]["activations"] == plain["activations"]
+    first_layer = 32 * 4 * 64 * 112 * 112  # bytes of its output, of a micro-batch
+    assert first_layer < found["resnet18"]["activations"] < 6 * first_layer
 
 
 def test_offloaded_states_are_the_hosts_beside_a_gpu():
