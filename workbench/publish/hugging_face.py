@@ -76,7 +76,7 @@ def _without_places(description: Any) -> dict[str, Any]:
 def _sources(folder: pathlib.Path, name: str) -> list[str]:
     """Copy the code of a network of ``net.py``; return the modules to import.
 
-    The ``net.py`` of a working directory becomes ``own_net.py``, beside the project's.
+    The folder holds the ``net.py`` of a working directory as ``own_net.py``, and the project's as ``net.py``.
     """
     if not pretrained.is_own(name):
         return []
