@@ -248,7 +248,9 @@ def _connected() -> Any:
     elif address != "auto" and not _answers(address):
         raise InvalidInput(f"RAY_ADDRESS: {address}: no Ray runs here; ray start --head --port 6379")
     import ray
+    from ray._private import worker
 
+    worker.print_to_stdstream = lambda *_, **__: None  # prints lost nodes on stdout, despite log_to_driver
     ray.init(address=address, **options)
     return ray
 
