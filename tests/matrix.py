@@ -358,7 +358,7 @@ ROWS: dict[str, Row] = {
     "compiled zero1": row("digits", 1, **COMPILED, like="zero0"),
     "compiled zero2": row("digits", 2, **COMPILED, like="zero0", onward=(("zero3", 1),)),
     "compiled bf16": row("bf16", 2, **COMPILED, weight_average={"decay": 0.9}),
-    "compiled resnet18": row("digits", 0, net="resnet18", **NETWORK, **COMPILED, like="resnet18", ranks=(1,)),
+    "compiled resnet18": row("digits", 0, net="resnet18", **NETWORK, **COMPILED, ranks=(1,)),
     "compiled resnet18 zero2": row("digits", 2, net="resnet18", **NETWORK, **COMPILED, ranks=(2,)),
     "compiled vit": row("digits", 0, **SMALL_VIT, **NETWORK, **COMPILED, like="timm vit", ranks=(1,)),
     "compiled vit zero1": row("digits", 1, **SMALL_VIT, **NETWORK, **COMPILED, like="timm vit", ranks=(2,)),

@@ -21,7 +21,7 @@ COPIED = """pyproject.toml LICENSE .detignore const.yaml distributed.yaml ds_con
 deepspeed_trial classify workbench experiments train.py search.py checkpoint.py shards.py model_def.py data.py
 net.py""".split()
 PROGRAMS = ("*.py", "classify/**/*.py", "workbench/**/*.py")
-OPTIONAL = {"fsspec", "mlflow", "wandb"}  # for a store of checkpoints, and for trackers
+OPTIONAL = {"fsspec", "mlflow", "ray", "wandb"}  # stores of checkpoints, searches on Ray, trackers
 RUN = "import deepspeed_trial, runpy; print(deepspeed_trial.__file__); runpy.run_path('trial.py', run_name='__main__')"
 
 

@@ -125,7 +125,7 @@ class PixelFile:
         where = f"{folder / f'.{self.name}.raw'} ({in_bytes(whole[0].nbytes)})"
         remove = f"{typed('checkpoint', 'caches', self.root, '--clear')} removes it"
         print(
-            printable(f"{_in_words(whole[0].shape)} are kept decoded in {where}; {remove}"), file=sys.stderr
+            printable(f"{_in_words(whole[0].shape)} are stored decoded in {where}; {remove}"), file=sys.stderr
         )
         return whole
 

@@ -102,7 +102,7 @@ def end_of_launcher(launcher, said, output):
     ranks = psutil.Process(launcher.pid).children(recursive=True)
     psutil.Process(launcher.pid).kill()
     wait_until(lambda: not any(map(is_alive, ranks)))
-    assert said().count("is gone") == 1 and "Traceback" not in said()
+    assert said().count("has ended; stopping") == 1 and "Traceback" not in said()
     (steps,) = checkpoints(Run(0, "", "", output))
     return steps
 

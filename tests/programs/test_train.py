@@ -244,11 +244,11 @@ def test_images_are_decoded_after_all_other_checks(tmp_path, folder, capsys):
         runs = train_many(tmp_path, {name: [*short, *row] for name, row in rows.items()}, environment=env)
     made = runs.pop("run")
     assert made.code == 0, made.stderr
-    assert made.stderr.count("are kept decoded") == 2
+    assert made.stderr.count("are stored decoded") == 2
     for refused in runs.values():
         assert refused.code == 2, refused.stderr
         assert refused.stderr.splitlines()[-1].startswith("train.py: hyperparameters.weights: ")
-        assert "are kept decoded" not in refused.stderr
+        assert "are stored decoded" not in refused.stderr
     before = caches(folder)
     larger = overrides(data__resize=40)
     resumed = train_many(tmp_path, {"run": [*short, *larger, "--resume=latest"]})["run"]

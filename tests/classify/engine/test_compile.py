@@ -53,11 +53,11 @@ def test_two_ranks_share_a_new_cache_and_a_resume_with_another_has_the_same_bits
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     straight, stopped = train(row, 2, tmp_path / "one", {}), train(row, 2, tmp_path / "two", {}, **fault)
     assert (straight.code, stopped.code) == (0, 130), straight.stderr + stopped.stderr
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "other_cache"))
     resumed = train(row, 2, tmp_path / "two", {}, (*LATEST,))
     assert resumed.code == 0, resumed.stderr
     assert resumed.summary["weights_sha256"] == straight.summary["weights_sha256"]
-    assert all([*(tmp_path / name).rglob("*.so")] for name in ("cache", "other cache")), (
+    assert all([*(tmp_path / name).rglob("*.so")] for name in ("cache", "other_cache")), (
         "nothing was compiled"
     )
     assert not any("_orig_mod" in name for name in torch.load(tmp_path / "one/net.pt", weights_only=True))
