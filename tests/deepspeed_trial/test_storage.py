@@ -142,20 +142,21 @@ def test_a_store_that_is_away_changes_no_bit(s3, straight, tmp_path, monkeypatch
 
 def test_a_store_that_stays_away_costs_no_checkpoint(tmp_path, monkeypatch):
     """The run ends with a line; a later one uploads the rest."""
-    share, gone = tmp_path / "share", tmp_path / "gone"
-    share.mkdir()
+    share, disk, wall = tmp_path / "share", tmp_path / "disk", tmp_path / "wall"
+    disk.mkdir()
+    share.symlink_to(disk)
     section = {"type": "directory", "container_path": str(share)}
     monkeypatch.setattr(uploads, "PATIENCE", 0.01)
 
     def lose(step):
         if step == 6:
-            share.rename(gone)
-            share.touch()  # nothing can be below it
+            wall.touch()
+            wall.replace(share)  # at once: a missing folder would be made again; nothing can be below a file
 
     with pytest.raises(TrainingStopped, match="has the checkpoints; --resume latest uploads them"):
         fit(tmp_path / "run", section, watch=lose)
     share.unlink()
-    gone.rename(share)
+    share.symlink_to(disk)
     _, done = fit(tmp_path / "run", section, 25, which="latest")
     assert done.steps == 25 and names_in(held(section, tmp_path / "there")) == {done.checkpoint}
 
