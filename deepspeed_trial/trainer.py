@@ -113,11 +113,14 @@ class Trainer:
         )
         loop = Loop(self.trial, context, settings, context.resumed_from)
         loop.run()
+        return self._result(loop)
+
+    def _result(self, loop: Loop) -> FitResult:
         return FitResult(
             steps=loop.steps,
             epochs=loop.state.epochs_trained,
             checkpoint=loop.checkpoint,
-            validation=dict(context.services.progress.validation),
+            validation=dict(self.context.services.progress.validation),
             test=loop.test,
             interrupted=loop.outcome is Outcome.INTERRUPTED and not on_cluster(),
             budget=loop.budget.summary() if loop.budget else {},

@@ -1,4 +1,4 @@
-"""A trial's process on a node of a Ray cluster.
+"""A trial's process: started, stopped and killed, on this machine or on a node of a Ray cluster.
 
 Ray imports this module on each node. The module avoids torch, which takes seconds to import.
 """
@@ -81,17 +81,8 @@ class NodeProcess:
         self.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(filelock.Timeout), filelock.FileLock(self.folder / ".lock", timeout=60):
             pass
-        with open(self.log, "ab") as log, tempfile.TemporaryFile() as whole:  # without a name
-            whole.write(stdin.encode())
-            whole.seek(0)
-            self.process = subprocess.Popen(
-                [sys.executable, *arguments],
-                stdin=whole,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment, pid_name: str(os.getpid())},
-                start_new_session=True,
-            )
+        pid = {pid_name: str(os.getpid())}
+        self.process = spawn([sys.executable, *arguments], stdin, self.log, environment | pid)
         return self.look()
 
     def look(self) -> News:
@@ -112,10 +103,45 @@ class NodeProcess:
 
     def stop(self) -> None:
         """Ask the process to save a checkpoint and end."""
-        if self.process and self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+        stop(self.process)
 
     def kill(self) -> None:
         """Kill the process and its children."""
-        if self.process and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        kill(self.process)
+
+
+def spawn(
+    command: Sequence[str], stdin: str, log: pathlib.Path, environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a process that leads a session, so that Ctrl-C reaches the search alone, which stops its trials.
+
+    Args:
+        command: the program and its arguments.
+        stdin: text for the process.
+        log: file that its stdout and stderr are appended to.
+        environment: additional variables.
+    """
+    with open(log, "ab") as output, tempfile.TemporaryFile() as whole:  # without a name
+        whole.write(stdin.encode())
+        whole.seek(0)
+        return subprocess.Popen(
+            command,
+            stdin=whole,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+
+
+def stop(process: subprocess.Popen[bytes] | None) -> None:
+    """Ask a training process to save a checkpoint and end, unless it has ended."""
+    if process and process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+
+
+def kill(process: subprocess.Popen[bytes] | None) -> None:
+    """Kill a process that leads a session, with its children, and wait for its end."""
+    if process and process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

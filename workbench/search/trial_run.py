@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from classify.config.project import PROJECT
 from classify.config.rules import is_count
 from deepspeed_trial.local import metrics_log
 from deepspeed_trial.stops import STOP_WITH_PID
+from workbench.search import node
 
 _ERROR = re.compile(r"^train\.py: (?!note: )(.*)", re.MULTILINE)
 _RANKS_CODE = re.compile(r"exitcode\s*: (-?\d+)")  # as torchrun reports it
@@ -66,17 +66,8 @@ class TrialRun:
         command = [sys.executable, *self.arguments()]
         if any(self.folder.glob("checkpoints/[!.]*/")):
             command += ["--resume", "latest"]
-        with open(self.log, "ab") as log, tempfile.TemporaryFile() as whole:  # without a name
-            whole.write(self.whole.encode())
-            whole.seek(0)
-            self.process = subprocess.Popen(
-                command,
-                stdin=whole,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment, STOP_WITH_PID: str(os.getpid())},
-                start_new_session=True,  # Ctrl-C reaches the search alone, which stops its trials
-            )
+        pid = {STOP_WITH_PID: str(os.getpid())}
+        self.process = node.spawn(command, self.whole, self.log, environment | pid)
 
     def arguments(self) -> list[str]:
         """Return the command that trains, without the interpreter."""
@@ -92,14 +83,11 @@ class TrialRun:
 
     def stop(self) -> None:
         """Ask the trial to save a checkpoint and end."""
-        if self.process and self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+        node.stop(self.process)
 
     def kill(self) -> None:
         """Kill all its processes."""
-        if self.process and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        node.kill(self.process)
 
     @property
     def summary(self) -> dict[str, Any]:
