@@ -184,7 +184,7 @@ class Handler(http.server.SimpleHTTPRequestHandler):
         size, half = len(content), content[: len(content) // 2]
         begun = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + half
         chunk = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % size + half
-        packed = gzip.compress(content)
+        packed = gzip.compress(content, mtime=0)  # equal bytes at any second
         zipped = (
             b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed) + packed
         )
