@@ -39,7 +39,8 @@ BASE, JOINED, GPU_BASE = 820, 40, 500
 HOLES = 1.35  # memory that glibc keeps for a step, over the size of its blocks: docs/memory.md
 TEMPORARIES = 2  # tensors of a parameter's size within torch's Adam: ZeRO's parameters are whole partitions
 BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, in numbers
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of mallopt
+MMAPS = 65536  # glibc's default number of blocks that have pages of their own
 
 
 # ----------------------------------------------------------------------------------------------- the forecast
@@ -278,16 +279,18 @@ def keeps_freed_memory(config: TrialConfig) -> bool:
 def keep_freed_memory(keeps: bool) -> None:
     """Tell this process's C library to keep the memory blocks that a step frees, or to return large ones.
 
-    The next step allocates the blocks again, with a page fault for every 4 KiB of returned memory. With kept
-    blocks ``Net`` trains 1.2 times as fast at micro-batches of 256 and 1,024 images. ``MALLOC_`` variables of
-    the user have precedence.
+    The next step allocates the blocks again, with a page fault for every 4 KiB of returned memory. glibc
+    returns a block that has pages of its own at once, and gives such pages to all blocks over 32 MiB. So
+    kept blocks have no pages of their own. docs/speed.md has measurements. ``MALLOC_`` variables of the user
+    have precedence.
     Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
     """
     if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
     with contextlib.suppress(OSError, AttributeError):  # of another C library
         library = ctypes.CDLL(None)
-        library.mallopt(M_MMAP_THRESHOLD, 32 * MIB if keeps else MIB)  # glibc takes at most 32 MiB
+        library.mallopt(M_MMAP_MAX, 0 if keeps else MMAPS)
+        library.mallopt(M_MMAP_THRESHOLD, MIB)
         library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keeps else MIB)
 
 

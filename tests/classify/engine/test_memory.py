@@ -131,14 +131,15 @@ def test_an_older_torch_has_no_name_for_the_error_of_a_gpu(monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
-def test_freed_blocks_are_kept_for_the_next_step_or_returned():
+@pytest.mark.parametrize("size", [2**22, 2**24])  # 16 MiB, and more than glibc's limit of 32 MiB
+def test_freed_blocks_are_kept_for_the_next_step_or_returned(size):
     def page_errors(kept):
         memory.keep_freed_memory(kept)
         for _ in range(50):  # until all that the forked heap had free has been written to
-            torch.ones(2**22)  # 16 MiB
+            torch.ones(size)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for _ in range(10):
-            torch.ones(2**22)
+            torch.ones(size)
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     def compare():
