@@ -266,8 +266,9 @@ def fuzz(reader: str, folder: pathlib.Path) -> None:
     """Feed a reader for ``SECONDS``; the last file stays in the folder."""
     dataset, name, contents = READERS[reader]
     pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # the usual one reserves 1 GiB at once
-    limit = psutil.Process().memory_info().vms + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    # Of written memory: threads reserve addresses that they never use
+    limit = psutil.Process().memory_info().data + MEMORY
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_FSIZE, (DISK, DISK))
     root, end, rounds = folder / "root", time.monotonic() + SECONDS, 0
     outcome: Callable[[], None]
