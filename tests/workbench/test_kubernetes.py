@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import sys
 import time
 
@@ -59,6 +60,15 @@ def test_a_manifest_has_the_experiment_and_all_that_its_pods_need(kind, capsys):
         assert found["TrainJob"]["spec"]["runtimeRef"]["name"] == found["TrainingRuntime"]["metadata"]["name"]
     output = command[command.index("--output") + 1]
     assert output.startswith(f"{mounts['shared']}/") and command[-2:] == ["--resume", "auto"]
+
+
+def test_the_image_copies_files_that_exist_and_pytorch_s_base_has_the_pinned_torch():
+    text = (PROJECT / "examples/kubernetes.Dockerfile").read_text()
+    (version,) = re.findall(r"BASE=pytorch/pytorch:([\d.]+)-cuda[\d.]+-cudnn\d+-devel$", text, re.MULTILINE)
+    assert f"torch=={version}" in (PROJECT / "requirements.txt").read_text().splitlines()
+    assert f"pytorch:{version}-" in (PROJECT / "docs/kubernetes.md").read_text()
+    for line in re.findall("^COPY (.*) .*$", text, re.MULTILINE):
+        assert all(any(PROJECT.glob(source)) for source in line.split())
 
 
 @pytest.mark.parametrize(
