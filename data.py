@@ -80,10 +80,18 @@ class Images:
 
     def inputs(self, images: Tensor, channels_last: bool, size: tuple[int, int] | None = None) -> Tensor:
         """Scale and normalise images (B, 3, H, W) uint8 to inputs (B, 3, h, w) float32, on the device."""
-        inputs = as_inputs(images.to(self.device, non_blocking=True), *self.normalization)
+        inputs = as_inputs(self.on_device(images), *self.normalization)
         if size and size != inputs.shape[2:]:
             inputs = F.interpolate(inputs, size, mode="bilinear", align_corners=False, antialias=True)
         return inputs.contiguous(memory_format=torch.channels_last) if channels_last else inputs
+
+    def on_device(self, batch: Tensor) -> Tensor:
+        """Copy a batch to the training device.
+
+        A copy to a Mac's GPU waits, or it could read freed memory. Source:
+        https://github.com/pytorch/pytorch/issues/189690
+        """
+        return batch.to(self.device, non_blocking=self.device.type == "cuda")
 
     def sample(self) -> Tensor:
         """Return inputs (N, 3, H, W) float32 on the CPU of at most 5,000 training images, evenly spaced."""

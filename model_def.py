@@ -179,7 +179,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         channels_last = config.validates_channels_last if step is None else config.channels_last
         for number, (images, labels) in enumerate(dataloader_iter or (), first):
             inputs = self.images.inputs(images, channels_last, config.input_size(step))
-            labels = labels.to(self.context.device, non_blocking=True)
+            labels = self.images.on_device(labels)
             if self.mixup and step is not None:
                 place = config.seed, step, number, data_parallel_rank(self.model_engine)
                 inputs, labels = apply_mixup(self.mixup, inputs, labels, place)

@@ -7,9 +7,9 @@ It replaces Determined's training loop and patches DeepSpeed, and is independent
     with init(hparams=hparams, exp_conf=config) as context:
         Trainer(MyTrial(context), context).fit(max_length=pytorch.Epoch(2))
 
-Import this package before ``torch`` and ``deepspeed``. The import selects the CPU if there is no GPU, hides
-MLflow from DeepSpeed, lets waiting threads sleep, and sets the rank of each task that SLURM's ``srun``
-starts.
+Import this package before ``torch`` and ``deepspeed``. The import selects the CPU if there is no GPU, or if
+several processes would share a Mac's GPU. It hides MLflow from DeepSpeed, lets waiting threads sleep, and
+sets the rank of each task that SLURM's ``srun`` starts.
 """
 
 from __future__ import annotations
@@ -90,16 +90,18 @@ def sleep_while_waiting() -> None:
 
 
 def choose_accelerator() -> None:
-    """Select the CPU for DeepSpeed and torch if there is no GPU."""
+    """Select the CPU for DeepSpeed and torch if there is no GPU; a Mac's GPU is for one process alone."""
     import torch
 
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found no accelerator
+        if os.environ.get("WORLD_SIZE", "1") != "1" or not torch.backends.mps.is_available():
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or DeepSpeed warns that it found no accelerator
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or torch's optimizers look for a driver in every step
 
 
 # Errors alone: the store's warnings about a lost rank are a page of C++ frames each
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")  # a Mac's CPU computes what its GPU cannot
 sys.meta_path.insert(0, NoMLflowInAutotuner())
 sleep_while_waiting()
 if sys.orig_argv[1:3] != ["-m", "deepspeed_trial.launch"]:  # its processes choose

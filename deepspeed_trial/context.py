@@ -72,7 +72,7 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
         if torch.cuda.is_available():
             super()._init_device()
         else:
-            self.device = torch.device("cpu")
+            self.device = torch.device(processes.device_type())
 
     # ------------------------------------------------------------------------------------ for the trial
 

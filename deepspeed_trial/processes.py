@@ -27,8 +27,8 @@ MANUAL = "DET_MANUAL_INIT_DISTRIBUTED"  # Determined's variable: the trial start
 
 
 def device_type() -> str:
-    """Return ``cuda`` if there is a GPU, else ``cpu``."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """Return ``cuda`` if there is a GPU, ``mps`` for a Mac's GPU, else ``cpu``."""
+    return "cuda" if torch.cuda.is_available() else str(get_accelerator().device_name())
 
 
 def share_cores() -> None:
@@ -82,7 +82,7 @@ def start_process_group(hang_after: float = HANG_AFTER) -> None:
     if torch.distributed.is_initialized() or os.environ.get(MANUAL):
         return  # by an earlier run in this process; or by the trial itself
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        if torch.cuda.is_available():
+        if device_type() != "cpu":
             _take_gpu()
     else:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")  # which DeepSpeed asks for
@@ -105,6 +105,9 @@ def _init_distributed(hang_after: float) -> None:
 
 def _take_gpu() -> None:
     gpus, processes = torch.cuda.device_count(), local_size()
+    if device_type() == "mps":
+        reason = "a Mac's GPU trains in one process; use 1, or set DS_ACCELERATOR=cpu"
+        raise InvalidInput(f"--nproc-per-node: {processes}: {reason}")
     if processes > gpus:
         raise InvalidInput(
             f"--nproc-per-node or --num_gpus: {processes}: more than this host's GPUs; use at most {gpus}"

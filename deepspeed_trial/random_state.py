@@ -22,18 +22,18 @@ def seed_everything(seed: int) -> None:
 
 def random_state(device: torch.device) -> State:
     """Return the states of all generators."""
-    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda
+    gpu = None if device.type == "cpu" else getattr(torch, device.type).get_rng_state()
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), gpu
 
 
 def set_random_state(state: State, device: torch.device) -> None:
     """Set the generators to the states that ``random_state`` returned."""
-    python, numpy, cpu, cuda = state
+    python, numpy, cpu, gpu = state
     random.setstate(python)
     np.random.set_state(numpy)
     torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda, device)
+    if gpu is not None:
+        getattr(torch, device.type).set_rng_state(gpu)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from deepspeed_trial.services import Services
 from deepspeed_trial.time_budget import TimeBudget
 
 ENGINES = "engines"  # key of a rank's file
+GPU_STATES = {"cuda": "gpu_rng_state", "mps": "mps_rng_state"}  # keys of the random numbers, by device
 BUDGET = "budget"  # key of a checkpoint's progress: the plan, and the time used
 
 logger = logging.getLogger("deepspeed_trial")
@@ -200,16 +201,16 @@ def _random_numbers(context: Any) -> dict[str, Any]:
     """Return the states of the random number generators under Determined's names."""
     python, numpy, cpu, gpu = random_state(context.device)
     states = {"cpu_rng_state": cpu, "np_rng_state": numpy, "random_rng_state": python}
-    return states if gpu is None else {**states, "gpu_rng_state": gpu}
+    return states if gpu is None else {**states, GPU_STATES[context.device.type]: gpu}
 
 
 def _set_random_numbers(states: Mapping[str, Any], context: Any) -> None:
-    is_here, was_there = context.device.type == "cuda", "gpu_rng_state" in states
-    gpu = states.get("gpu_rng_state") if is_here else None
+    here = context.device.type
+    there = next((device for device, name in GPU_STATES.items() if name in states), "cpu")
+    gpu = states[GPU_STATES[here]] if here == there != "cpu" else None
     python, numpy, cpu = (states[f"{name}_rng_state"] for name in ("random", "np", "cpu"))
     set_random_state((python, numpy, cpu, gpu), context.device)
-    if is_here != was_there:
-        there, here = ("a GPU" if where else "a CPU" for where in (was_there, is_here))
+    if here != there:
         logger.warning(
             f"the checkpoint was made on {there}, this run is on {here}: random numbers will differ"
         )

@@ -270,18 +270,21 @@ def _average_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterat
 
 
 def _device_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: str) -> Iterator[str]:
-    """Yield the errors of features that need a GPU."""
-    if device != "cpu":
+    """Yield the errors of features that need CUDA, and of offload from a Mac's GPU."""
+    if device == "cuda":
         return
+    for key in ("offload_optimizer", "offload_param"):
+        if device == "mps" and offloads(config, key):
+            yield f"zero_optimization.{key}: a Mac's GPU shares the host's memory; remove it"
     for path in FOR_GPUS:
         *sections, key = path.split(".")
         if value := section_at(config, *sections).get(key):
-            yield f"{path}: {value!r}: needs a GPU; remove it to train on a CPU"
+            yield f"{path}: {value!r}: needs a GPU with CUDA; remove it"
     if hyper.sync_batchnorm:
-        yield f"{HYPER}sync_batchnorm: True: torch computes it only on GPUs; set it to false"
+        yield f"{HYPER}sync_batchnorm: True: torch computes it only with CUDA; set it to false"
     name = _optimizer_name(config)
     if name.lower() in DEEPSPEED_OPTIMIZERS and optimizer_class(name) is None and not is_muon(config):
-        yield f"optimizer.type: {name!r}: needs a GPU; on a CPU use one of {', '.join(optimizer_names())}"
+        yield f"optimizer.type: {name!r}: needs CUDA; without it use one of {', '.join(optimizer_names())}"
 
 
 def _monitor_errors(config: Mapping[str, Any]) -> Iterator[str]:

@@ -108,7 +108,7 @@ def resolve(
         merged: from ``merge``.
         hyper: the hyperparameters, without conflicts.
         processes: the number of processes.
-        device: ``cpu`` or ``cuda``.
+        device: ``cpu``, ``cuda`` or ``mps``.
         steps: returns the optimizer steps of the training; None if its length is not known.
 
     Returns:
@@ -313,11 +313,11 @@ def _indivisible(given: dict[str, int], replicas: int) -> str:
 
 
 def _avoid_compiling(config: dict[str, Any], device: str) -> None:
-    """Select torch's Adam on a CPU: DeepSpeed would first compile its kernel for a minute."""
+    """Select torch's Adam without CUDA: on a CPU, DeepSpeed would first compile its kernel for a minute."""
     optimizer = config["optimizer"]
     if optimizer["type"].lower() in ("adam", "adamw", "muon"):  # Muon includes an Adam
         params = optimizer.setdefault("params", {})
-        if device == "cpu":
+        if device != "cuda":
             params.setdefault("torch_adam", True)
         elif not params.get("torch_adam"):
             params.pop("fused", None)  # DeepSpeed's kernels always are

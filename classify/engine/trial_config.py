@@ -94,7 +94,7 @@ class TrialConfig:
         deepspeed: the argument ``config`` of ``deepspeed.initialize``.
         seed: the experiment's seed.
         processes: the number of processes.
-        device: ``cpu`` or ``cuda``.
+        device: ``cpu``, ``cuda`` or ``mps``.
         tries: whether benchmark runs choose the micro-batch; before that it is the largest possible.
         plan: the plan of the steps; for a length in minutes the trainer's plan.
     """
@@ -126,7 +126,7 @@ class TrialConfig:
             experiment: the experiment configuration; ``data``, ``searcher``, ``reproducibility`` and the
                 checkpoint settings are read.
             processes: the number of processes.
-            device: ``cpu`` or ``cuda``.
+            device: ``cpu``, ``cuda`` or ``mps``.
             source: the dataset; opened if None.
             plan: the trainer's plan, if there is one.
 

@@ -287,7 +287,7 @@ def devices(sizes: Sequence[int], settings: DataSettings, device: torch.device) 
         InvalidInput: if ``data.device`` is ``cuda`` and the images do not fit.
     """
     chosen = [torch.device("cpu")] * len(sizes)
-    if device.type == "cpu" or settings.device == "cpu":
+    if device.type != "cuda" or settings.device == "cpu":  # a Mac's GPU shares the host's memory
         return chosen
     free = torch.cuda.mem_get_info(device)[0]
     for number, size in enumerate(sizes):

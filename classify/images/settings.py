@@ -303,7 +303,7 @@ class DataSettings(Keyed):
         if net_size and "image_size" not in section and parsed.kind.of_any_size:
             parsed = dataclasses.replace(parsed, image_size=net_size)
         if parsed.device == "cuda" and not torch.cuda.is_available():
-            errors.lines.append("data.device: 'cuda': this machine has no GPU; use auto")
+            errors.lines.append("data.device: 'cuda': this machine has no GPU with CUDA; use auto")
         errors.lines += [*parsed._size_errors(section), *parsed._label_errors()]
         sides = parsed.image_size
         if not _are_sides(sides) or max(sides) > rules.MOST_PIXELS:

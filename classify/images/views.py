@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from classify.config.options import TestTimeAugmentation
 from deepspeed_trial.errors import InvalidInput
+from deepspeed_trial.random_state import randomness_kept
 
 
 def views(inputs: Tensor, chosen: TestTimeAugmentation) -> Iterator[tuple[Tensor, float]]:
@@ -60,7 +60,7 @@ def view_scores(
         return plain, plain
     (_, weight), *others = views(inputs, chosen)
     mean = weight * plain
-    with torch.random.fork_rng([inputs.device] if inputs.is_cuda else []):
+    with randomness_kept(inputs.device):
         for view, weight in others:
             mean += weight * classify(view)
     return plain, mean

@@ -174,6 +174,8 @@ class ClassificationMetrics(pytorch.MetricReducer):
             logits: (B, C) float32.
             labels: (B,) int64.
         """
+        if logits.device.type == "mps":  # which has no float64
+            logits, labels = logits.cpu(), labels.cpu()
         if self._counts is None:
             self._start(logits.device)
         assert self._counts is not None

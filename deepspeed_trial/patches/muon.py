@@ -17,8 +17,8 @@ USES_MUON = "use_muon"  # an attribute of a parameter, and a key of a parameter 
 MODULE = "deepspeed.runtime.zero.muon.original_muon"
 
 
-def _on_cpu() -> bool:
-    return bool(get_accelerator().device_name() == "cpu")
+def _without_cuda() -> bool:
+    return bool(get_accelerator().device_name() != "cuda")
 
 
 @patch(
@@ -77,7 +77,7 @@ def flatten_filters() -> None:
     _wrap_update(flattened)
 
 
-@patch(f"{MODULE}:ns_compute_dtype", versions=">=0.17.6", digests=("d0cf2168c4f7",), when=_on_cpu)
+@patch(f"{MODULE}:ns_compute_dtype", versions=">=0.17.6", digests=("d0cf2168c4f7",), when=_without_cuda)
 def compute_in_fp32() -> None:
     """Muon computes in fp16 or bf16 if the accelerator supports it, which is slow on a CPU."""
     from deepspeed.runtime.zero.muon import original_muon
@@ -90,7 +90,7 @@ def compute_in_fp32() -> None:
     versions=">=0.17.6",
     guards=(f"{MODULE}:zeropower_via_newtonschulz5",),
     digests=("a0de36ae27e9",),
-    when=lambda: _on_cpu() and hasattr(torch.compiler, "set_stance"),  # torch has it since 2.6
+    when=lambda: _without_cuda() and hasattr(torch.compiler, "set_stance"),  # torch has it since 2.6
 )
 def compute_uncompiled() -> None:
     """Muon compiles its matrix products, even on a CPU; that takes a minute and a C++ compiler."""

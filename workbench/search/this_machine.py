@@ -22,7 +22,7 @@ class ThisMachine:
         search: the search whose trials run here.
 
     Attributes:
-        device: ``cuda`` or ``cpu``, on which trials train.
+        device: ``cpu``, ``cuda`` or ``mps``, on which trials train.
         room: trials at a time.
 
     Raises:

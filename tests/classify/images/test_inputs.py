@@ -61,7 +61,8 @@ def test_a_gpu_keeps_images_that_fit(monkeypatch):
     assert devices([60, 10], DataSettings(device="auto"), gpu) == [cpu, gpu]
     assert devices([49, 30], DataSettings(device="auto"), gpu) == [gpu, cpu]  # each gets half of the rest
     assert devices([60, 40], DataSettings(device="cuda"), gpu) == [gpu, gpu]
-    for device, settings in ((gpu, DataSettings(device="cpu")), (cpu, DataSettings())):
+    host = (gpu, DataSettings(device="cpu")), (cpu, DataSettings()), (torch.device("mps"), DataSettings())
+    for device, settings in host:
         assert devices([1, 1], settings, device) == [cpu, cpu]
     line = error_line(devices, [60, 41], DataSettings(device="cuda"), gpu)
     assert "data.device: 'cuda': 0 MiB of images" in line
