@@ -80,7 +80,7 @@ def scale_fp16_loss_without_zero(engine: deepspeed.DeepSpeedEngine) -> None:
     digests=("d6aa413dfa99",),
 )
 def let_other_losses_pass(engine: deepspeed.DeepSpeedEngine) -> None:
-    """An engine refuses the loss of another engine, which a GAN's generator sends through the discriminator.
+    """An engine refuses the loss of another engine that passes through it, e.g. a GAN's generator loss.
 
     DeepSpeed assumes that the trial itself called ``backward`` on that loss. It refuses the loss without
     ZeRO, and in fp16, where the other engine's loss scale is missing. This engine's weights keep the loss's
@@ -156,7 +156,7 @@ def keep_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> None:
     when=lambda engine: engine.dp_world_size == 1 and engine.zero_optimization_stage() == 0,
 )
 def skip_reductions_over_one_rank(engine: deepspeed.DeepSpeedEngine) -> None:
-    """A single process without ZeRO runs a useless gradient reduction: 4 % of a small step on a CPU."""
+    """A single process without ZeRO reduces gradients in vain, which takes 4 % of a small step on a CPU."""
     engine.enable_backward_allreduce = False
 
 

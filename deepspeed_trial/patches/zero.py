@@ -103,7 +103,7 @@ def _has_groups(engine: deepspeed.DeepSpeedEngine) -> bool:
     when=_has_groups,
 )
 def join_collectives_of_groups(engine: deepspeed.DeepSpeedEngine) -> None:
-    """ZeRO 1 and 2 wait for the parameter groups one by one, so many learning rates slow down a step.
+    """ZeRO 1 and 2 wait for each parameter group in turn, so a step with many learning rates is slow.
 
     With the patch a step waits for all groups together: once in the norm of the gradients, once after the
         update.
