@@ -42,10 +42,10 @@ def test_the_table_has_every_measured_recipe(tmp_path):
         validation = {"accuracy_tta": accuracy, "accuracy": accuracy - 0.1}
         run = {"seed": seed, "whole": 30, "seconds": 20, "validation": validation, "machine": where}
         (tmp_path / f"one-seed{seed}.json").write_text(json.dumps(run))
-    speed: dict[str, Any] = {"trial": 200, "recipe": 190, "full": 50, "ratio": 1.05, "peak": 4e12}
-    speed |= {"operations": 1e10, "images": 500, "what": "width 1"}
+    speed: dict[str, Any] = {"trial": 200, "recipe": 190, "ratio": 1.05, "peak": 4e12}
+    speed |= {"operations": 1e10, "what": "width 1"}
     (tmp_path / "one-speed.json").write_text(json.dumps(speed))
     (row,) = [line for line in recipes.lines(recipes.read(tmp_path)) if line.startswith("| `one.yaml`")]
     expected = "`one.yaml`: width 1 | 0 1 | 60.00% (50.00% to 70.00%) | 50.00% (40.00% to 60.00%) | 20 | 30"
-    expected += " | 2.0 of 10 s | 1.050 | 2000, 50% of an fp32 matrix product's"
+    expected += " | 1.050 | 2000, 50% of a bf16 matrix product's"
     assert [cell.strip() for cell in row.split("|")[1:-1]] == expected.split(" | ")
