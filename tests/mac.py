@@ -20,10 +20,11 @@ COLLECTIVES = ("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast"
 BETWEEN = {"copy_", "cpu", "to", "__set__", "_has_compatible_shallow_copy_type"}
 UNTOUCHED = {"device", "_parse_to"}  # they take a device and make no tensor
 
-torch._C._mps_is_available = torch._C._mps_is_on_macos_or_newer = lambda *_: True
+torch._C._mps_is_available = lambda: True
+torch._C._mps_is_on_macos_or_newer = lambda *_: True
 torch.backends.mps.is_available.cache_clear()  # torch asks when it is imported
-torch.mps.get_rng_state = lambda: torch.get_rng_state()
-torch.mps.set_rng_state = lambda state: torch.set_rng_state(state)
+torch.mps.get_rng_state = lambda *_: torch.get_rng_state()
+torch.mps.set_rng_state = lambda state, *_: torch.set_rng_state(state)
 torch.mps.synchronize = torch.mps.empty_cache = lambda: None
 torch.mps.manual_seed = lambda seed: None
 for name in ("current_allocated_memory", "driver_allocated_memory", "recommended_max_memory"):
@@ -39,7 +40,8 @@ class Mac(TorchFunctionMode):
 
     def __init__(self):
         super().__init__()
-        self.devices = {}  # of a storage: its device, and the storage, so that no other gets its address
+        # Of a storage: its device, and the storage, so that no other gets its address
+        self.devices: dict[int, tuple[str, object]] = {}
 
     def device(self, tensor):
         with torch._C.DisableTorchFunction():

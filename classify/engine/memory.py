@@ -155,7 +155,7 @@ def measure_teacher(config: TrialConfig, micro_batch: int) -> int:
     assert teacher
     outline = copy.deepcopy(teacher.net).to("meta")
     with FakeTensorMode(), torch.no_grad():
-        net = _with_fake_weights(outline, config.dtype).requires_grad_(True)  # or the tracker refuses it
+        net = _with_fake_weights(outline.requires_grad_(False), config.dtype)
         tracker = MemTracker()
         tracker.track_external(net)
         with tracker:
@@ -167,8 +167,17 @@ def measure_teacher(config: TrialConfig, micro_batch: int) -> int:
 
 
 def _with_fake_weights(net: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Move a network from torch's meta device to the CPU; ``FakeTensorMode`` must be on."""
-    return net._apply(lambda t: torch.empty(t.shape, dtype=dtype if t.is_floating_point() else t.dtype))
+    """Move a network from torch's meta device to the CPU; ``FakeTensorMode`` must be on.
+
+    Frozen weights become buffers, because torch's tracker needs the gradient of every parameter.
+    """
+    net = net._apply(lambda t: torch.empty(t.shape, dtype=dtype if t.is_floating_point() else t.dtype))
+    for module in net.modules():
+        for name, weight in [*module.named_parameters(recurse=False)]:
+            if not weight.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, weight.detach())
+    return net
 
 
 def _autocast(config: TrialConfig) -> contextlib.AbstractContextManager[Any]:

@@ -104,6 +104,14 @@ def test_recomputed_and_16_bit_activations_are_fewer_and_an_average_has_the_size
     assert average["average"] == plain["weights"]
 
 
+def test_frozen_weights_need_fewer_activations():
+    plain, head = forecast(resolve(**VIT)), forecast(resolve(**VIT, hyperparameters__head_only="true"))
+    assert head.note is None and head.parts["weights"] < plain.parts["weights"]
+    assert head.parts["activations"] < 0.2 * plain.parts["activations"]
+    airbench = forecast(resolve(hyperparameters__net="airbench"))  # its first layer is frozen
+    assert airbench.note is None and airbench.parts["activations"] > 0
+
+
 def test_a_teacher_adds_its_weights_and_what_it_needs_more_than_the_network(tmp_path):
     plain, large = forecast(resolve()).parts, {"height": 224, "width": 224, "resize": [224, 224]}
     described = {
