@@ -44,7 +44,7 @@ def measure_all(config: str, overrides: Sequence[str], quick: bool, repeats: int
 
 
 def most_processes() -> int:
-    """Return the most processes to compare: two, or one on a machine with a single GPU."""
+    """Return the largest number of processes in the comparison: two, or one on a machine with one GPU."""
     return min(2, torch.cuda.device_count()) if torch.cuda.is_available() else 2
 
 

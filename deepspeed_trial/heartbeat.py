@@ -87,7 +87,7 @@ def _kinds(form: type) -> dict[str, type]:
 
 
 class Heartbeats:
-    """Send and read heartbeats in a thread, because a store may hang.
+    """Send and read heartbeats in a thread, because torch's key-value store may block.
 
     Args:
         distributed: the ranks.

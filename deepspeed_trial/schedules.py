@@ -63,7 +63,7 @@ class GroupSchedule:
     def step(self, batch_iteration: int | None = None) -> None:
         """Advance by a step, or move to the state after ``batch_iteration + 1`` steps from the start.
 
-        A torch schedule stays at its last step.
+        ``OneCycleLR`` keeps its last rate after ``total_steps``; torch itself would raise an error.
         """
         wanted = self.last_batch_iteration + 1 if batch_iteration is None else batch_iteration
         if wanted + 1 < self._done:

@@ -190,10 +190,10 @@ def draw(rates: np.ndarray, losses: np.ndarray, rate: float, file: pathlib.Path)
 def with_rate(
     hyperparameters: Mapping[str, Any], rate: float, scheduler: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return hyperparameters with another learning rate; Muon's ``adam_lr`` keeps its ratio to ``lr``.
+    """Return hyperparameters with a given learning rate; Muon's ``adam_lr`` keeps its ratio to ``lr``.
 
     Args:
-        hyperparameters: of the experiment, in any form of DeepSpeed's keys.
+        hyperparameters: the experiment's; DeepSpeed's keys may be inline, or in a file with overrides.
         rate: ``optimizer.params.lr``, and the peak of the file's schedule.
         scheduler: a schedule in place of the file's.
 

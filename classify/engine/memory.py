@@ -40,7 +40,7 @@ HOLES = 1.35  # memory that glibc keeps for a step, over the size of its blocks:
 TEMPORARIES = 2  # tensors of a parameter's size within torch's Adam: ZeRO's parameters are whole partitions
 BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, in numbers
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of mallopt
-MMAPS = 65536  # glibc's default number of blocks that have pages of their own
+MMAPS = 65536  # glibc's default limit of blocks allocated by mmap
 
 
 # ----------------------------------------------------------------------------------------------- the forecast
@@ -289,9 +289,9 @@ def keep_freed_memory(keeps: bool) -> None:
     """Tell this process's C library to keep the memory blocks that a step frees, or to return large ones.
 
     The next step allocates the blocks again, with a page fault for every 4 KiB of returned memory. glibc
-    returns a block that has pages of its own at once, and gives such pages to all blocks over 32 MiB. So
-    kept blocks have no pages of their own. docs/speed.md has measurements. ``MALLOC_`` variables of the user
-    have precedence.
+    immediately returns a freed block that it allocated by mmap, and by default it uses mmap for all blocks
+    over 32 MiB. To keep blocks, this function therefore turns mmap off. docs/speed.md has measurements.
+    ``MALLOC_`` variables of the user have precedence.
     Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
     """
     if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):

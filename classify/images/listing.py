@@ -284,7 +284,7 @@ class WithoutSome(ListedSource):
 
     Args:
         source: the source with all its images.
-        left_out: the indices of the others in each part.
+        left_out: the indices of the images to leave out, by part.
     """
 
     def __init__(self, source: ListedSource, left_out: Mapping[str, Collection[int]]) -> None:
@@ -311,7 +311,7 @@ class WithoutSome(ListedSource):
         return self._source.passed_over
 
     def listing(self, part: str) -> Listing:
-        """Return the other images of a part."""
+        """Return the remaining images of a part."""
         return self._listings[part]
 
 

@@ -74,7 +74,7 @@ class DataPlan:
 
     @classmethod
     def resolve(cls, settings: DataSettings) -> DataPlan:
-        """Open the dataset and choose its splits, the place of decoded images and the window.
+        """Open the dataset; choose its splits, the place of decoded images and the attribute ``window``.
 
         Raises:
             InvalidInput: if the data is missing, damaged or not usable, or with a line for each setting that

@@ -13,9 +13,9 @@ from classify.models.recompute import blocks
 def depths(net: nn.Module) -> dict[str, int]:
     """Return the layer number of each parameter by name; layer 0 is next to the image, the last is the head.
 
-    For timm's networks, timm groups the layers. In other networks a layer is a block of several modules in a
-    sequence, such as a residual block, or, without blocks, a module with parameters. Parameters between two
-    blocks belong to the first block.
+    timm groups the layers of its networks. In any other network a layer is a block of ``recompute.blocks``,
+    such as a residual block. If the network has no blocks, each module with parameters is a layer. Parameters
+    between two blocks belong to the first block.
     """
     matcher: Any = getattr(net, "group_matcher", None)
     if callable(matcher):

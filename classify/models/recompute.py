@@ -42,7 +42,7 @@ def enable(net: nn.Module) -> None:
 
 
 def blocks(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
-    """Yield the outermost modules of several layers within a sequence, such as residual blocks."""
+    """Yield the outermost entries of containers that contain modules themselves, such as residual blocks."""
     for child in module.children():
         if type(child) in CONTAINERS:
             yield from blocks(child, True)

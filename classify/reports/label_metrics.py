@@ -60,7 +60,7 @@ class LabelMetrics(ClassificationMetrics):
 
     @override
     def per_slot_reduce(self) -> tuple[Any, ...]:
-        """Return this rank's images: places int64 (N,), logits float32 (N, C) and labels uint8 (N, C)."""
+        """Return this rank's validation positions int64 (N,), logits float32 (N, C), labels uint8 (N, C)."""
         if not self._counted:
             nothing = np.zeros((0, len(self.classes)))
             return np.zeros(0, np.int64), nothing.astype(np.float32), nothing.astype(np.uint8)

@@ -52,7 +52,7 @@ class Throughput(pytorch.MetricReducer):
 
     @override
     def cross_slot_reduce(self, per_slot_metrics: list[float]) -> dict[str, float]:
-        """Return ``images_per_second``; all ranks train at the same speed."""
+        """Return rank 0's ``images_per_second``, because all ranks train at the same speed."""
         return {"images_per_second": per_slot_metrics[0]}
 
     def of_run(self) -> float:

@@ -224,8 +224,8 @@ def find(tries: Tries) -> Try | None:
     """Return the fastest configuration; None if none trains.
 
     It first tries micro-batches with the file's ZeRO stage, then the other stages with the best micro-batch.
-    If memory limits the micro-batch, it tries activation checkpointing, and on a GPU offload, with larger
-    ones.
+    If memory limits the micro-batch, it also tries larger micro-batches with activation checkpointing and, on
+    a GPU, with optimizer offload.
     """
     config = tries.config
     best = tries.best_micro_batch({})

@@ -188,7 +188,7 @@ def _best(run: pathlib.Path, found: dict[str, dict[str, Any]]) -> str | None:
 
 
 def ranked(found: dict[str, dict[str, Any]], score: Callable[[int], float | None]) -> list[str]:
-    """Return the names of ``known`` checkpoints with a score, the highest first, of equals the earlier."""
+    """Return the names of ``known`` checkpoints with a score, the highest first; of equals the earlier."""
     scores = {name: score(found[name]["steps_completed"]) for name in reversed(found)}
     judged = {name: value for name, value in scores.items() if value is not None}
     return sorted(judged, key=judged.__getitem__, reverse=True)

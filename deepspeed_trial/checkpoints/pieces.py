@@ -50,7 +50,7 @@ class Piece(NamedTuple):
     matrix: tuple[int, int] | None = None
 
     def of(self, values: Tensor) -> Tensor:
-        """Return the part of a tensor that has the owner's layout."""
+        """Return this piece's elements of a tensor; the tensor has the layout of ``owner``."""
         is_whole = values.numel() == self.numel
         return values if is_whole else values.view(-1).narrow(0, self.first, self.numel)
 

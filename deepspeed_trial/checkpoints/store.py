@@ -133,7 +133,7 @@ class LocalCheckpoints:
         raise InvalidInput(f"--resume: {which}: {self.folder / name / damage}; {mend}")
 
     def best(self) -> list[str]:
-        """Return the names of the validated checkpoints, the best first; ties are in their order of time."""
+        """Return the names of the validated checkpoints, the best first; of equals the earlier first."""
         return files.ranked(files.known(self.folder), self._score)
 
     def _prune(self) -> None:

@@ -21,7 +21,7 @@ RESUME = "--resume latest continues"
 
 @contextlib.contextmanager
 def explain_lost_disk(output: pathlib.Path) -> Iterator[None]:
-    """Turn errors of a full or lost disk in the block into one line with the remedy.
+    """Turn an error that the ``with`` block raises on a full or lost disk into one line with the remedy.
 
     Args:
         output: folder of the run.

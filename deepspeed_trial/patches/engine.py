@@ -80,7 +80,7 @@ def scale_fp16_loss_without_zero(engine: deepspeed.DeepSpeedEngine) -> None:
     digests=("d6aa413dfa99",),
 )
 def let_other_losses_pass(engine: deepspeed.DeepSpeedEngine) -> None:
-    """An engine refuses the loss of another engine that passes through it, e.g. a GAN's generator loss.
+    """If one engine's loss passes through a second engine (a GAN's generator loss), the second refuses it.
 
     DeepSpeed assumes that the trial itself called ``backward`` on that loss. It refuses the loss without
     ZeRO, and in fp16, where the other engine's loss scale is missing. This engine's weights keep the loss's
@@ -125,8 +125,9 @@ def keep_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> None:
     """Without ZeRO, DeepSpeed forgets the norm of fp32 gradients, and ``get_global_grad_norm()`` gives None.
 
     If all ranks have the same gradients, the patch uses torch's clipping: it takes half the time, needs no
-    sum over ranks, and differs only by rounding. With experts or parallel models the ranks use DeepSpeed's
-    sums, and compute the norm even without clipping, which takes 1 % of a small step on a CPU.
+    sum over ranks, and differs only by rounding. Without clipping these ranks compute the norm before each
+    step, which takes 1 % of a small step on a CPU. With experts or parallel models, the patch uses
+    DeepSpeed's clipping, which sums over ranks; without clipping there is then no norm.
     """
     replicated = engine.mpu is None and not engine.has_moe_layers
     parameters = list(engine.module.parameters())  # once, because a walk over the modules takes time

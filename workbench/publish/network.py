@@ -41,7 +41,7 @@ class Trained:
         return net_file.build(self.description, self.weights)
 
     def program(self) -> torch.export.ExportedProgram:
-        """Trace the network by ``torch.export``, for any number of inputs.
+        """Trace the network by ``torch.export``, with a dynamic batch size.
 
         Raises:
             InvalidInput: if it cannot be traced.

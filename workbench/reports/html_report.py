@@ -71,7 +71,7 @@ def follow(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
 
 
 def tracked_files(output: pathlib.Path) -> list[pathlib.Path]:
-    """Write the report of a local run; return the files for trackers, with the report if it succeeded."""
+    """Write the report of a local run. Return the files for trackers, without the report if that failed."""
     report, files = output / "report.html", [output / name for name in TRACKED]
     try:
         write([output], report)

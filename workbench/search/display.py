@@ -30,7 +30,7 @@ class SearchDisplay:
     Args:
         results: its trials.
         output: the search's folder.
-        chosen_on: the images that compare the trials, in words.
+        chosen_on: a description of the images on which the trials are compared.
     """
 
     def __init__(self, results: Results, output: pathlib.Path, chosen_on: str) -> None:

@@ -58,7 +58,10 @@ class NamedFiles(ListedSource):
 
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
-        """The class names: sorted, or numbers from 0; or the columns of ``data.several_labels``."""
+        """The class names: the columns of ``data.several_labels``, if it lists columns; else the labels.
+
+        The labels are sorted. If they are numbers, the class names are the numbers from 0.
+        """
         several = self.location.several_labels
         if isinstance(several, tuple):
             return several
