@@ -105,7 +105,7 @@ class Plan:
         if any(type(each) is not int or each < 0 for each in whole) or not start < total >= done:
             raise ValueError("must have whole numbers of steps")
         if type(passed) not in (int, float) or not 0 <= passed <= 1 or any(len(each) != 2 for each in plans):
-            raise ValueError("must have a fraction from 0 to 1, and pairs of steps")
+            raise ValueError("must hold a fraction from 0 to 1 and plans of two step numbers each")
         self.total, self.plans, self._from = total, plans, (start, passed)
         if longer != 1:
             self._from = done - 1, min(1.0, self.fraction(done - 1) / longer)

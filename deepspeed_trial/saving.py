@@ -144,7 +144,7 @@ class Saving:
         try:
             budget.load_state_dict(plan, steps)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            raise InvalidInput(f"{file}: progress.{BUDGET}: {one_line(error)}; it is damaged") from error
+            raise InvalidInput(f"{file} is damaged: progress.{BUDGET}: {one_line(error)}") from error
 
     def load(self, path: pathlib.Path, name: str) -> State:
         """Load a checkpoint that ``check`` accepted. Every rank calls it.

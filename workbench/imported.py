@@ -19,7 +19,7 @@ from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.input_files import parsed
 from deepspeed_trial.local.folder import locked_folder, why_unusable
 
-REMEDY = "give a folder of det checkpoint download"
+REMEDY = "give a folder that `det checkpoint download` wrote"
 
 
 def import_checkpoint(source: pathlib.Path, output: pathlib.Path) -> int:

@@ -24,7 +24,7 @@ TYPES = {
     "directory": ("file", "container_path", "", "fsspec"),
 }
 OF_CLUSTERS = ("azure",)
-OFF = f"--set {SECTION}.type=null keeps checkpoints in the run's folder alone"
+OFF = f"keep checkpoints in the run's folder only: --set {SECTION}.type=null"
 SILENCE = 30  # seconds without an answer after which a request has failed
 
 

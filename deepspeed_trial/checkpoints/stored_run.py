@@ -255,5 +255,5 @@ def _refused(url: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise
         reason = redaction.text(one_line(error))
-        remedy = f"correct the fields or the credentials, see whether it answers, or {OFF}"
+        remedy = f"correct the fields or the credentials, check that the server answers, or {OFF}"
         raise InvalidInput(f"{SECTION}: {url}: cannot be read ({reason}); {remedy}") from error

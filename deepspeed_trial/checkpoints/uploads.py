@@ -85,7 +85,7 @@ class Uploads:
                 self._upload()
             except Exception as error:  # each library raises its own
                 if wait == FIRST_WAIT:
-                    logger.warning(f"{self._failed(error)}; the training continues, and uploads it later")
+                    logger.warning(f"{self._failed(error)}; the training continues, the upload follows later")
                 self._is_ending.wait(wait)
                 wait = min(2 * wait, LONGEST_WAIT)
                 self._is_new.set()

@@ -97,7 +97,7 @@ def test_a_cluster_s_checkpoint_continues_to_the_same_bits(tmp_path):
 def test_no_other_folder_is_imported(tmp_path, capsys):
     (tmp_path / "odd").mkdir()
     assert checkpoint.main(["import", str(tmp_path / "none"), str(tmp_path / "run")]) == 2
-    assert "no such folder; give a folder of det checkpoint download" in capsys.readouterr().err
+    assert "no such folder; give a folder that `det checkpoint download` wrote" in capsys.readouterr().err
     assert "has no trial_state.pkl" in error_line(import_checkpoint, tmp_path / "odd", tmp_path / "run")
     (tmp_path / "odd/trial_state.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     assert "cannot be read" in error_line(import_checkpoint, tmp_path / "odd", tmp_path / "run")

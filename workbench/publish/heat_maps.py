@@ -63,7 +63,9 @@ def heat_maps(classifier: Classifier, inputs: Tensor, classes: Tensor) -> Tensor
         InvalidInput: if the form has no gradients, or the network no convolution.
     """
     if classifier.net is None:
-        raise InvalidInput("heat map: needs the gradients of a network of weights; use .pt or .safetensors")
+        raise InvalidInput(
+            "heat map: needs gradients, which this format cannot give; use .pt or .safetensors"
+        )
     seen = _features(classifier.net, inputs, classes)
     if seen is None:
         raise InvalidInput("heat map: the network has no convolution with an output larger than a pixel")

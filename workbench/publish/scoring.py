@@ -110,8 +110,8 @@ def threshold_of(classifier: Classifier, given: str, net: pathlib.Path) -> float
     if classifier.thresholds is not None:
         raise InvalidInput(f"--unknown: {net} gives an image any number of labels, also none; remove it")
     if not given and not stored:
-        what = f"{net} has no threshold: no validation was at its checkpoint, or an earlier version saved it"
-        raise InvalidInput(f"--unknown: {what}; give a threshold, e.g. --unknown=0.5")
+        why = "its weights were saved before they were validated, or by an earlier version of this program"
+        raise InvalidInput(f"--unknown: {net} has no threshold: {why}; give a threshold, e.g. --unknown=0.5")
     try:
         threshold = float(given) if given else float(stored[THRESHOLD])
     except ValueError:

@@ -246,7 +246,7 @@ def _connected() -> Any:
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the address of this node is 127.0.0.1
         options |= {"include_dashboard": False, "object_store_memory": OBJECTS}
     elif address != "auto" and not _answers(address):
-        raise InvalidInput(f"RAY_ADDRESS: {address}: no Ray runs here; ray start --head --port 6379")
+        raise InvalidInput(f"RAY_ADDRESS: {address}: no Ray cluster runs here; start one: ray start --head")
     import ray
     from ray._private import worker
 
@@ -264,9 +264,10 @@ def _answers(address: str) -> bool:
     Raises:
         InvalidInput: if the cluster does not answer.
     """
-    remedy = "give HOST:PORT of ray start --head and its RAY_AUTH_MODE, or local for a new one"
+    name = f"RAY_ADDRESS: {address}"
+    remedy = "give the HOST:PORT of `ray start --head` and its RAY_AUTH_MODE, or `local` for a new cluster"
     if address.startswith("ray://"):
-        raise InvalidInput(f"RAY_ADDRESS: {address}: is for Ray's remote client; {remedy}")
+        raise InvalidInput(f"{name}: is for Ray's remote client; {remedy}")
     try:
         if address != "auto":
             host, _, port = address.rpartition(":")
@@ -275,10 +276,10 @@ def _answers(address: str) -> bool:
         command = [sys.executable, "-c", code, address]
         tried = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER)
     except (OSError, ValueError, OverflowError) as error:
-        raise InvalidInput(f"RAY_ADDRESS: {address}: no Ray answers ({one_line(error)}); {remedy}") from error
+        raise InvalidInput(f"{name}: no Ray cluster answers ({one_line(error)}); {remedy}") from error
     except subprocess.TimeoutExpired as error:
-        raise InvalidInput(f"RAY_ADDRESS: {address}: no Ray answers in {ANSWER} seconds; {remedy}") from error
+        raise InvalidInput(f"{name}: no Ray cluster answered within {ANSWER} seconds; {remedy}") from error
     last = (tried.stderr.strip().splitlines() or [""])[-1]
     if tried.returncode and NONE_HERE not in last:
-        raise InvalidInput(f"RAY_ADDRESS: {address}: no Ray answers ({last}); {remedy}")
+        raise InvalidInput(f"{name}: no Ray cluster answers ({last}); {remedy}")
     return not tried.returncode

@@ -169,7 +169,7 @@ def _find_classes(folders: dict[str, pathlib.Path], root: pathlib.Path) -> list[
             raise InvalidInput(f"data.root: {folder}: the folder {name!r} has no UTF-8 name; rename it")
     if len(classes) < 2:
         shown = f"only the class {classes[0]!r}" if classes else "no class folder"
-        needs = "it needs a folder each for two classes or more"
+        needs = "it needs a folder for each class, and at least two classes"
         raise InvalidInput(f"data.root: {folder}: holds {shown}; {needs}")
     for part, other in others:
         here, there = (set(classes), set(_subfolders(other)))

@@ -222,10 +222,8 @@ def find(location: Location, ending: str) -> dict[str, list[Shard]]:
     parts: dict[str, list[Shard]] = {}
     for url, (size, version) in files.items():
         if not size and not version and is_remote(url):
-            reason = (
-                "its server tells neither its size nor its ETag nor its time, so a change would pass unseen"
-            )
-            raise InvalidInput(f"{url}: {reason}; use a server that does, or a folder")
+            reason = "the server reports no size, ETag or modification time, so a change would go unnoticed"
+            raise InvalidInput(f"{url}: {reason}; use a server that reports one of them, or a folder")
         parts.setdefault(_part(url, location), []).append(Shard(url, size, 0, 0, version=version))
     if len(parts) == 1 and parts.keys() <= {"train", WHOLE}:
         return {WHOLE: next(iter(parts.values()))}

@@ -138,12 +138,12 @@ def scan(file: pathlib.Path, name: str) -> Scanned:
         if not key:
             return
         if not image[0]:
-            reason = f"the member {key} has no image ({' '.join(EXTENSIONS)})"
-            raise InvalidInput(f"{name}: {reason}; add it, or remove the rest")
+            reason = f"the sample {key} has no image ({' '.join(EXTENSIONS)})"
+            raise InvalidInput(f"{name}: {reason}; add one, or remove the sample's other files")
         if not text:
             remedy = "add KEY.cls with its class, or KEY.json with the key label"
-            raise InvalidInput(f"{name}: the member {key} has no label; {remedy}")
-        check_length(text, f"{name}: the member {key}")
+            raise InvalidInput(f"{name}: the sample {key} has no label; {remedy}")
+        check_length(text, f"{name}: the sample {key}")
         rows.append((*image, texts.setdefault(text, len(texts)), 0))
         if len(texts) > MOST_CLASSES:
             raise InvalidInput(f"{name}: has more than {MOST_CLASSES:,} classes; name fewer")

@@ -363,7 +363,7 @@ def test_a_changed_shard_is_noticed(photos, tmp_path, about):
         if about == {}:
             line = refused("webdataset", root, **section)
             assert (
-                "its server tells neither its size nor its ETag nor its time, so a change would pass unseen"
+                "the server reports no size, ETag or modification time, so a change would go unnoticed"
                 in line
             )
             return

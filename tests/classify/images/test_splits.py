@@ -107,7 +107,7 @@ def test_any_dataset_can_hold_images_out(dataset):
     only_train=({"train__a": 2, "train__b": 2}, {}, "has no folder 'test' nor 'val'; it needs train/<class>"),
     no_train=({"test__a": 2, "test__b": 2}, {}, "has no folder 'train'; it needs train/<class>/* with"),
     named_otherwise=({"Train__a": 2, "valid__a": 2}, {}, "holds the folder 'Train'; rename it to train, val"),
-    one_class=({"cats": 5}, {}, "holds only the class 'cats'; it needs a folder each for two classes"),
+    one_class=({"cats": 5}, {}, "holds only the class 'cats'; it needs a folder for each class, and at least two classes"),
     other_classes=({"train__a": 2, "train__b": 2, "val__a": 2, "val__c": 2}, {}, "val and train have different classes (only in train: b; only in val: c); make them the same"),
 )  # fmt: skip
 def test_a_folder_that_cannot_be_split_is_refused(tmp_path, sizes, section, line):

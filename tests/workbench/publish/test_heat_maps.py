@@ -57,7 +57,7 @@ def test_a_map_is_hot_where_the_class_is():
 def test_networks_without_gradients_or_convolutions_are_refused():
     inputs, classes = torch.zeros(1, 3, SIDE, SIDE), torch.tensor([0])
     for net, line in (
-        (None, "heat map: needs the gradients of a network of weights; use .pt or .safetensors"),
+        (None, "heat map: needs gradients, which this format cannot give; use .pt or .safetensors"),
         (nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE**2, 2)), "heat map: the network has no convolution"),
     ):
         assert error_line(heat_maps.heat_maps, classifier(net), inputs, classes).startswith(line)
@@ -106,5 +106,5 @@ def test_serve_and_predict_show_the_map(network, tmp_path, capsys):
     assert checkpoint.main(["export", str(network.parent), str(onnx)]) == 0
     capsys.readouterr()
     assert checkpoint.main(["predict", str(onnx), str(photo), "--heat", str(page)]) == 2
-    assert "needs the gradients of a network of weights" in capsys.readouterr().err
+    assert "needs gradients, which this format cannot give" in capsys.readouterr().err
     assert "heat" not in serve.answer(forms.read(onnx), photo.read_bytes())

@@ -32,10 +32,10 @@ CHANGES = overrides(
     "address, line",
     refused=(
         "127.0.0.1:PORT",
-        "RAY_ADDRESS: 127.0.0.1:PORT: no Ray answers ([Errno 111] Connection refused); give",
+        "RAY_ADDRESS: 127.0.0.1:PORT: no Ray cluster answers ([Errno 111] Connection refused); give",
     ),
-    no_port=("10.0.0.1", "RAY_ADDRESS: 10.0.0.1: no Ray answers (invalid literal"),
-    large_port=("127.0.0.1:99999", "RAY_ADDRESS: 127.0.0.1:99999: no Ray answers ("),
+    no_port=("10.0.0.1", "RAY_ADDRESS: 10.0.0.1: no Ray cluster answers (invalid literal"),
+    large_port=("127.0.0.1:99999", "RAY_ADDRESS: 127.0.0.1:99999: no Ray cluster answers ("),
     client=("ray://127.0.0.1:10001", "RAY_ADDRESS: ray://127.0.0.1:10001: is for Ray's remote client; give"),
 )
 def test_a_bad_address_is_one_line(address, line, tmp_path, monkeypatch, capsys):
