@@ -144,7 +144,7 @@ class Experiment:
         if chosen is not None or self.metric in ("", "loss"):
             return []
         what = f"not given, so a smaller {self.metric} is better, as in Determined"
-        return [f"searcher.smaller_is_better: None: {what}; set it to false if a larger one is"]
+        return [f"searcher.smaller_is_better: None: {what}; if larger is better, set it to false"]
 
     def length_notes(self, steps: int, epoch_steps: int, batch_size: int) -> list[str]:
         """Return a note if the last validation comes shortly after another.

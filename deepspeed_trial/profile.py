@@ -32,7 +32,7 @@ def profiled(context: Any, services: Services, is_wanted: bool) -> Iterator[None
         yield
     needed = AFTER + WARM_UP + STEPS
     if profiler.step_num < needed:
-        steps = f"its steps end with the {needed}th, and there were {profiler.step_num}"
+        steps = f"a profile needs {needed} steps, and the run had {profiler.step_num}"
         print(f"no profile: {steps}", file=sys.stderr)
     else:
         services.keep_profile(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30))

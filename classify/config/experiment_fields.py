@@ -201,7 +201,7 @@ def cluster_notes(config: Mapping[str, Any]) -> list[str]:
     """
     lines, searcher, data = [], config.get("searcher"), config.get("data")
     if isinstance(searcher, Mapping) and searcher.get("name") == "tpe":
-        what = "a cluster has no such searcher; random, which it has, takes the same fields"
+        what = "a cluster has no such searcher; use random, with the same fields"
         random = "--set searcher.name=random (det: --config searcher.name=random)"
         lines.append(f"searcher.name: 'tpe': {what}: {random}")
     places = (
@@ -210,7 +210,7 @@ def cluster_notes(config: Mapping[str, Any]) -> list[str]:
     for key, value in redaction.field("data", places).items():
         if value != places[key]:
             what = "may hold credentials, which a cluster's master keeps and shows"
-            lines.append(f"data.{key}: {value}: {what}; give them in the environment there (docs/sources.md)")
+            lines.append(f"data.{key}: {value}: {what}; use environment variables (docs/sources.md)")
     return lines
 
 

@@ -226,7 +226,7 @@ def _muon_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[
         reason = "DeepSpeed's Muon does not know experts with ZeRO; set it to 0, or use another optimizer"
         yield f"zero_optimization.stage: {stage}: {reason}"
     if stage == 1 and dtype_name(config) == "bf16":
-        reason = "DeepSpeed's Muon takes no convolutions there in bf16; use stage 0, 2 or 3"
+        reason = "at stage 1 DeepSpeed's Muon takes no convolutions in bf16; use stage 0, 2 or 3"
         yield f"zero_optimization.stage: 1: {reason}"
     if stage == 3 and section_at(config, "scheduler", "params").get("cycle_momentum"):
         reason = "DeepSpeed's Muon keeps its momentum at ZeRO stage 3; set it to false"

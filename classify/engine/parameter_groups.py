@@ -37,7 +37,7 @@ class Group:
         weight_decay: None for the optimizer's.
         frozen: whether the parameters keep their values.
         starts_after: number of optimizer steps at the start with learning rate 0.
-        muon: whether Muon trains the group; False for Muon's Adam; None with another optimizer.
+        muon: whether Muon trains the group; False for Muon's Adam; None if the optimizer is not Muon.
     """
 
     name: str
@@ -207,7 +207,7 @@ def _uneven_experts(hyper: Hyperparameters, matches: Mapping[str, list[int]]) ->
     for name, indices in matches.items():
         by_layer.setdefault(_EXPERT.sub(r"\1.", name), set()).add(tuple(indices))
     uneven = [name for name, chosen in by_layer.items() if len(chosen) > 1]
-    reason = "match some experts of a layer and others not, which lie on other ranks; match all, or none"
+    reason = "match only some experts of a layer, whose experts lie on several ranks; match all, or none"
     return [f"{KEY}: {uneven[0]}: patterns {reason}"] if uneven else []
 
 

@@ -47,7 +47,7 @@ _FILE = re.compile(
 )
 _REMEDIES = {
     **dict.fromkeys(DISK_FULL, "free some disk space"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "allow writing there"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make the folder writable"),
     **dict.fromkeys((errno.ENOMEM, errno.EAGAIN), "free memory, or end other processes"),
 }  # by the number of an OSError
 
@@ -325,8 +325,8 @@ def _check_room(raw: pathlib.Path, shape: Sequence[int]) -> None:
     images = _in_words(shape)
     if needed > free:
         raise InvalidInput(
-            f"{raw}: {images} need {in_bytes(needed)} there, but only {in_bytes(free)} are free; make room,"
-            " use a smaller data.image_size, or link data.root to a larger disk"
+            f"{raw}: {images} need {in_bytes(needed)}, but the disk has only {in_bytes(free)} free; make"
+            " room, use a smaller data.image_size, or link data.root to a larger disk"
         )
     if needed > LARGE:
         where = f"{printable(raw)} ({in_bytes(needed)} of {in_bytes(free)} free)"

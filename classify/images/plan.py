@@ -423,7 +423,7 @@ def _limit_errors(settings: DataSettings, shards: int, pixels: int) -> list[str]
     """Return a line if shards or decoded images need more bytes than ``data.cache.limit``."""
     limit, shown = settings.cache_limit, f"data.cache.limit: {settings.cache.limit!r}"
     if limit is not None and shards > limit:
-        reason = f"{in_bytes(shards)} of shards have to be there at a time; raise it"
+        reason = f"{in_bytes(shards)} of shards must be in the cache at a time; raise it"
         return [f"{shown}: {reason}, or set a smaller data.window"]
     if limit is not None and settings.decode == ONCE and pixels > limit:
         reason = f"the decoded images need {in_bytes(pixels)}; raise it, or set data.decode to stream"

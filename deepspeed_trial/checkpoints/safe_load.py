@@ -84,9 +84,7 @@ def read(file: pathlib.Path) -> Any:
         reason = why_unloadable(error)
         remedy = "resume from another checkpoint"
         if "Unsupported global" in reason:
-            remedy = (
-                f"if the trial keeps that, allow it with torch.serialization.add_safe_globals; else {remedy}"
-            )
+            remedy = f"if that class is the trial's, call torch.serialization.add_safe_globals; else {remedy}"
         raise InvalidInput(f"{file}: cannot be loaded safely ({reason}); {remedy}") from error
 
 

@@ -127,9 +127,9 @@ class LocalCheckpoints:
                 file=sys.stderr,
             )
             return whole
-        mend = "there is no other whole one"
+        mend = "no other checkpoint is whole"
         if whole:
-            mend = f"the last whole one is --resume {whole} (step {known[whole]['steps_completed']})"
+            mend = f"the last whole one is of step {known[whole]['steps_completed']}; use --resume {whole}"
         raise InvalidInput(f"--resume: {which}: {self.folder / name / damage}; {mend}")
 
     def best(self) -> list[str]:

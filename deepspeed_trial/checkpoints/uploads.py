@@ -108,7 +108,7 @@ class Uploads:
                     logger.warning(what)
                     return None
                 if wait == FIRST_WAIT:
-                    logger.warning(f"{failed}; the run waits up to {patience:.0f} seconds for it")
+                    logger.warning(f"{failed}; the run retries for up to {patience:.0f} seconds")
             time.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT)
 

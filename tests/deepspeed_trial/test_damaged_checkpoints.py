@@ -125,7 +125,7 @@ def remove(file):
     return lambda folder: (folder / file).unlink()
 
 
-OTHER, REMEDY = "the last whole one is --resume", "resume from another checkpoint"
+OTHER, REMEDY = "the last whole one is of step", "resume from another checkpoint"
 RECORD = f"model0/{shards.RECORD}"
 BIAS = "weights/fc3.bias"
 EARLIER = "model0/mp_rank_00_model_states.pt"  # as DeepSpeed saves
@@ -190,7 +190,7 @@ DAMAGE = {
     "no engine": (signed(lambda folder: shutil.rmtree(folder / "model0")), [],
                   ["It holds 0 engines, and the trial has 1", REMEDY]),
     "other steps": (edit(METADATA, STEPS), [], [f"{METADATA}: cannot be read (it has changed since it was written", OTHER]),
-    "truncated": (truncate_model, [], [MODEL, "is truncated", OTHER, "(step 2)"]),
+    "truncated": (truncate_model, [], [MODEL, "is truncated", OTHER, "of step 2; use"]),
     "altered": (alter, [], [MODEL, "has changed since it was written", OTHER]),
     "missing": (remove(MODEL), [], [MODEL, "is missing", OTHER]),
     "no metadata": (remove(METADATA), [], [f"{METADATA}: is missing", OTHER]),

@@ -136,7 +136,7 @@ def test_a_store_that_is_away_changes_no_bit(s3, straight, tmp_path, monkeypatch
     monkeypatch.setattr(uploads.Uploads, "_finish", back)
     weights, done = fit(tmp_path / "run", section, watch=go)
     assert_same(weights, straight)
-    assert "the run waits up to 300 seconds for it" in caplog.text
+    assert "the run retries for up to 300 seconds" in caplog.text
     assert done.checkpoint in names_in(held(section, tmp_path / "there"))
 
 

@@ -126,7 +126,7 @@ class SearchDisplay:
             return 1
         score = f"{self.metric} {self.results.score(best):.6g}"
         print(printable(f"best: trial {best.number}, {score}: {self.results.values(best)}"))
-        hint = "; data.validation: 0.1 holds out others" if self.chosen_on == "test images" else ""
+        hint = "; data.validation: 0.1 holds images out" if self.chosen_on == "test images" else ""
         print(f"chosen on {self.chosen_on}{hint}")
         page = command_line.typed("checkpoint", "report", shown(self.output))
         print(f"report: {printable(page)}")

@@ -75,11 +75,11 @@ class Storage:
             except OSError as error:
                 if error.errno not in DISK_FULL:
                     raise
-                remedy = "free some, set data.cache.limit, or give another folder"
+                remedy = "free some disk space, set data.cache.limit, or give another folder"
                 what = f"no room for {shard.url} ({one_line(error)})"
                 raise InvalidInput(f"data.cache.folder: {target.parent}: {what}; {remedy}") from error
             if shard.size not in (0, size):
-                raise OSError(f"{size:,} bytes came of {shard.size:,} that its index names")
+                raise OSError(f"{size:,} bytes came; the index names {shard.size:,}")
             if shard.sha256 and shard.sha256 != digest(target):
                 raise OSError("its bytes differ from the bytes that its index describes")
 
@@ -146,7 +146,7 @@ class _Limit(Callback):
         """Count received bytes; raise ``InvalidInput`` above the maximum."""
         if self.value > self._most:
             what = f"the server sends more than {self._most:,} bytes"
-            raise InvalidInput(f"{self._url}: {what}; see which file it has there")
+            raise InvalidInput(f"{self._url}: {what}; check the file on the server")
 
 
 def _about(answer: Mapping[str, Any]) -> tuple[int, str]:
@@ -189,7 +189,7 @@ def _attempt(url: str, work: Callable[[], _Result]) -> _Result:
             times = f" in {ATTEMPTS} attempts" if _may_pass(error) else ""
             is_late = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # one class from Python 3.11 on
             reason = f"not a byte in {TIMEOUT} s" if is_late else one_line(error)
-            what = f"cannot be read{times} ({reason}); see whether the server has it, and start again"
+            what = f"cannot be read{times} ({reason}); check that the server has the file, and start again"
         raise InvalidInput(f"{url}: {what}") from error
 
 

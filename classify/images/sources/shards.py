@@ -275,7 +275,7 @@ def _files(location: Location, ending: str) -> dict[str, tuple[int, str]]:
         names = list(expand(root))
         if not is_remote(root):
             paths = itertools.chain.from_iterable(glob.glob(name) or [name] for name in names)
-            with refused(f"data.root: {root}", "give the names of files that are there"):
+            with refused(f"data.root: {root}", "give the names of existing files"):
                 return {path: (regular_file(path).stat().st_size, "") for path in paths}
         if "*" in root:
             files = storage.filesystem(root)
@@ -283,7 +283,7 @@ def _files(location: Location, ending: str) -> dict[str, tuple[int, str]]:
         return storage.about_all(names)
     if root.startswith(("http://", "https://")):
         remedy = f"give their names, such as {join(root, 'train-{000..099}' + ending)}"
-        remedy += ", or put there what shards.py writes" if ending == ".tar" else ""
+        remedy += ", or upload the files of shards.py, index.npz too" if ending == ".tar" else ""
         raise InvalidInput(f"data.root: {root}: a web server does not list its files; {remedy}")
     if is_remote(root):
         return {url: about for url, about in storage.find(root).items() if url.endswith(ending)}

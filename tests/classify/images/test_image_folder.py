@@ -174,7 +174,7 @@ def test_a_small_disk_is_refused_before_a_file_is_written(folder, monkeypatch):
         pixel_files.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10_000)
     )
     line = error_line(read, folder)
-    assert "4 images of 32x32 need" in line and "only 0.0 MiB are free" in line and "make room" in line
+    assert "4 images of 32x32 need" in line and "has only 0.0 MiB free" in line and "make room" in line
     assert caches(folder) == {} and list(folder.rglob("*.raw")) == []
 
 
@@ -201,8 +201,8 @@ def test_missing_files_are_named_at_once(folder):
     "number, remedy",
     full=(errno.ENOSPC, "free some disk space"),
     quota=(errno.EDQUOT, "free some disk space"),
-    owner=(errno.EACCES, "allow writing there"),
-    read_only=(errno.EROFS, "allow writing there"),
+    owner=(errno.EACCES, "make the folder writable"),
+    read_only=(errno.EROFS, "make the folder writable"),
     processes=(errno.EAGAIN, "free memory, or end other processes"),
     broken=(errno.EIO, "check the disk"),
 )

@@ -225,7 +225,7 @@ def test_a_limit_has_to_hold_two_windows(written, tmp_path):
     with served(written) as (_, url):
         line = refused("webdataset", url, **section, cache={**folder, "limit": sizes[-1]})
         assert line.startswith(f"data.cache.limit: {sizes[-1]}: ")
-        assert "have to be there at a time; raise it" in line
+        assert "must be in the cache at a time; raise it" in line
         assert DataSettings.parse({"cache": {"limit": sum(sizes)}}).cache_limit == sum(sizes)
         assert load("webdataset", url, **section, cache={**folder, "limit": sum(sizes)}).is_streamed
 
@@ -237,7 +237,7 @@ def test_a_full_disk_of_the_cache_is_one_line_and_leaves_no_shard(written, tmp_p
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         line = refused("webdataset", url, cache={"folder": str(cache)})
         assert line.startswith(f"data.cache.folder: {cache}/shards: no room for {url}/t")
-        assert line.endswith("; free some, set data.cache.limit, or give another folder")
+        assert line.endswith("; free some disk space, set data.cache.limit, or give another folder")
 
     with served(written) as (_, url):
         (process,) = fork(full)
@@ -304,7 +304,7 @@ def test_a_file_ends_where_it_should(written, tmp_path):
         server.faults = {"index.npz": ("endless", 9)}
         line = error_line(remote_files.Storage().read, f"{url}/index.npz", 10_000)
         assert (
-            line == f"{url}/index.npz: the server sends more than 10,000 bytes; see which file it has there"
+            line == f"{url}/index.npz: the server sends more than 10,000 bytes; check the file on the server"
         )
         assert server.sent < WORTH
         packed = gzip.compress((written / "classes.txt").read_bytes(), mtime=0)
@@ -334,7 +334,7 @@ def test_a_shard_ends_where_its_index_or_the_server_says(written, tmp_path, monk
     most = size if about is None else 100_000
     assert (
         line
-        == f"{url}/train-000000.tar: the server sends more than {most:,} bytes; see which file it has there"
+        == f"{url}/train-000000.tar: the server sends more than {most:,} bytes; check the file on the server"
     )
     assert server.sent < WORTH
     assert not [each for each in cache.rglob("*") if each.is_file() and each.stat().st_size >= 10_000_000]

@@ -48,7 +48,7 @@ def test_the_gradient_norm_is_there_without_clipping_and_changes_no_weight(train
     assert norms[0] == norms[1] and len(set(norms[0])) == 8
     assert len({run.summary["weights_sha256"] for run in runs}) == 1
     assert set(EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Runs()) == {"run0", "run1"}
-    assert "no profile: its steps end with the 17th, and there were 8" in runs[0].stderr
+    assert "no profile: a profile needs 17 steps, and the run had 8" in runs[0].stderr
 
 
 def test_a_summary_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
