@@ -156,8 +156,8 @@ def check(args: argparse.Namespace) -> tuple[Experiment, DataPlan, dict[str, Ten
     """Check the options before decoding images; return the experiment, its data and the initial weights.
 
     Raises:
-        InvalidInput: with a line for every invalid option; if all are valid, for every one that does not fit
-            the images.
+        InvalidInput: with a line for every invalid option; if all are valid, with a line for every option
+            that does not fit the images.
     """
     check_ranks()
     errors = ErrorList()

@@ -53,7 +53,7 @@ class Attempt:
         last_seconds: duration of a micro-batch with the optimizer step, in seconds.
         peak_memory: largest memory of a rank in MiB.
         reason: reason why the steps failed; empty if they did not.
-        errors: lines of the ``InvalidInput`` that made the steps fail; empty if another error did.
+        errors: lines of the ``InvalidInput`` that made the steps fail; empty after an error of another class.
     """
 
     micro_batch_seconds: float = 0.0

@@ -82,7 +82,7 @@ class LostRank(TrainingStopped):
 
 
 class ErrorList:
-    """Collect the errors of several checks, to report all at once.
+    """Collect the errors of several checks, to report all together.
 
     Attributes:
         lines: the errors so far.

@@ -48,7 +48,7 @@ def main(command: Cmd) -> int:
 
 
 def in_each_slot(info: det.ClusterInfo, command: Cmd) -> Cmd:
-    """The command that runs another in each slot of this container, as ranks of the whole trial."""
+    """The command that runs ``command`` in each slot of this container, as ranks of the whole trial."""
     slots = [list[int | str](range(count)) for count in info.container_slot_counts]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         slots[info.container_rank] = [*visible.split(",")]
@@ -68,7 +68,7 @@ def in_each_slot(info: det.ClusterInfo, command: Cmd) -> Cmd:
 
 
 def master_port(info: det.ClusterInfo) -> int:
-    """Return the port of the trial's process group: the same in all its containers, another for each trial.
+    """Return the port of the trial's process group: the same in all its containers, different for each trial.
 
     The master reserves the port. Otherwise the port is computed from the allocation.
     """

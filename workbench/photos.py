@@ -35,7 +35,7 @@ class Training:
     Attributes:
         output: the folder of the run.
         arguments: of ``train.py``.
-        written: the experiment file that was made for the run; None if the run takes another one.
+        written: the experiment file that was made for the run; None if the run takes an existing file.
         only_checks: whether ``train.py`` trains nothing.
     """
 
@@ -54,7 +54,7 @@ class Training:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options that settings depend on; the others are of ``train.py``."""
+    """Return the parser of the options that settings depend on; ``train.py`` parses the remaining ones."""
     parser = argparse.ArgumentParser(
         prog=f"{command_line.COMMAND} FOLDER",
         description="Train on a folder of images; all options of `classify train` are valid, too.",

@@ -121,7 +121,7 @@ class Keyed:
     def repeated(self) -> dict[str, Any]:
         """Return the values that must stay the same on resume, by key; None for a default.
 
-        A checkpoint may be older than a key. A resume then reads no value there, and assumes the default.
+        A checkpoint may be older than a key. A resume then finds no value in it, and assumes the default.
         """
         keys = {name: key for name, key in self.keys().items() if key.repeated}
         values = {name: getattr(self, name) for name in keys}

@@ -98,7 +98,7 @@ class Order:
         micro_batches_per_step: ranks times gradient accumulation steps.
         seed: determines the shuffle, together with the epoch; None keeps the order of the dataset.
         labels: int64 (N,), to balance the classes: an epoch has N images, the same number of each class.
-            Every epoch samples other images of a large class, and repeats the images of a small class.
+            Every epoch draws a new sample of a large class, and repeats the images of a small class.
         windows: windows of shards, which limit the number of shards in use.
 
     Raises:

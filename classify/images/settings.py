@@ -291,7 +291,7 @@ class DataSettings(Keyed):
             net_size: the network's preferred height and width; the default for images that differ in size.
 
         Raises:
-            InvalidInput: for every invalid key, type or value, all at once.
+            InvalidInput: for every invalid key, type or value, all together.
         """
         section = {} if section is None else section
         if not isinstance(section, Mapping):

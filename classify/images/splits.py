@@ -30,7 +30,7 @@ class Cut:
         fold: the number of a fold, from 1, and the number of folds; the fold is the first of the splits.
         labels: of all images, if they are in groups: int64 (N,), or uint8 (N, C) of 0 and 1.
         groups: int64 (N,), the group of each image, which one split has as a whole; None without groups.
-            With several labels an image, each image is a group unless ``data.group`` names others.
+            With several labels an image, each image is a group unless ``data.group`` names the groups.
         group: ``data.group``, for error lines.
     """
 

@@ -46,8 +46,8 @@ def sha256(weights: Mapping[str, Tensor]) -> str:
 def load_pretrained(module: nn.Module, found: Mapping[str, Tensor], label: str) -> list[str]:
     """Load weights into a network before training, except for a head without matching weights.
 
-    That is the case if the saved last layer has another number of classes, or if the child module with the
-    last layer is missing.
+    That is the case if the saved last layer has a different number of classes, or if the child module with
+    the last layer is missing.
 
     Args:
         module: the network.

@@ -30,7 +30,7 @@ class Teacher:
         digest: SHA-256 checksum of the weights.
 
     Raises:
-        InvalidInput: if the file cannot be read, or it has other classes than the training.
+        InvalidInput: if the file cannot be read, or its classes differ from the training's.
     """
 
     def __init__(self, path: str, classes: Sequence[str]) -> None:

@@ -99,7 +99,7 @@ class LabelMetrics(ClassificationMetrics):
 
 
 def fit(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Return the threshold of each label that has its largest F1, float64 (C,).
+    """Return for each label the threshold with the largest F1, float64 (C,).
 
     A threshold is in the middle between two probabilities, so that rounding changes no label.
 

@@ -28,7 +28,7 @@ class Choice:
     """A rank's choice of the micro-batch, made before the ranks join.
 
     Attributes:
-        config: the trial's configuration, with another micro-batch.
+        config: the trial's configuration before the choice.
         micro_batch: the chosen micro-batch; 0 if none trains.
         tries: the tries; None if a resumed run uses its earlier choice.
         error: the reason why none trains.

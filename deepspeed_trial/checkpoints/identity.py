@@ -105,7 +105,7 @@ def _shown(value: Any, most: int = 500) -> str:
 
 
 def check_engines(path: pathlib.Path, name: str, engines: int) -> None:
-    """Raise ``InvalidInput`` if a checkpoint has another number of engines than the trial."""
+    """Raise ``InvalidInput`` if the numbers of engines of a checkpoint and of the trial differ."""
     held = len(list(path.glob("model*/")))
     if held != engines:
         reason = f"Failed to load deepspeed checkpoint. It holds {held} engines, and the trial has {engines}"

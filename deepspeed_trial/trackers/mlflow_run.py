@@ -58,7 +58,7 @@ class Record:
         self._client.log_artifact(self._id, str(path))
 
     def finish(self, status: str) -> None:
-        """Wait until MLflow has received everything, and end the run there."""
+        """Wait until MLflow has received everything, and end MLflow's run."""
         mlflow.flush_async_logging()
         for operation in filter(None, self._sent):  # None: the record had everything
             operation.wait()

@@ -64,7 +64,7 @@ class Tracking:
             self.log(entry["group"], entry["steps_completed"], metrics, entry.get("time"))
 
     def log(self, group: str, step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> None:
-        """Send the metrics that are single numbers, with a time (Unix seconds) or now; return at once."""
+        """Send the metrics that are single numbers, with a time (Unix seconds) or now; return immediately."""
         numbers = metrics_log.scalars(metrics) if self._records else {}
         named = {f"{group}/{name}": value for name, value in numbers.items()}
         self._all("log", step, seconds or time.time(), named)
@@ -75,7 +75,7 @@ class Tracking:
             self._all("add_file", path)
 
     def finish(self, status: str) -> None:
-        """Wait for the servers, at most until a signal, and end the runs there."""
+        """Wait for the servers, at most until a signal, and end the trackers' runs."""
         with contextlib.suppress(KeyboardInterrupt):
             self._all("finish", status)
 

@@ -61,7 +61,7 @@ class NodeProcess:
         shared: pathlib.Path | None,
         pid_name: str,
     ) -> News:
-        """Start the process after the end of another one in its folder, and look at it.
+        """Wait up to 60 s for an earlier process in the folder to end, start the process, and look at it.
 
         Args:
             arguments: of Python.

@@ -36,7 +36,7 @@ class RayCluster:
     A process of a trial takes a GPU if a node has GPUs, and ``OMP_NUM_THREADS`` CPUs (1).
 
     Args:
-        search: the search whose trials run there.
+        search: the search whose trials run on the cluster.
 
     Attributes:
         device: ``cuda`` or ``cpu``, on which trials train.

@@ -49,7 +49,7 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
 
 
 def read(folder: pathlib.Path) -> tuple[Results, str]:
-    """Read the trials of a search, and the images that compare them, in words.
+    """Read the trials of a search, and a description of the images on which they are compared.
 
     Raises:
         InvalidInput: if the search cannot be read.

@@ -28,7 +28,7 @@ class Search:
     Attributes:
         file: the experiment file.
         overrides: the ``--set`` arguments.
-        experiment: the file with the overrides, with the ranges among the hyperparameters.
+        experiment: the file with the overrides; its hyperparameters include the ranges.
         ranges: the searched hyperparameters, in the file's order.
         brackets: the groups of trials that compete.
         concurrent: trials at a time at most.

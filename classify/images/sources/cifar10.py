@@ -27,7 +27,7 @@ _CIFAR = torchvision.datasets.CIFAR10
 class Cifar10:
     """CIFAR-10: 50,000 images to train, 10,000 to test.
 
-    If several ranks or trials of a host start at once, one downloads the dataset and the others wait.
+    If several ranks or trials of a host start together, one downloads the dataset and the others wait.
 
     Args:
         location: the dataset's folder, and whether a missing dataset may be downloaded.

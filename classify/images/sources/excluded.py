@@ -48,7 +48,7 @@ def image_names(source: Any, part: str) -> Iterator[str]:
 def excluding(source: Any, file: str, size: tuple[int, int]) -> tuple[Any, str | None]:
     """Return a source without some images, and the images as checkpoints name them.
 
-    A training is as if the images had never been there.
+    A training is the same as with a dataset that never had these images.
 
     Args:
         source: a ``ListedSource`` or ``DecodedSource``.
