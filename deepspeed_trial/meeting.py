@@ -93,9 +93,7 @@ def _serve_at(port: int, process: int) -> TCPStore:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        what = (
-            "in use, e.g. by a run that is still stopping; wait for the end of that run, or give another port"
-        )
+        what = "in use, e.g. by a run that is still stopping; wait for its end, or give another port"
         raise InvalidInput(f"--master_port: {port}: {what}") from error
 
 
