@@ -14,7 +14,6 @@ from torch import nn
 import checkpoint
 import net as own
 import train
-from classify.engine import memory
 from deepspeed_trial.out_of_memory import is_out_of_memory
 
 # The limit is set late, inside a function of the program; the real allocator fails
