@@ -291,7 +291,7 @@ def _monitor_errors(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield DeepSpeed's monitors whose packages are missing: DeepSpeed would end with a traceback."""
     for section, package in {"wandb": "wandb", "comet": "comet_ml"}.items():
         if enabled(config, section) and not is_installed(package):
-            yield f"{section}.enabled: True: needs a package; pip install {package}, or set it to false"
+            yield f"{section}.enabled: True: needs a package; run `pip install {package}`, or set it to false"
 
 
 def _nvme_errors(config: Mapping[str, Any]) -> Iterator[str]:

@@ -61,7 +61,7 @@ class Storage:
 
             return fsspec.filesystem(protocol, skip_instance_cache=True, **self.options)
         except ImportError as error:
-            remedy = f"needs {library}; pip install {library}, or {OFF}"
+            remedy = f"needs {library}; run `pip install {library}`, or {OFF}"
             raise InvalidInput(f"{SECTION}.type: {self.kind}: {remedy}") from error
         except (ValueError, TypeError) as error:
             reason = f"cannot be opened ({one_line(error)})"
