@@ -105,9 +105,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the manifest; return the exit code."""
     args = parse(argv)
     try:
-        request = request_of(args, experiment_file.load(args.config, args.overrides))
+        experiment = experiment_file.load(args.config, args.overrides)
+        request = request_of(args, experiment)
     except InvalidInput as error:
         return print_errors("kubernetes", error)
+    if not (request.claim or experiment.config.get("checkpoint_storage")):
+        lost = "checkpoints end with the pod; give --claim, or set checkpoint_storage"
+        print(f"kubernetes: note: {lost}", file=sys.stderr)
     objects = {"job": job, "trainjob": train_job}[args.kind](request)
     yaml = YAML()
     yaml.dump_all([config_map(request), *objects], sys.stdout)

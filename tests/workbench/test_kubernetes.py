@@ -62,6 +62,13 @@ def test_a_manifest_has_the_experiment_and_all_that_its_pods_need(kind, capsys):
     assert output.startswith(f"{mounts['shared']}/") and command[-2:] == ["--resume", "auto"]
 
 
+def test_a_note_tells_that_checkpoints_end_with_the_pod(capsys):
+    storage = ["--set", "checkpoint_storage={type: s3, bucket: b}"]
+    for options, noted in (([], True), (["--claim", "c"], False), (storage, False)):
+        assert kubernetes.main(["--image", "i", "--cpu", *options]) == 0
+        assert ("checkpoints end with the pod" in capsys.readouterr().err) == noted
+
+
 def test_the_image_copies_files_that_exist_and_pytorch_s_base_has_the_pinned_torch():
     text = (PROJECT / "examples/kubernetes.Dockerfile").read_text()
     (version,) = re.findall(r"BASE=pytorch/pytorch:([\d.]+)-cuda[\d.]+-cudnn\d+-devel$", text, re.MULTILINE)
