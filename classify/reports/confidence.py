@@ -48,8 +48,10 @@ def fit(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float] | None:
         temperature = math.exp(log)
         return float(np.mean(np.log(np.exp(scores / temperature).sum(1)) - right / temperature))
 
-    bounds = math.log(COLDEST), math.log(HOTTEST)
-    found = minimize_scalar(cross_entropy, bounds=bounds, method="bounded", options={"xatol": 1e-6})
-    temperature = math.exp(found.x)
+    temperature = 1.0  # without a mistake the cross-entropy has no minimum above 0
+    if (right < 0).any():
+        bounds = math.log(COLDEST), math.log(HOTTEST)
+        found = minimize_scalar(cross_entropy, bounds=bounds, method="bounded", options={"xatol": 1e-6})
+        temperature = math.exp(found.x)
     ordered = score(torch.from_numpy(logits), temperature).sort().values
     return temperature, float(ordered[int((1 - KEPT) * len(ordered))])

@@ -46,6 +46,11 @@ def test_the_temperature_is_that_of_the_least_cross_entropy():
     assert (scores < threshold).sum() == 30  # 1 % of 3,000
 
 
+def test_without_a_mistake_the_temperature_stays_1():
+    found = confidence.fit(LOGITS[:6].numpy(), LOGITS[:6].argmax(1).numpy())
+    assert found is not None and found[0] == 1
+
+
 def test_the_calibration_error_falls_and_is_that_of_evaluate():
     found = counted(1, 3000)
     assert found["calibration_error_scaled"] < 0.3 * found["calibration_error"]
