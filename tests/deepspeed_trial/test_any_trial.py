@@ -206,7 +206,7 @@ def test_callbacks_keep_their_names_and_numpy_numbers(tmp_path):
         return fit(output, trial_class, **more)[0]
 
     assert resumed(Trial).loaded == 0.5
-    assert "allow it with torch.serialization.add_safe_globals" in error_line(resumed, Other)
+    assert "call torch.serialization.add_safe_globals" in error_line(resumed, Other)
 
 
 class Linear(LineTrial):

@@ -70,7 +70,7 @@ BAD = {
     "experts without moe": (["hyperparameters.num_experts=[2]"], 1, ["num_experts", "moe: true"]),
     "fp16 and bf16": (["D.fp16.enabled=true", "D.bf16.enabled=true"], 1, ["bf16.enabled", "fp16"]),
     "unknown optimizer": (["D.optimizer.type=Adm"], 1, ["optimizer.type", "'Adm'", "'Adam'"]),
-    "optimizer for GPUs": (["D.optimizer={type: Lamb, params: {lr: 0.1, betas: [0.9, 0.9]}}"], 1, ["optimizer.type", "'Lamb'", "GPU"]),
+    "optimizer for GPUs": (["D.optimizer={type: Lamb, params: {lr: 0.1, betas: [0.9, 0.9]}}"], 1, ["optimizer.type", "'Lamb'", "CUDA"]),
     "no optimizer": (["D.optimizer=null"], 1, ["optimizer", "missing"]),
     "negative rate": (["D.optimizer.params.lr=-1"], 1, ["optimizer.params.lr", "-1"]),
     "rate is a word": (["D.optimizer.params.lr=fast"], 1, ["optimizer.params.lr", "'fast'"]),
