@@ -78,6 +78,15 @@ class TrialHooks(Callback):
         """
         return None
 
+    def stages(self) -> Sequence[tuple[float, float]]:
+        """Return the stages of a training, each with steps of one duration, so that a plan of minutes is right.
+
+        Returns:
+            Pairs of the fraction of the training at a stage's end, in order up to 1, and the duration of a
+            stage's step over the duration of a step in the last stage.
+        """
+        return ((1.0, 1.0),)
+
     def averages(self) -> Mapping[Tensor, Tensor]:
         """Return averages to save, keyed by the master weights and buffers that are averaged."""
         return {}

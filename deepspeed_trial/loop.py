@@ -358,7 +358,8 @@ class Loop:
             return
         size = self.engines[0].train_micro_batch_size_per_gpu()
         trained = size * self.context.get_num_micro_batches_per_slot()
-        self.budget.begin(self.steps, self.settings.work(self.data, trained))
+        work = self.settings.work(self.data, trained, self.saving.hooks.stages())
+        self.budget.begin(self.steps, work)
 
     def _correct_plan(self) -> None:
         """For a length in minutes, correct the plan when that is due, by the chief's clock on all ranks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,12 +87,13 @@ class Settings:
             raise InvalidInput(f"{what}, {list(validation)}")
         return best is None or bool(value < best if experiment.smaller_is_better else value > best)
 
-    def work(self, data: Data, trained: int) -> time_budget.Work:
+    def work(self, data: Data, trained: int, stages: Sequence[tuple[float, float]]) -> time_budget.Work:
         """Return the amount of work besides the steps, which the plan of a length in minutes needs.
 
         Args:
             data: the trial's data.
             trained: examples per rank and training step.
+            stages: of ``TrialHooks.stages``.
         """
         validated = data.validation.count * data.validation.size
         tested = data.test.count * data.test.size if data.test else 0
@@ -101,6 +102,7 @@ class Settings:
             _in_steps(self.checkpoint_period, data.epoch),
             validated / trained / 3,  # a third of a step is the forward pass
             tested / max(1, validated),
+            stages,
         )
 
 

@@ -11,7 +11,7 @@ import bisect
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,12 +34,31 @@ class Work:
         checkpoint_period: optimizer steps between checkpoints; None for a single one at the end.
         validation_steps: estimated duration of a validation, in training steps; used until one is measured.
         test_share: duration of the final test over the duration of a validation; 0 without a test.
+        stages: the fraction of the training at each stage's end, in order up to 1, and the duration of its
+            steps in full steps (steps of the last stage).
     """
 
     validation_period: int | None = None
     checkpoint_period: int | None = None
     validation_steps: float = 0.0
     test_share: float = 0.0
+    stages: Sequence[tuple[float, float]] = ((1.0, 1.0),)
+
+    def duration(self, steps: int, first: float, last: float) -> float:
+        """Return the duration of steps, in full steps.
+
+        Args:
+            steps: the number of steps.
+            first: the fraction of the training before the steps.
+            last: the fraction after them; it rises linearly in between.
+        """
+        if last <= first:
+            return steps * next(length for end, length in self.stages if first <= end)
+        passed, lengths = first, 0.0
+        for end, length in self.stages:
+            lengths += length * max(0.0, min(end, last) - passed)
+            passed = max(passed, min(end, last))
+        return steps * lengths / (last - first)
 
 
 class TimeBudget:
@@ -60,9 +79,9 @@ class TimeBudget:
         self.work = Work()
         self._used_before = 0.0  # seconds, in the runs that this one continues
         self._began: float | None = None
-        self._costs: dict[str, float] = {}  # seconds by kind of work
+        self._costs: dict[str, float] = {}  # seconds by kind of work; of a full step
         self._first = 0  # steps done before this run
-        self._looks: list[tuple[int, float]] = []  # steps done, and seconds used for steps alone
+        self._looks: list[tuple[int, float, float]] = []  # steps done, their full steps and seconds
         self._other = 0.0  # seconds of validations and checkpoints in this run
 
     @property
@@ -89,7 +108,7 @@ class TimeBudget:
         """
         self.work, self._began, self._first = work, self.clock(), done
         self.next_look = done + 1
-        self._looks = [(done, self._used_before)]
+        self._looks = [(done, 0.0, self._used_before)]
 
     @contextlib.contextmanager
     def measuring(self, what: str) -> Iterator[None]:
@@ -119,11 +138,12 @@ class TimeBudget:
         Returns:
             Whether the plan was corrected.
         """
-        now = self.used
-        self._looks.append((done, now - self._other))
+        now, (last, full_steps, _) = self.used, self._looks[-1]
+        full_steps += self.work.duration(done - last, self._fraction(last), self._fraction(done))
+        self._looks.append((done, full_steps, now - self._other))
         if done > self._first + 1 or STEP not in self._costs:  # the first of a resumed run is slow
             since = self._looks[-3] if len(self._looks) > 3 else self._looks[-2]
-            self._costs[STEP] = (self._looks[-1][1] - since[1]) / (done - since[0])
+            self._costs[STEP] = (self._looks[-1][2] - since[2]) / (full_steps - since[1])
         left, total = self.seconds - now, self.plan.total
         corrects = total is None or abs(self._rest(done, total) - left) > TOLERANCE * self.seconds
         if corrects:
@@ -150,9 +170,13 @@ class TimeBudget:
         checkpoint = self._costs.get(CHECKPOINT, 0.0)
         validations = _periods(work.validation_period, done, total)
         checkpoints = _periods(work.checkpoint_period, done, total)
-        rest = (total - done) * step + work.test_share * validation
+        rest = step * work.duration(total - done, self._fraction(done), 1.0) + work.test_share * validation
         rest += (validations - 1) * self._costs.get(WITHIN, 0.0)
         return rest + validations * validation + checkpoints * checkpoint
+
+    def _fraction(self, done: int) -> float:
+        """Return the fraction of the training after ``done`` steps."""
+        return self.plan.fraction(done - 1)
 
     def _affordable(self, done: int, left: float) -> int:
         """Return the maximum total number of steps that fits in the remaining seconds."""

@@ -7,9 +7,9 @@ They are changes of ``experiments/photos-scratch.yaml``, whose recipe is airbenc
 |---|---|
 | side of the images | the largest of ``SIDES`` up to the photos' own that leaves time for enough passes |
 | enough passes | 10 over the training images, and 60,000 images in all |
-| minutes | the given ones, but at most enough for 200 passes |
+| minutes | the given ones, but at most enough for 300 passes |
 | batch | a 24th of the training images, from 48 to 2,000 |
-| smaller images at first | 0.75 of the side; with fewer than 8 passes 0.625 |
+| smaller images at first | 0.75 of the side; if whole images leave time for fewer than 8 passes, 0.625 |
 | validations | 20, at least 3 passes apart |
 | metric | ``accuracy_tta``; ``macro_recall`` if the largest class has 4 times the images of the smallest |
 | bfloat16 | on processors with instructions for it, and on GPUs |
@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import joblib
 import torch
+from torch.utils import benchmark
 
 from classify.images.decode import content_of, open_image
 from classify.images.listing import FileListing
@@ -38,12 +39,13 @@ FILE_OF_OTHER_NETS = "experiments/photos.yaml"
 NET = "airbench"
 MINUTES = 15.0
 SIDES = (32, 48, 64, 96, 128, 160, 224)  # pixels
-ENOUGH_PASSES, ENOUGH_IMAGES, MOST_PASSES = 10, 60_000, 200
+ENOUGH_PASSES, ENOUGH_IMAGES, MOST_PASSES = 10, 60_000, 300
+SMALLER_UNTIL = 0.7  # of the steps
 BATCHES = (48, 2_000)  # a smaller batch takes Muon longer than the images
 SKEWED = 4
-# Images of 32x32 pixels a second that airbench of width 64 trains on: a core of an AMD EPYC with bf16
-# instructions; a GPU, by a cautious estimate
-SPEED_OF_A_CORE, SPEED_OF_A_GPU = 210, 8_000
+SPEED_OF_A_GPU = 8_000  # images of 32x32 pixels a second, by a cautious estimate
+OPERATIONS = 708e6  # of airbench of width 64 in a training step, an image of 32x32 pixels
+EFFICIENCY = 0.8  # the training's FLOP/s over a matrix product's, on a CPU
 LOOKED_AT = 50  # images whose size is read
 
 
@@ -89,6 +91,7 @@ class Settings:
         side: height and width of the network's images, in pixels.
         batch: images of an optimizer step.
         minutes: the length of the training.
+        scale: side of the images in the first ``SMALLER_UNTIL`` of the steps, over ``side``.
         passes: over the training images, by an estimate of the machine's speed.
         metric: chooses the best weights.
         net: the network; None for ``NET``.
@@ -98,6 +101,7 @@ class Settings:
     side: int
     batch: int
     minutes: float
+    scale: float
     passes: float
     metric: str
     net: str | None
@@ -121,8 +125,8 @@ class Settings:
             "searcher.metric": self.metric,
         }
         if self.net is None:
-            scale = 0.625 if self.passes < 8 else 0.75
-            changes["hyperparameters.progressive_resizing"] = f"{{scale: {scale}, until: 0.7}}"
+            smaller = f"{{scale: {self.scale}, until: {SMALLER_UNTIL}}}"
+            changes["hyperparameters.progressive_resizing"] = smaller
             changes["data.augment.crop"] = max(2, self.side // 16)
             if not self.bf16:
                 changes[f"{deepspeed}.torch_autocast"] = "null"
@@ -147,13 +151,16 @@ def choose(images: Images, minutes: float = MINUTES, net: str | None = None) -> 
     ]
     side = max(fitting, default=SIDES[0])
     a_pass = train * _cost(side) / speed / 60
-    minutes = min(minutes, MOST_PASSES * a_pass)
     is_other = net not in (None, NET)
+    scale = 1.0 if is_other else 0.625 if minutes < 8 * a_pass else 0.75
+    a_pass *= 1 - SMALLER_UNTIL * (1 - scale**2)
+    minutes = min(minutes, MOST_PASSES * a_pass)
     plain = "accuracy" if is_other else "accuracy_tta"
     return Settings(
         side=side,
         batch=min(max(train // 24, BATCHES[0]), BATCHES[1], train),
         minutes=float(f"{minutes:.3g}"),
+        scale=scale,
         passes=minutes / a_pass,
         metric="macro_recall" if images.is_skewed else plain,
         net=net if is_other else None,
@@ -162,8 +169,13 @@ def choose(images: Images, minutes: float = MINUTES, net: str | None = None) -> 
 
 
 def images_a_second() -> float:
-    """Estimate the images of 32x32 pixels that ``NET`` trains on in a second, on this machine."""
-    return SPEED_OF_A_GPU if torch.cuda.is_available() else SPEED_OF_A_CORE * joblib.cpu_count()
+    """Estimate the images of 32x32 pixels that ``NET`` trains on in a second, by a matrix product's speed."""
+    if torch.cuda.is_available():
+        return SPEED_OF_A_GPU
+    matrix = torch.ones(2048, 2048, dtype=torch.bfloat16 if has_bf16_instructions() else torch.float32)
+    multiply = benchmark.Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=joblib.cpu_count())
+    seconds = multiply.blocked_autorange(min_run_time=0.3).median
+    return EFFICIENCY * 2 * len(matrix) ** 3 / seconds / OPERATIONS
 
 
 def _cost(side: int) -> float:

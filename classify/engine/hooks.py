@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
@@ -252,6 +253,14 @@ class ClassifierHooks(TrialHooks):
     @override
     def layer_names(self) -> Sequence[str] | None:
         return self.config.stage_layers
+
+    @override
+    def stages(self) -> Sequence[tuple[float, float]]:
+        """Take the pixels of an image for the duration of a step."""
+        resizing, (height, width) = self.config.hyper.progressive_resizing, self.config.data.image_size
+        if resizing is None:
+            return super().stages()
+        return (resizing.until, math.prod(resizing.size((height, width))) / (height * width)), (1.0, 1.0)
 
     @override
     def advise_on_memory(self) -> str:

@@ -63,6 +63,17 @@ def test_an_even_speed_needs_one_plan():
     check_schedule(fractions)
 
 
+def test_smaller_images_at_first_need_one_plan():
+    """Seven tenths of the steps take 0.05 s, the remaining ones 0.15 s."""
+    clock, plan = Clock(), Plan()
+    work = Work(stages=((0.7, 1 / 3), (1.0, 1.0)))
+    speed = lambda step: 0.05 if plan.fraction(step) < 0.7 else 0.15  # noqa: E731
+    fractions, done = train(TimeBudget(5, plan, clock), clock, speed, work)
+    assert plan.plans == [(1, 3750)] and done == 3750
+    assert abs(clock.seconds - 1300) < 0.5
+    check_schedule(fractions)
+
+
 SPEEDS: dict[str, Any] = {
     "a slow start": lambda step: 20 if step == 0 else 2 if step == 1 else 0.1,
     "larger images at last": lambda step: 0.05 if step < 1500 else 0.15,
