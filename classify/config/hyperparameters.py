@@ -21,7 +21,6 @@ from classify.config.rules import (
     MAPPING,
     Rule,
     elsewhere,
-    is_bool,
     is_count,
     is_number,
     number,
@@ -239,8 +238,8 @@ class Hyperparameters(Keyed):
     )
     compile: bool = key(
         False,
-        Rule(
-            is_bool, "must be true or false; DeepSpeed's section of this name is for overwrite_deepspeed_args"
+        BOOL._replace(
+            message=f"{BOOL.message}; DeepSpeed's section of this name is for overwrite_deepspeed_args"
         ),
         "torch.compile translates the network, at ZeRO stage 0 to 2; it takes minutes at the first steps.",
     )

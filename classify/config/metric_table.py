@@ -15,7 +15,7 @@ import numpy as np
 TTA_METRIC = "accuracy_tta"
 MAP_METRIC = "mean_average_precision"  # of several labels an image
 TOP5_METRIC = "top5_accuracy"
-SCALED_ERROR = "calibration_error_scaled"
+ERROR, SCALED_ERROR = "calibration_error", "calibration_error_scaled"
 TEMPERATURE, THRESHOLD = "temperature", "confidence_threshold"  # of validation images alone
 SPEED_METRIC = "images_per_second"  # of the training since the last validation
 
@@ -92,20 +92,15 @@ class Counts:
             return cells[:, 1, 1].astype(np.float64), cells[:, :, 1].sum(1), cells[:, 1].sum(1)
         return cells.diagonal().astype(np.float64), cells.sum(0), cells.sum(1)
 
-    def mean_average_precision(self) -> float | None:
-        """Return the mean over the labels that have images; None with one label an image."""
-        return None if self.average_precision is None else self.macro("average_precision")
 
-    def calibration_error(self) -> float:
-        """Return the mean distance between confidence and accuracy: https://arxiv.org/abs/1706.04599."""
-        return _calibration_error(self.bins)
-
-    def scaled_calibration_error(self) -> float | None:
-        """Return the calibration error at the temperature; None without a temperature."""
-        return None if self.scaled_bins is None else _calibration_error(self.scaled_bins)
+def _mean_average_precision(counts: Counts) -> float | None:
+    return None if counts.average_precision is None else counts.macro("average_precision")
 
 
-def _calibration_error(bins: np.ndarray) -> float:
+def _calibration_error(bins: np.ndarray | None) -> float | None:
+    """Return the mean distance between confidence and accuracy: https://arxiv.org/abs/1706.04599."""
+    if bins is None:
+        return None
     images, confidence, right = bins
     return float(np.abs(confidence - right).sum() / max(images.sum(), 1))
 
@@ -117,53 +112,39 @@ class Metric:
     Attributes:
         name: in ``metrics.jsonl``, ``summary.json``, ``searcher.metric`` and the trackers.
         label: in the HTML report.
-        tag: in TensorBoard, where ``{}`` stands for ``validation`` or ``test``.
         formula: computes the value; None without the counts that it needs.
+        tag: in TensorBoard, where ``{}`` stands for ``validation`` or ``test``; by default ``name/{}``.
         in_percent: the report's headline shows it in percent.
         smaller_is_better: early stopping waits for a smaller value.
     """
 
     name: str
     label: str
-    tag: str
     formula: Callable[[Counts], float | None]
+    tag: str = ""
     in_percent: bool = False
     smaller_is_better: bool = False
 
 
 _TABLE = (
-    Metric("accuracy", "accuracy", "accuracy/{}", lambda c: c.mean(c.right_images), True),
-    Metric(
-        MAP_METRIC,
-        "mean average precision (mAP)",
-        "mean_average_precision/{}",
-        Counts.mean_average_precision,
-        True,
-    ),
-    Metric(TTA_METRIC, "accuracy (TTA)", "accuracy/{}_tta", lambda c: c.mean(c.right_by_views), True),
-    Metric(TOP5_METRIC, "top-5 accuracy", "accuracy/{}_top5", lambda c: c.mean(c.in_top5), True),
-    Metric("macro_f1", "macro F1", "macro_f1/{}", lambda c: c.macro("f1")),
-    Metric("macro_recall", "macro recall", "macro_recall/{}", lambda c: c.macro("recall")),
-    Metric("macro_precision", "macro precision", "macro_precision/{}", lambda c: c.macro("precision")),
-    Metric(
-        "calibration_error",
-        "calibration error",
-        "calibration_error/{}",
-        Counts.calibration_error,
-        False,
-        True,
-    ),
+    Metric("accuracy", "accuracy", lambda c: c.mean(c.right_images), in_percent=True),
+    Metric(MAP_METRIC, "mean average precision (mAP)", _mean_average_precision, in_percent=True),
+    Metric(TTA_METRIC, "accuracy (TTA)", lambda c: c.mean(c.right_by_views), "accuracy/{}_tta", True),
+    Metric(TOP5_METRIC, "top-5 accuracy", lambda c: c.mean(c.in_top5), "accuracy/{}_top5", True),
+    Metric("macro_f1", "macro F1", lambda c: c.macro("f1")),
+    Metric("macro_recall", "macro recall", lambda c: c.macro("recall")),
+    Metric("macro_precision", "macro precision", lambda c: c.macro("precision")),
+    Metric(ERROR, "calibration error", lambda c: _calibration_error(c.bins), smaller_is_better=True),
     Metric(
         SCALED_ERROR,
         "calibration error at the temperature",
+        lambda c: _calibration_error(c.scaled_bins),
         "calibration_error/{}_scaled",
-        Counts.scaled_calibration_error,
-        False,
-        True,
+        smaller_is_better=True,
     ),
-    Metric(TEMPERATURE, "temperature", "temperature/{}", lambda c: c.temperature),
-    Metric(THRESHOLD, "least confidence of an answer", "confidence_threshold/{}", lambda c: c.threshold),
-    Metric("loss", "loss", "loss/{}", lambda c: c.mean(c.loss), False, True),
+    Metric(TEMPERATURE, "temperature", lambda c: c.temperature),
+    Metric(THRESHOLD, "least confidence of an answer", lambda c: c.threshold),
+    Metric("loss", "loss", lambda c: c.mean(c.loss), smaller_is_better=True),
 )
 METRICS = {metric.name: metric for metric in _TABLE}
 # The metrics that compare checkpoints and trials; the others describe the fit of the temperature
@@ -191,7 +172,8 @@ def computed(counts: Counts, classes: Sequence[str]) -> dict[str, float]:
 
 def tagged(metrics: Mapping[str, Any], split: str) -> dict[str, Any]:
     """Return TensorBoard's scalars of the metrics in the table; ``split`` is ``validation`` or ``test``."""
-    return {METRICS[name].tag.format(split): value for name, value in metrics.items() if name in METRICS}
+    tags = {name: (metric.tag or f"{name}/{{}}").format(split) for name, metric in METRICS.items()}
+    return {tags[name]: value for name, value in metrics.items() if name in tags}
 
 
 def is_metric(value: object) -> bool:
@@ -207,11 +189,11 @@ def metrics_for(classes: Sequence[str], has_views: bool, several_labels: bool = 
         has_views: whether the validation uses test-time augmentation.
         several_labels: whether an image may have any number of labels.
     """
+    count, bins = len(classes), np.zeros((3, 1))
     if several_labels:
-        of_each = np.zeros(len(classes))
-        cells = np.zeros((len(classes), 2, 2), dtype=np.int64)
-        counts = Counts(cells, 0.0, None, None, np.zeros((3, 1)), all_right=0, average_precision=of_each)
-        return list(computed(counts, classes))
-    views, top5 = 0 if has_views else None, 0 if len(classes) > 5 else None
-    nothing = np.zeros((len(classes),) * 2, dtype=np.int64)
-    return list(computed(Counts(nothing, 0.0, views, top5, np.zeros((3, 1))), classes))
+        cells, of_each = np.zeros((count, 2, 2)), np.zeros(count)
+        nothing = Counts(cells, 0.0, None, None, bins, all_right=0, average_precision=of_each)
+    else:
+        views, top5 = 0 if has_views else None, 0 if count > 5 else None
+        nothing = Counts(np.zeros((count, count)), 0.0, views, top5, bins)
+    return list(computed(nothing, classes))

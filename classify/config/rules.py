@@ -48,16 +48,6 @@ def is_finite(value: Any) -> bool:
     return is_number(value, -1e300, 1e300)
 
 
-def is_bool(value: Any) -> bool:
-    """Return whether the value is true or false."""
-    return isinstance(value, bool)
-
-
-def is_path(value: Any) -> bool:
-    """Return whether the value is text that is valid as a path."""
-    return isinstance(value, str) and bool(value) and "\0" not in value
-
-
 def size_in_bytes(key: str, text: object) -> int:
     """Return the bytes of a size such as ``100MB``.
 
@@ -133,9 +123,11 @@ def elsewhere(values: str) -> Rule:
 
 
 SIZE_MESSAGE = "must be a size, e.g. 100MB or 50GB"
-BOOL = Rule(is_bool, "must be true or false")
+BOOL = Rule(lambda value: isinstance(value, bool), "must be true or false")
 TEXT = Rule(lambda value: isinstance(value, str), "must be text; put it in quotes")
-PATH = Rule(is_path, "must be a folder's path")
+PATH = Rule(
+    lambda value: isinstance(value, str) and value != "" and "\0" not in value, "must be a folder's path"
+)
 SIZE = Rule(_is_size, SIZE_MESSAGE)
 NUMBER = Rule(
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool), "must be a number"

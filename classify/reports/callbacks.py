@@ -9,7 +9,7 @@ from determined import pytorch
 from classify.config.experiment_fields import experiment_of
 from classify.config.metric_table import METRICS
 from classify.engine.trial_config import TrialConfig
-from classify.reports.classification_log import ClassificationLog, Images
+from classify.reports.classification_log import ClassificationLog
 from classify.reports.metrics import ClassificationMetrics
 from classify.reports.tensorboard import TensorBoardLog
 from deepspeed_trial.events import EarlyStopping
@@ -20,7 +20,7 @@ def make_callbacks(
     context: Any,
     engine: Any,
     metrics: ClassificationMetrics,
-    images: Images,
+    images: Any,
     config: TrialConfig,
 ) -> dict[str, pytorch.PyTorchCallback]:
     """Return the trial's callbacks by name.
@@ -29,7 +29,7 @@ def make_callbacks(
         context: the trial's context.
         engine: the trial's engine.
         metrics: the validation's metrics.
-        images: the trial's images.
+        images: the trial's images, ``data.Images``.
         config: the trial's configuration.
     """
     is_chief = context.distributed.rank == 0

@@ -8,11 +8,10 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from PIL import Image
-from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -21,7 +20,6 @@ from classify.engine.trial_config import TrialConfig
 from classify.images.listing import is_remote
 from classify.images.mixup import apply_mixup, make_mixup
 from classify.images.pixels import ImageSet
-from classify.images.plan import DataPlan
 from classify.reports.metrics import SHOWN, ClassificationMetrics
 from classify.reports.summary import CLASSIFICATION
 from deepspeed_trial import redaction
@@ -30,23 +28,7 @@ from deepspeed_trial.experiment import Experiment
 
 AS_PNG = 64  # pixels of the longer side; larger images are JPEG files
 MOST_PIXELS = 2**20  # of the training images in the report
-
-
-class Images(Protocol):
-    """The images of a trial, as ``data.Images``."""
-
-    plan: DataPlan
-
-    @property
-    def validation(self) -> ImageSet:
-        """The validation images."""
-
-    @property
-    def test(self) -> ImageSet:
-        """The test images."""
-
-    def augmented(self, most: int) -> tuple[Tensor, Tensor]:
-        """Return some augmented training images and their labels."""
+OF_LAST = ("order", "confusion", "mistakes", "unsure", "bins")  # attributes of the metrics
 
 
 class ClassificationLog(Callback):
@@ -60,7 +42,7 @@ class ClassificationLog(Callback):
     Args:
         output: the run's folder on the chief of a local run; else None, and the log writes nothing.
         metrics: of the validation.
-        images: of the trial.
+        images: of the trial, ``data.Images``.
         config: the trial's.
         experiment: has the searcher's metric.
     """
@@ -69,7 +51,7 @@ class ClassificationLog(Callback):
         self,
         output: pathlib.Path | None,
         metrics: ClassificationMetrics,
-        images: Images,
+        images: Any,
         config: TrialConfig,
         experiment: Experiment,
     ) -> None:
@@ -82,7 +64,7 @@ class ClassificationLog(Callback):
         if self.output is None:
             return
         plan, score = self.images.plan, metrics.get(self.experiment.metric)
-        if self.config.hyper.best_weights and not self._is_best(score, self.output / CLASSIFICATION):
+        if self.config.hyper.best_weights and not self._is_best(score, self.output):
             return
         if not self._log:
             counts = {split: plan.class_counts(split) for split in plan.names}
@@ -90,30 +72,30 @@ class ClassificationLog(Callback):
         self._log.update(self._classified(self.images.validation, plan.validation), score=score)
         self._write(self.output)
 
-    def _is_best(self, score: Any, file: pathlib.Path) -> bool:
+    def _is_best(self, score: Any, output: pathlib.Path) -> bool:
         """Return whether a validation is better than the one in the file, which a resumed run reads."""
-        if not self._log and file.exists():
-            self._log = json.loads(file.read_text())
+        self._read(output)
         best = self._log.get("score")
         return best is None or (score < best if self.experiment.smaller_is_better else score > best)
 
     @override
     def on_test_start(self) -> None:
-        metrics = self.metrics
-        self._of_validation = metrics.order, metrics.confusion, metrics.mistakes, metrics.unsure, metrics.bins
+        self._of_validation = {name: getattr(self.metrics, name) for name in OF_LAST}
         self.metrics.order = self.metrics.order_of_test
 
     @override
     def on_test_end(self, metrics: dict[str, Any]) -> None:
         if self.output is not None:
-            file = self.output / CLASSIFICATION
-            if not self._log and file.exists():  # a finished run is tested again
-                self._log = json.loads(file.read_text())
+            self._read(self.output)  # if a finished run is tested again
             self._log["test"] = self._classified(self.images.test, "test")
             self._write(self.output)
-        of_log = self.metrics
-        of_log.order, of_log.confusion, of_log.mistakes, of_log.unsure, of_log.bins = self._of_validation
+        vars(self.metrics).update(self._of_validation)
         metrics.pop(SPEED_METRIC, None)  # a test trains nothing
+
+    def _read(self, output: pathlib.Path) -> None:
+        """Continue the log of an earlier process."""
+        if not self._log and (output / CLASSIFICATION).exists():
+            self._log = json.loads((output / CLASSIFICATION).read_text())
 
     def _write(self, output: pathlib.Path) -> None:
         partial = output / f".{CLASSIFICATION}"
@@ -146,14 +128,14 @@ class ClassificationLog(Callback):
         height, width = self.config.data.stored_size
         images, labels = self.images.augmented(min(SHOWN, max(4, MOST_PIXELS // (height * width))))
         inputs, hyper = images.float(), self.config.hyper
-        rows = labels if labels.dim() == 2 else F.one_hot(labels)
-        names = [row.nonzero().flatten().tolist() for row in rows]
+        shares = labels if labels.dim() == 2 else F.one_hot(labels)
         if mixup := make_mixup(hyper.mixup, hyper.cutmix, self.config.net.num_classes):
             inputs, shares = apply_mixup(mixup, inputs, labels, (self.config.seed, 0, 0, 0))
-            names = [row.nonzero().flatten().tolist() for row in shares]
         pixels = inputs.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
-        shown = zip(pixels, names, strict=True)
-        return [{"picture": picture(image), "labels": of_image} for image, of_image in shown]
+        return [
+            {"picture": picture(image), "labels": of_image.nonzero().flatten().tolist()}
+            for image, of_image in zip(pixels, shares, strict=True)
+        ]
 
 
 def picture(image: Any) -> str:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from classify.config.metric_table import MAP_METRIC, SPEED_METRIC, UNFITTED, Counts, computed
+from classify.config.metric_table import MAP_METRIC, UNFITTED, Counts
 from classify.reports.metrics import BINS, SHOWN, ClassificationMetrics, Throughput
 
 
@@ -90,12 +90,7 @@ class LabelMetrics(ClassificationMetrics):
             _hardest(rows, places, given, labels, losses)
             for rows in (np.flatnonzero(~is_right), np.flatnonzero(is_right))
         )
-        values = computed(counts, self.classes)
-        first = {name: values[name] for name in (MAP_METRIC, "accuracy", "loss")}
-        metrics = {**first, "images": counts.images, **values}
-        if self.throughput:
-            metrics[SPEED_METRIC] = self.throughput.since_validation()
-        return metrics
+        return self._reported(counts, MAP_METRIC, "accuracy", "loss")
 
 
 def fit(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
@@ -135,15 +130,13 @@ def _counts(
     right = given == labels
     cells = [[~given & (labels == 0), given & (labels == 0)], [~given & (labels == 1), given & (labels == 1)]]
     place = np.minimum((probabilities * BINS).astype(np.int64), BINS - 1).ravel()
-    binned = (
-        np.bincount(place, each.ravel(), BINS) for each in (np.ones_like(scores), probabilities, labels)
-    )
+    weights = (np.ones_like(scores), probabilities, labels)
     return Counts(
         np.moveaxis(np.array(cells).sum(2), -1, 0),
         loss=float(losses.sum()),
         right_by_views=None,
         in_top5=None,
-        bins=np.array(list(binned)),
+        bins=np.array([np.bincount(place, each.ravel(), BINS) for each in weights]),
         all_right=int(right.all(1).sum()),
         average_precision=precision,
         thresholds=thresholds,

@@ -207,8 +207,8 @@ class ClassificationMetrics(pytorch.MetricReducer):
     def per_slot_reduce(self) -> tuple[Any, ...]:
         """Return this rank's counts: numbers, lists and arrays."""
         if self._counts is None:
-            nothing = np.zeros((len(self.classes),) * 2, dtype=np.int64)
-            return nothing, 0.0, [], [], 0, 0, np.zeros((3, BINS)), np.zeros((3, BINS)), []
+            self._start(torch.device("cpu"))
+        assert self._counts is not None
         counts = self._counts.view(len(self.classes), -1).cpu().numpy()
         mistakes, unsure = (self._described(columns.T.tolist()) for columns in self._hardest)
         views, top5 = int(self._right_by_views), int(self._in_top5)
@@ -243,9 +243,12 @@ class ClassificationMetrics(pytorch.MetricReducer):
             bins=self.bins,
             **({"scaled_bins": np.sum(scaled, axis=0)} if self.temperature else _fit(fitted)),
         )
+        return self._reported(counts, "accuracy", "loss")
+
+    def _reported(self, counts: Counts, *first: str) -> dict[str, Any]:
+        """Return the metrics of the counts; the ``first`` ones come first, for a terminal's line."""
         values = computed(counts, self.classes)
-        first = {name: values[name] for name in ("accuracy", "loss")}  # a terminal's line has the first few
-        metrics = {**first, "images": counts.images, **values}
+        metrics = {**{name: values[name] for name in first}, "images": counts.images, **values}
         if self.throughput:
             metrics[SPEED_METRIC] = self.throughput.since_validation()
         return metrics

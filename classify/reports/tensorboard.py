@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import deepspeed
-import numpy as np
 from typing_extensions import override
 
 from classify.config.metric_table import tagged
@@ -120,14 +119,6 @@ class TensorBoardLog(Callback):
         if metrics.confusion.ndim == 2:  # one label an image
             drawn["confusion_matrix"] = figures.confusion_figure(metrics.confusion, metrics.classes)
         for name, figure in drawn.items():
-            self.writer.add_image(name, _pixels(figure), self._validated_step, dataformats="HWC")
+            self.writer.add_figure(name, figure, self._validated_step)
         self._drawn_step, self._drawn_at = self._validated_step, time.monotonic()
         self._took = self._drawn_at - since
-
-
-def _pixels(figure: Any) -> np.ndarray:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[:, :, :3]
