@@ -144,23 +144,19 @@ def _add_tta(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    args = parse(argv)
-    commands = {"export": export, "predict": predict, "evaluate": evaluate, "report": report}
-    commands["import"] = import_
+    args, program = parse(argv), command_line.called("checkpoint")
+    commands = {"export": export, "predict": predict, "serve": serve, "evaluate": evaluate, "report": report}
+    commands |= {"audit": audit, "head": head, "import": import_, "caches": caches}
     try:
         with explain_out_of_memory(lambda: f"in {args.command}", lambda: "use a machine with more memory"):
-            {**commands, "serve": serve, "caches": caches, "audit": audit, "head": head}[args.command](args)
-    except InvalidInput as error:
-        return print_errors(command_line.called("checkpoint"), error)
-    except TrainingStopped as error:
-        print(f"{command_line.called('checkpoint')}: {error}", file=sys.stderr)
-        return 1
+            commands[args.command](args)
+    except (InvalidInput, TrainingStopped) as error:
+        return print_errors(program, error)
     except OSError as error:
-        reason = f"a path cannot be used ({one_line(error)}); repair or change it"
-        print(f"{command_line.called('checkpoint')}: {reason}", file=sys.stderr)
+        print(f"{program}: a path cannot be used ({one_line(error)}); repair or change it", file=sys.stderr)
         return 1 if error.errno in DISK_FULL else 2
     except KeyboardInterrupt:
-        print(f"{command_line.called('checkpoint')}: interrupted", file=sys.stderr)
+        print(f"{program}: interrupted", file=sys.stderr)
         return 130
     return 0
 
@@ -341,21 +337,10 @@ def report(args: argparse.Namespace) -> None:
 def audit(args: argparse.Namespace) -> None:
     """Write a page about probably wrong images, and a list of them; no image is changed."""
     from workbench.audit import audit as auditing
-    from workbench.audit import features
-    from workbench.audit.dataset import Dataset
 
-    extractor = size = None
-    if args.net is not None:
-        extractor, network = features.of_network(args.net)
-        size = network.size
-    dataset = Dataset.open(_data_section(args), size)
-    extractor = extractor or features.of_patches(dataset)
-    print(f"images    {printable(auditing.describe(dataset.plan))}", flush=True)
-    print("".join(f"left out  {printable(line)}\n" for line in dataset.plan.left_out), end="", flush=True)
-    vectors = features.kept(extractor, dataset)
-    print(f"features  {printable(extractor.name)}: {vectors}", flush=True)
-    result = auditing.audit(dataset, vectors.values)
-    auditing.write(result, extractor.name, args.output)
+    dataset, vectors, name, _ = _features(args)
+    result = auditing.audit(dataset, vectors)
+    auditing.write(result, name, args.output)
     print(*auditing.summary(result), sep="\n")
     print(f"page      {printable(args.output / auditing.PAGE)}, with {auditing.TABLE} and {auditing.LIST}")
 
@@ -363,24 +348,36 @@ def audit(args: argparse.Namespace) -> None:
 def head(args: argparse.Namespace) -> None:
     """Write a network with another network's body and a new head for an experiment's classes."""
     from classify.models import net_file
-    from workbench.audit import audit as auditing
-    from workbench.audit import features, linear
-    from workbench.audit.dataset import Dataset
+    from workbench.audit import linear
 
     if args.target.suffix != ".pt" or args.target.is_dir():
         raise InvalidInput(f"{args.target}: must be the name of a file that ends in .pt; rename it")
-    extractor, network = features.of_network(args.net)
-    dataset = Dataset.open(_data_section(args), network.size)
-    print(f"images    {printable(auditing.describe(dataset.plan))}", flush=True)
-    print("".join(f"left out  {printable(line)}\n" for line in dataset.plan.left_out), end="", flush=True)
-    vectors = features.kept(extractor, dataset)
-    print(f"features  {printable(extractor.name)}: {vectors}", flush=True)
-    fitted = linear.fit(network, dataset, vectors.values)
+    dataset, vectors, _, network = _features(args)
+    fitted = linear.fit(network, dataset, vectors)
     args.target.parent.mkdir(parents=True, exist_ok=True)
     net_file.write(args.target, fitted.weights, fitted.description)
     print(f"head      {len(dataset.classes)} classes, {fitted.seconds:.1f} s")
     print(f"accuracy  {fitted.accuracy:.4f} on {fitted.split}")
     print(printable(f"{args.target}, {net_file.beside(args.target)}"))
+
+
+def _features(args: argparse.Namespace) -> tuple[Any, Any, str, Any]:
+    """Compute the features of an experiment's images, for ``audit`` and ``head``, and print what they are.
+
+    Returns:
+        The images, their features, the name of the features, and the network that gives them or None.
+    """
+    from workbench.audit import audit, features
+    from workbench.audit.dataset import Dataset
+
+    extractor, network = features.of_network(args.net) if args.net else (None, None)
+    dataset = Dataset.open(_data_section(args), network.size if network else None)
+    extractor = extractor or features.of_patches(dataset)
+    print(f"images    {printable(audit.describe(dataset.plan))}", flush=True)
+    print("".join(f"left out  {printable(line)}\n" for line in dataset.plan.left_out), end="", flush=True)
+    vectors = features.kept(extractor, dataset)
+    print(f"features  {printable(extractor.name)}: {vectors}", flush=True)
+    return dataset, vectors.values, extractor.name, network
 
 
 def _data_section(args: argparse.Namespace) -> dict[str, Any]:
@@ -419,27 +416,28 @@ def caches(args: argparse.Namespace) -> None:
     found = {path: size for root in roots for path, size in pixel_files.find(root).items()}
     for root in args.folders:
         found.update(pixel_files.find(stand_in(root)))
+
+    def say(size: int, what: str, outcome: str) -> None:
+        print(f"{pixel_files.in_bytes(size):>10}  {what}" + f"  {outcome}" * args.clear)
+
     left = 0
     for path, size in found.items():
         is_gone = args.clear and pixel_files.clear(path)
         left += 0 if is_gone else size
-        outcome = ("removed" if is_gone else "is being written, left") if args.clear else ""
-        print(f"{pixel_files.in_bytes(size):>10}  {printable(path)}.raw  {outcome}".rstrip())
+        say(size, f"{printable(path)}.raw", "removed" if is_gone else "is being written, left")
     freed = f", {pixel_files.in_bytes(sum(found.values()) - left)} removed" if args.clear else ""
     print(f"{pixel_files.in_bytes(left)} of decoded images are kept{freed}")
     for folder, (count, size) in shard_cache.find(roots).items():
         if args.clear:
             shard_cache.clear(folder)
-        outcome = "removed, except shards in transfer" if args.clear else ""
-        shown = f"{printable(folder)}: {count:,} fetched shards"
-        print(f"{pixel_files.in_bytes(size):>10}  {shown}  {outcome}".rstrip())
+        say(size, f"{printable(folder)}: {count:,} fetched shards", "removed, except shards in transfer")
     features = [] if args.folders else sorted((stand_ins() / "features").glob("*.npy"))
     if features:
         size = sum(file.stat().st_size for file in features)
         for file in features if args.clear else ():
             file.unlink(missing_ok=True)
-        shown = f"{printable(features[0].parent)}: features of {len(features):,} networks and datasets"
-        print(f"{pixel_files.in_bytes(size):>10}  {shown}  {'removed' if args.clear else ''}".rstrip())
+        what = f"{printable(features[0].parent)}: features of {len(features):,} networks and datasets"
+        say(size, what, "removed")
 
 
 if __name__ == "__main__":

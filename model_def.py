@@ -21,6 +21,7 @@ from torch import Tensor
 
 import data
 from classify.config.experiment_fields import check, experiment_of
+from classify.config.metric_table import METRICS
 from classify.engine.build import build_network, building, compile_network, engine_arguments
 from classify.engine.hooks import ClassifierHooks
 from classify.engine.trial_config import TrialConfig
@@ -28,10 +29,13 @@ from classify.images.mixup import apply_mixup, make_mixup
 from classify.images.order import Order
 from classify.models.losses import Loss
 from classify.models.registry import logits
-from classify.reports.callbacks import make_callbacks
+from classify.reports.classification_log import ClassificationLog
 from classify.reports.label_metrics import LabelMetrics
 from classify.reports.metrics import ClassificationMetrics, LearningRate, Throughput
+from classify.reports.tensorboard import TensorBoardLog
 from deepspeed_trial.engines import data_parallel_rank
+from deepspeed_trial.events import EarlyStopping
+from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.local.local_mode import LocalTestMode
 from deepspeed_trial.schedules import learning_rate
 
@@ -116,9 +120,20 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
 
     def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
         """Return the callbacks: the network in checkpoints, reports, and optional early stopping."""
-        engine, config = self.model_engine, self.config
-        reports = make_callbacks(self.context, engine, self.metrics, self.images, config)
-        return {"network": self.hooks, **reports}
+        context, config, metrics, images = self.context, self.config, self.metrics, self.images
+        experiment = Experiment(experiment_of(context), {})
+        callbacks: dict[str, pytorch.PyTorchCallback] = {
+            "network": self.hooks,
+            "classification": ClassificationLog(context, metrics, images, config, experiment),
+            "tensorboard": TensorBoardLog(context, self.model_engine, metrics, images, config),
+        }
+        if stopping := config.hyper.early_stopping:
+            metric = experiment.metric or stopping.get("metric", "loss")
+            by_default = metric in METRICS and METRICS[metric].smaller_is_better
+            smaller = experiment.smaller_is_better if experiment.metric else by_default
+            how = {**stopping, "metric": metric, "smaller_is_better": smaller}
+            callbacks["early_stopping"] = EarlyStopping(context, **how)
+        return callbacks
 
     def train_batch(self, dataloader_iter: Batches, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         """Train on one micro-batch, or in a pipeline on all micro-batches of a step.

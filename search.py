@@ -76,11 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for split in source.names:  # decode once for all trials
                 source.load(split)
             return runner.run()
-    except InvalidInput as error:
+    except (InvalidInput, TrainingStopped) as error:
         return print_errors(command_line.called("search"), error)
-    except TrainingStopped as error:
-        print(f"{command_line.called('search')}: {error}", file=sys.stderr)
-        return 1
     except (OSError, SQLAlchemyError, StorageInternalError) as error:
         reason = one_line(getattr(error, "orig", None) or error)
         line = f"{output}: cannot store the state of the search ({reason}); repair the disk or the file"

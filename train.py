@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def do(args: argparse.Namespace) -> int:
     """Check, tune, find a learning rate or train; print errors; return the exit code."""
     with command_line.importing():
-        from deepspeed_trial.errors import InvalidInput, TrainingStopped, is_said_here, print_errors
+        from deepspeed_trial.errors import InvalidInput, TrainingStopped, print_errors
         from deepspeed_trial.meeting import check_ranks
         from deepspeed_trial.out_of_memory import explain_out_of_memory
 
@@ -91,12 +91,8 @@ def do(args: argparse.Namespace) -> int:
                 return cross_validate(args)
             does = check if args.check else tune if args.tune else find_lr if args.find_lr else run
             return does(args)
-    except InvalidInput as error:
+    except (InvalidInput, TrainingStopped) as error:
         return print_errors(command_line.called("train"), error)
-    except TrainingStopped as error:
-        if is_said_here(error):
-            say(str(error))
-        return 1
 
 
 def say(line: str) -> None:
@@ -352,7 +348,7 @@ def summarise(trial: CIFARTrial, fit: FitResult, metric: str, peaks: list[float]
         **used,
         "validation": summary.metrics_summary(fit.validation, config.source.classes),
         "chosen_on": config.source.chosen_on,
-        **summary.test_summary(fit.test, config.source.classes),
+        **({"test": summary.metrics_summary(fit.test, config.source.classes)} if fit.test else {}),
         "weights_sha256": state_dicts.sha256(weights),
         "checkpoint": fit.checkpoint,
         "peak_memory_mib": peaks,

@@ -122,12 +122,12 @@ def _overlap(one: list[str], other: list[str]) -> bool:
     return all(a == b for a, b in zip(one, other, strict=False))
 
 
-def print_errors(program: str, error: InvalidInput) -> int:
-    """Print every error as a line on stderr, once for all ranks, and return the exit code 2."""
+def print_errors(program: str, error: InvalidInput | TrainingStopped) -> int:
+    """Print an error's lines on stderr, once for all ranks; return exit code 2 for bad input, else 1."""
     if is_said_here(error):
-        for line in error.errors:
+        for line in str(error).splitlines():
             print(f"{program}: {line}", file=sys.stderr)
-    return 2
+    return 2 if isinstance(error, InvalidInput) else 1
 
 
 def is_said_here(error: InvalidInput | TrainingStopped) -> bool:

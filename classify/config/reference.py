@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from classify.config.sections import Key
 
@@ -24,40 +23,28 @@ and all other fields are [Determined's]({_DETERMINED}).
 """
 
 
-class Row(NamedTuple):
-    """A key in the reference, as text."""
-
-    path: str
-    values: str
-    default: str
-    unit: str
-    about: str
-
-
-def _rows(path: str, keys: Mapping[str, Key]) -> Iterator[Row]:
+def _rows(path: str, keys: Mapping[str, Key]) -> Iterator[tuple[str, Key, str]]:
+    """Yield the path of each documented key, the key, and its default as text."""
     for name, key in keys.items():
         if not key.about:
             continue
-        yield Row(f"{path}{name}", key.rule.values, _default(key.default), key.unit, key.about)
+        shown = (
+            key.default if isinstance(key.default, str) else json.dumps(key.default, default=lambda _: None)
+        )
+        yield f"{path}{name}", key, "" if shown == "null" else shown
         if key.section:
             entry = "[]" if isinstance(key.default, tuple) else ""
             yield from _rows(f"{path}{name}{entry}.", key.section.keys())
-
-
-def _default(value: Any) -> str:
-    if value is None or dataclasses.is_dataclass(value):
-        return ""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def text(sections: Sections) -> str:
     """Return the reference as text, with two lines per key."""
     lines = []
     for section, keys in sections.items():
-        for row in _rows(section, keys):
-            default = f"; default {row.default}" if row.default else ""
-            unit = f"; in {row.unit}" if row.unit else ""
-            lines += [f"{row.path}: {row.values}{default}{unit}", f"    {row.about}"]
+        for path, key, shown in _rows(section, keys):
+            default = f"; default {shown}" if shown else ""
+            unit = f"; in {key.unit}" if key.unit else ""
+            lines += [f"{path}: {key.rule.values}{default}{unit}", f"    {key.about}"]
     return "\n".join(lines)
 
 
@@ -67,9 +54,8 @@ def markdown(sections: Sections) -> str:
     for section, keys in sections.items():
         parts += [f"## {f'`{section[:-1]}`' if section else 'Fields'}\n"]
         parts += ["| key | values | default | unit | meaning |\n|---|---|---|---|---|"]
-        for row in _rows("", keys):
-            default = f"`{row.default}`" if row.default else ""
-            cells = (f"`{row.path}`", row.values, default, row.unit, row.about)
+        for path, key, shown in _rows("", keys):
+            cells = (f"`{path}`", key.rule.values, shown and f"`{shown}`", key.unit, key.about)
             parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         parts.append("")
     return "\n".join(parts).rstrip()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
@@ -30,18 +28,20 @@ def check(
     """
     if spec.name == MOE:
         spec = spec._replace(name="net", args=None)
-    net = on_meta_device(spec)
+    net, reason = on_meta_device(spec), ""
     if any(isinstance(parameter, UninitializedParameter) for parameter in net.parameters()):
         reason = "has lazy layers, which no engine takes; give the layers their sizes"
-        raise InvalidInput(f"hyperparameters.net: {spec.name!r}: {reason}")
-    if not any(parameter.requires_grad for parameter in net.parameters()):
+    elif not any(parameter.requires_grad for parameter in net.parameters()):
         reason = "has no parameter to train; add one, or use another network"
+    if reason:
         raise InvalidInput(f"hyperparameters.net: {spec.name!r}: {reason}")
+    shape = micro_batch, 3, *(smaller or spec.image_size)
     try:
-        _Run(spec, net, micro_batch, channels_last, smaller)("meta")
+        with torch.device("meta"):
+            _run(spec, net, shape, channels_last)
     except InvalidInput:  # an error of the network, or it needs values, e.g. by item() or bool()
-        with torch.random.fork_rng(devices=[]):
-            _Run(spec, build(spec), micro_batch, channels_last, smaller)("cpu")
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            _run(spec, build(spec), shape, channels_last)
 
 
 def why_unfit(net: nn.Module, size: tuple[int, int], classes: int, device: str) -> str | None:
@@ -67,66 +67,48 @@ def _shape(outputs: object) -> object:
     return tuple(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
 
 
-@dataclass
-class _Run:
-    spec: NetSpec
-    net: nn.Module
-    micro_batch: int
-    channels_last: bool
-    smaller: tuple[int, int] | None
-
-    def __call__(self, device: str) -> None:
-        """Train on one micro-batch and validate it on a device; raise as ``check`` does."""
-        with torch.device(device):
-            images = torch.randn(self.micro_batch, 3, *(self.smaller or self.spec.image_size))
-            turned = images.contiguous(memory_format=torch.channels_last)
-            try:
-                outputs = logits(self.net(images))
-                with torch.no_grad():
-                    self.net.eval()(turned if prefers_channels_last(self.spec.name) else images)
-            except NotImplementedError:  # a custom operator, which the meta device lacks
-                return
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                raise self._why_it_fails(one_line(error)) from error
-            if self.channels_last:
-                self._try_channels_last(turned)
-        wanted = (self.micro_batch, self.spec.num_classes)
-        if (found := _shape(outputs)) != wanted:
-            asked = f"{self.micro_batch} images and {self.spec.num_classes} classes"
-            raise InvalidInput(
-                f"hyperparameters.net: {self.spec.name!r}: gives {found} for {asked}; make it give {wanted}"
-            )
-
-    def _try_channels_last(self, images: Tensor) -> None:
+def _run(spec: NetSpec, net: nn.Module, shape: tuple[int, ...], channels_last: bool) -> None:
+    """Train on one micro-batch of a shape (B, 3, H, W), and validate it; raise as ``check`` does."""
+    images = torch.randn(shape)
+    turned = images.contiguous(memory_format=torch.channels_last)
+    try:
+        outputs = logits(net(images))
+        with torch.no_grad():
+            net.eval()(turned if prefers_channels_last(spec.name) else images)
+    except NotImplementedError:  # a custom operator, which the meta device lacks
+        return
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise InvalidInput(_why_it_fails(spec, shape, one_line(error))) from error
+    if channels_last:
         try:
-            self.net.train()(images)
+            net.train()(turned)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            what = f"{self.spec.name} fails on channels_last images ({one_line(error)})"
+            what = f"{spec.name} fails on channels_last images ({one_line(error)})"
             remedy = "set channels_last to false, or use reshape instead of view"
             raise InvalidInput(f"hyperparameters.channels_last: True: {what}; {remedy}") from error
-
-    def _why_it_fails(self, reason: str) -> InvalidInput:
-        name, (height, width) = self.spec.name, self.smaller or self.spec.image_size
-        size = f"{height}x{width}"
-        if "Expected more than 1 value per channel" in reason:
-            return InvalidInput(
-                f"train_micro_batch_size_per_gpu: {self.micro_batch}: the smallest micro-batch is too small"
-                f" for {name}'s batch normalization; use one that leaves 2 images or more in an epoch's last"
-                " step"
-            )
-        if self.smaller:
-            remedy = "remove progressive_resizing, or use a greater scale"
-            return InvalidInput(
-                f"hyperparameters.progressive_resizing: {size}: {name} fails on images of this size"
-                f" ({reason}); {remedy}"
-            )
-        if name in own.NETS and name != "net":
-            fails = f"hyperparameters.net: {name!r}: fails on images of {size} ({reason})"
-            return InvalidInput(f"{fails}; fix the network, or change data.image_size")
-        return InvalidInput(
-            f"data.image_size: {size}: {name} fails on this size ({reason}); use another size"
+    wanted = shape[0], spec.num_classes
+    if (found := _shape(outputs)) != wanted:
+        asked = f"{shape[0]} images and {spec.num_classes} classes"
+        raise InvalidInput(
+            f"hyperparameters.net: {spec.name!r}: gives {found} for {asked}; make it give {wanted}"
         )
+
+
+def _why_it_fails(spec: NetSpec, shape: tuple[int, ...], reason: str) -> str:
+    micro_batch, _, height, width = shape
+    if "Expected more than 1 value per channel" in reason:
+        small = f"the smallest micro-batch is too small for {spec.name}'s batch normalization"
+        remedy = "use one that leaves 2 images or more in an epoch's last step"
+        return f"train_micro_batch_size_per_gpu: {micro_batch}: {small}; {remedy}"
+    if (height, width) != spec.image_size:
+        fails = f"{height}x{width}: {spec.name} fails on images of this size ({reason})"
+        remedy = "remove progressive_resizing, or use a greater scale"
+        return f"hyperparameters.progressive_resizing: {fails}; {remedy}"
+    if spec.name in own.NETS and spec.name != "net":
+        fails = f"hyperparameters.net: {spec.name!r}: fails on images of {height}x{width} ({reason})"
+        return f"{fails}; fix the network, or change data.image_size"
+    return f"data.image_size: {height}x{width}: {spec.name} fails on this size ({reason}); use another size"

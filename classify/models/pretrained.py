@@ -38,9 +38,8 @@ def is_name(net: str, weights: str) -> bool:
     """Return whether a library has weights of this name, such as ``DEFAULT``, for a network."""
     if is_own(net):
         return False
-    if timm_nets.is_timm(net):
-        return timm_nets.is_tag(net, weights)
-    known = torchvision.models.get_model_weights(net).__members__
+    is_timm = timm_nets.is_timm(net)
+    known = timm_nets.tags(net) if is_timm else torchvision.models.get_model_weights(net).__members__
     return weights == "DEFAULT" or weights in known
 
 
@@ -152,12 +151,11 @@ def normalization(net: str, weights: str | None = None) -> tuple[tuple[float, ..
     if is_own(net):
         remedy = "use half, dataset or imagenet"
         raise InvalidInput(f"data.normalize: 'weights': {net} has no pretrained weights; {remedy}")
-    if timm_nets.is_timm(net):
-        return timm_nets.normalization(net, weights)
     if net in ("googlenet", "inception_v3"):  # the result of their transform_input, which is off here
         return (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
-    transforms: Any = _weights(net, "DEFAULT").transforms()
-    return tuple(transforms.mean), tuple(transforms.std)
+    is_timm = timm_nets.is_timm(net)
+    seen = timm_nets.config(net, weights) if is_timm else _weights(net, "DEFAULT").transforms()
+    return tuple(seen.mean), tuple(seen.std)
 
 
 def _weights(net: str, weights: str) -> Any:

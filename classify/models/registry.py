@@ -84,7 +84,7 @@ def input_size(name: object, weights: object = None) -> tuple[int, int] | None:
     Raises:
         InvalidInput: if timm has no such network.
     """
-    return timm_nets.input_size(str(name), weights) if timm_nets.is_timm(name) else None
+    return tuple(timm_nets.config(str(name), weights).input_size[1:]) if timm_nets.is_timm(name) else None
 
 
 def build(spec: NetSpec) -> nn.Module:
@@ -160,9 +160,11 @@ def trains_faster_channels_last(name: str, device: str) -> bool:
 
 
 def with_sync_batchnorm(name: str, net: nn.Module) -> nn.Module:
-    """Return the network with batch normalization over all processes."""
+    """Return the network with batch normalization over all processes, including timm's fused layers."""
     if timm_nets.is_timm(name):
-        return timm_nets.with_sync_batchnorm(net)
+        from timm.layers import convert_sync_batchnorm
+
+        return convert_sync_batchnorm(net)
     return nn.SyncBatchNorm.convert_sync_batchnorm(net)
 
 

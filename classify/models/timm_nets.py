@@ -62,30 +62,7 @@ def build(
     return _create(name, image_size, args, num_classes=num_classes)
 
 
-def with_sync_batchnorm(net: nn.Module) -> nn.Module:
-    """Return the network with batch normalization over all processes, including timm's fused layers."""
-    from timm.layers import convert_sync_batchnorm
-
-    return convert_sync_batchnorm(net)
-
-
-def input_size(name: str, weights: object = None) -> tuple[int, int]:
-    """Return height and width of a network's images in pixels; raise the same as ``check_name``."""
-    return tuple(_config(name, weights).input_size[1:])
-
-
-def normalization(name: str, weights: object = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation of each channel for a network's pretrained weights."""
-    config = _config(name, weights)
-    return tuple(config.mean), tuple(config.std)
-
-
 # --------------------------------------------------------------------------------------------------- weights
-
-
-def is_tag(name: str, weights: str) -> bool:
-    """Return whether timm has weights of the name for a network; ``DEFAULT`` is such a name."""
-    return weights == "DEFAULT" or weights in _tags(name)
 
 
 def fetch(
@@ -102,12 +79,12 @@ def fetch(
     Raises:
         InvalidInput: if timm has no such weights or cannot fetch them.
     """
-    tags = _tags(name)
+    known, (arch, tag) = tags(name), _split(name)
     label = f"hyperparameters.weights: {weights}"
-    if not tags or (weights == "DEFAULT" and _split(name)[1] not in ("", *tags)):
+    if not known or (weights == "DEFAULT" and tag not in ("", *known)):
         raise InvalidInput(f"{label}: timm has no pretrained weights for {name}; give the path of a file")
-    tag = (_split(name)[1] or next(iter(tags))) if weights == "DEFAULT" else weights
-    full = f"{_split(name)[0]}.{tag}" if tag else _split(name)[0]
+    tag = (tag or known[0]) if weights == "DEFAULT" else weights
+    full = f"{arch}.{tag}" if tag else arch
     try:
         with torch.random.fork_rng(devices=[]):
             net = _create(PREFIX + full, image_size, args, pretrained=True)
@@ -139,7 +116,7 @@ def read(
     label = f"hyperparameters.weights: {weights}"
     path = pathlib.Path(weights)
     if not path.exists():
-        known = ["DEFAULT", *_tags(name)]
+        known = ["DEFAULT", *tags(name)]
         has = f"timm has for {name}: {', '.join(known)}" if len(known) > 1 else "timm has none for it"
         raise InvalidInput(f"{label}: no such file or weights of timm ({has}); {nearest(weights, known)}")
     found = state_dicts.read(str(_file(path, label) if path.is_dir() else path), label, AVERAGED)
@@ -198,26 +175,26 @@ def _configs(name: str) -> dict[str, Any]:
     models, (arch, _) = _timm(name).models, _split(name)
     known = models.get_arch_pretrained_cfgs(arch).values()
     default = models.get_pretrained_cfg(arch)
-    configs = {config.tag or "": config for config in known}
-    first = {default.tag or "": default} if default else {}
-    return {**first, **configs}
+    return {each.tag or "": each for each in (*([default] if default else []), *known)}
 
 
-def _tags(name: str) -> list[str]:
+def tags(name: str) -> list[str]:
     """Return the tags of timm's weights for a network, the default first."""
-    return [tag for tag, config in _configs(name).items() if config.has_weights]
+    return [tag for tag, each in _configs(name).items() if each.has_weights]
 
 
-def _config(name: str, weights: object) -> Any:
-    """Return timm's configuration of a network: the folder's, the tag's, or the default one."""
+def config(name: str, weights: object = None) -> Any:
+    """Return timm's configuration of a network: the folder's, the tag's, or the default one.
+
+    Its ``input_size`` is (3, H, W) in pixels; ``mean`` and ``std`` are those of each channel.
+
+    Raises:
+        InvalidInput: if timm has no such network, or a folder's configuration is not timm's.
+    """
     check_name(name)
     configs = _configs(name)
-    if (
-        isinstance(weights, str)
-        and (folder := pathlib.Path(weights)).is_dir()
-        and (folder / CONFIG).is_file()
-    ):
-        return _config_of_folder(name, folder)
+    if isinstance(weights, str) and (pathlib.Path(weights) / CONFIG).is_file():
+        return _config_of_folder(name, pathlib.Path(weights))
     for tag in (weights, _split(name)[1]):
         if tag in configs:
             return configs[tag]
@@ -231,20 +208,20 @@ def _config_of_folder(name: str, folder: pathlib.Path) -> Any:
     label = f"hyperparameters.weights: {folder}"
     try:
         given, arch, _ = load_model_config_from_path(folder)
-        config = PretrainedCfg(**{key: given[key] for key in ("input_size", "mean", "std") if key in given})
-        sizes, numbers = config.input_size, [*config.mean, *config.std]
-        is_whole = len(sizes) == len(config.mean) == len(config.std) == 3 and all(config.std)
-        if not is_whole or not all(is_count(size, 1) for size in sizes) or not all(map(is_finite, numbers)):
-            raise ValueError(f"input_size {sizes}, mean {config.mean}, std {config.std}")
+        found = PretrainedCfg(**{key: given[key] for key in ("input_size", "mean", "std") if key in given})
+        sizes, mean, std = found.input_size, found.mean, found.std
+        is_whole = len(sizes) == len(mean) == len(std) == 3 and all(is_count(size, 1) for size in sizes)
+        if not is_whole or not all(map(is_finite, [*mean, *std])) or not all(std):
+            raise ValueError(f"input_size {sizes}, mean {mean}, std {std}")
     except Exception as error:  # no JSON, or other keys
         remedy = "give the path of the file of weights"
         raise InvalidInput(f"{label}: {CONFIG} is not timm's ({one_line(error)}); {remedy}") from error
     if arch != _split(name)[0]:
         raise InvalidInput(f"{label}: {CONFIG} is of {arch}; set hyperparameters.net: {PREFIX}{arch}")
-    return config
+    return found
 
 
 def _create(name: str, image_size: tuple[int, int], args: Mapping[str, Any] | None, **more: Any) -> nn.Module:
     """Build a network with timm; a network with a fixed image size gets the given size."""
-    fixed = {"img_size": image_size} if _config(name, None).fixed_input_size else {}
+    fixed = {"img_size": image_size} if config(name).fixed_input_size else {}
     return _timm(name).create_model(name.removeprefix(PREFIX), **{**fixed, **(args or {})}, **more)

@@ -40,7 +40,7 @@ class ClassificationLog(Callback):
     class, and ``augmented`` has training images as the network sees them.
 
     Args:
-        output: the run's folder on the chief of a local run; else None, and the log writes nothing.
+        context: the trial's; the log writes nothing on other ranks than the chief, or without a run's folder.
         metrics: of the validation.
         images: of the trial, ``data.Images``.
         config: the trial's.
@@ -49,14 +49,16 @@ class ClassificationLog(Callback):
 
     def __init__(
         self,
-        output: pathlib.Path | None,
+        context: Any,
         metrics: ClassificationMetrics,
         images: Any,
         config: TrialConfig,
         experiment: Experiment,
     ) -> None:
-        self.output, self.metrics, self.images, self.config = output, metrics, images, config
-        self.experiment = experiment
+        is_chief = context.distributed.rank == 0
+        # Determined's context has no folder
+        self.output: pathlib.Path | None = getattr(context, "output", None) if is_chief else None
+        self.metrics, self.images, self.config, self.experiment = metrics, images, config, experiment
         self._log: dict[str, Any] = {}
 
     @override

@@ -33,11 +33,6 @@ def metrics_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[
     }
 
 
-def test_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """Return the entry ``test`` of a summary; empty without a test."""
-    return {"test": metrics_summary(metrics, classes)} if metrics else {}
-
-
 def write(output: pathlib.Path, summary: Mapping[str, Any], chosen: str = "accuracy") -> None:
     """Write a run's summary atomically, and print its scores, the test's first.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import deepspeed
@@ -11,7 +10,6 @@ from typing_extensions import override
 
 from classify.config.metric_table import tagged
 from classify.engine.trial_config import TrialConfig
-from classify.images.pixels import ImageSet
 from classify.reports import figures
 from classify.reports.metrics import ClassificationMetrics
 from deepspeed_trial.engines import loss_scale
@@ -31,7 +29,7 @@ class TensorBoardLog(Callback):
         context: the trial's context.
         engine: the trial's engine.
         metrics: the validation's metrics.
-        validated: returns the validated images.
+        images: the trial's, ``data.Images``.
         config: the trial's configuration, with the parameter groups.
     """
 
@@ -40,11 +38,11 @@ class TensorBoardLog(Callback):
         context: Any,
         engine: deepspeed.DeepSpeedEngine,
         metrics: ClassificationMetrics,
-        validated: Callable[[], ImageSet],
+        images: Any,
         config: TrialConfig,
     ) -> None:
         self.context = context
-        self.engine, self.metrics, self.validated = engine, metrics, validated
+        self.engine, self.metrics, self.images = engine, metrics, images
         trained = [group for group in config.groups if not group.frozen]
         self.groups = trained if len(trained) > 1 else []
         self.config = config
@@ -113,7 +111,7 @@ class TensorBoardLog(Callback):
 
     def _draw(self) -> None:
         since = time.monotonic()
-        metrics, source = self.metrics, self.validated()
+        metrics, source = self.metrics, self.images.validation
         images = [source.image(mistake["image"]) for mistake in metrics.mistakes]
         drawn = {"hardest_mistakes": figures.mistakes_figure(metrics.mistakes, images, metrics.classes)}
         if metrics.confusion.ndim == 2:  # one label an image

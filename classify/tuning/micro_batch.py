@@ -71,37 +71,33 @@ def choose(
         experiment: the experiment.
         resumed: the folder of a run to resume.
     """
-    threads = processes.threads_of_each(1)
-    with attempts.forking():
-        return _choose(trial_class, experiment, resumed, threads)
-
-
-def _choose(
-    trial_class: Callable[..., Any], experiment: Experiment, resumed: pathlib.Path | None, threads: int
-) -> Choice | None:
-    try:
-        form = Hyperparameters.parse_form(experiment.hyperparameters)
-        if form is None or not deepspeed_config.asks_for_tries(form):
-            return None
-        count = int(os.environ.get("WORLD_SIZE") or 1)
-        device = processes.device_type()
-        config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, count, device)
-    except InvalidInput:
-        return None
-    if resumed and (kept := _kept(resumed / FILE, config)):
-        return Choice(config, kept)
+    threads, rank = processes.threads_of_each(1), int(os.environ.get("RANK") or 0)
 
     def attempt(changed: Experiment, needs: int) -> attempts.Attempt:
         return attempts.attempt(trial_class, changed, attempts.rank_of_all(), threads, needs)
 
-    tries = Tries(config, experiment, attempt, _tell if not int(os.environ.get("RANK") or 0) else _be_quiet)
-    best = tries.best_micro_batch({})
-    if best:
-        return Choice(config, best.micro_batch, tries)
-    try:
-        tries.fail(advise(config, None, 0))
-    except (InvalidInput, TrainingStopped) as error:
-        return Choice(config, 0, tries, error)
+    def tell(tried: Try) -> None:
+        if rank == 0:
+            print(printable(f"micro-batch {tried.micro_batch}: {tried.outcome}"), flush=True)
+
+    with attempts.forking():
+        try:
+            form = Hyperparameters.parse_form(experiment.hyperparameters)
+            if form is None or not deepspeed_config.asks_for_tries(form):
+                return None
+            count, device = int(os.environ.get("WORLD_SIZE") or 1), processes.device_type()
+            config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, count, device)
+        except InvalidInput:
+            return None
+        if resumed and (kept := _kept(resumed / FILE, config)):
+            return Choice(config, kept)
+        tries = Tries(config, experiment, attempt, tell)
+        if best := tries.best_micro_batch({}):
+            return Choice(config, best.micro_batch, tries)
+        try:
+            tries.fail(advise(config, None, 0))
+        except (InvalidInput, TrainingStopped) as error:
+            return Choice(config, 0, tries, error)
 
 
 def _of(config: TrialConfig) -> dict[str, Any]:
@@ -118,11 +114,3 @@ def _kept(file: pathlib.Path, config: TrialConfig) -> int:
         return chosen if is_of and config.batch // config.replicas % chosen == 0 else 0
     except (OSError, ValueError, KeyError, ZeroDivisionError):
         return 0
-
-
-def _tell(tried: Try) -> None:
-    print(printable(f"micro-batch {tried.micro_batch}: {tried.outcome}"), flush=True)
-
-
-def _be_quiet(tried: Try) -> None:
-    """Suppress this rank's output; the first rank prints its tries."""
