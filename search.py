@@ -38,12 +38,10 @@ from workbench.search.results import quiet_optuna
 from workbench.search.runner import SearchRunner
 from workbench.search.this_machine import ThisMachine
 
-DEFAULT_CONFIG = "experiments/search-asha.yaml"
-
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = command_line.parser(__doc__, DEFAULT_CONFIG)
+    parser = command_line.parser(__doc__, "experiments/search-asha.yaml")
     parser.add_argument(
         "--output",
         type=command_line.folder,

@@ -65,14 +65,11 @@ def read(
             f"--config: {path}: is not an experiment configuration; see const.yaml for an example"
         )
     errors = ErrorList()
-    for override in overrides:
-        with errors.collecting():
-            _override(config, override)
-    errors.raise_any()
-    for override in more(config.get("hyperparameters")):
-        with errors.collecting():
-            _override(config, override)
-    errors.raise_any()
+    for given in (lambda _: overrides, more):
+        for override in given(config.get("hyperparameters")):
+            with errors.collecting():
+                _override(config, override)
+        errors.raise_any()
     try:
         json.dumps(config)
     except (TypeError, ValueError, RecursionError) as error:

@@ -19,7 +19,9 @@ def depths(net: nn.Module) -> dict[str, int]:
     """
     matcher: Any = getattr(net, "group_matcher", None)
     if callable(matcher):
-        return _of_timm(net, matcher(coarse=False))
+        from timm.models import group_parameters
+
+        return _renumbered(group_parameters(net, matcher(coarse=False), reverse=True))
     layers = list(blocks(net)) or [m for m in net.modules() if any(True for _ in m.parameters(False))]
     layer_of = {id(p): index for index, layer in enumerate(layers, 1) for p in layer.parameters()}
     heads, depth, depth_of = head_layers(net), 0, {}
@@ -27,12 +29,6 @@ def depths(net: nn.Module) -> dict[str, int]:
         depth = layer_of.get(id(parameter), depth)
         depth_of[name] = len(layers) + 1 if name.rpartition(".")[0] in heads else depth
     return _renumbered(depth_of)
-
-
-def _of_timm(net: nn.Module, matcher: Any) -> dict[str, int]:
-    from timm.models import group_parameters
-
-    return _renumbered(group_parameters(net, matcher, reverse=True))
 
 
 def _renumbered(layers: dict[str, int]) -> dict[str, int]:

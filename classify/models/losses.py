@@ -146,11 +146,9 @@ class Loss:
         labels: Callable[[], Tensor],
         several_labels: bool = False,
     ) -> None:
-        self.several_labels = several_labels
+        self.hyper, self.classes, self.labels, self.several_labels = hyper, classes, labels, several_labels
         self.name, self.arguments = _named(hyper.loss)
-        self.function, self.label_smoothing = losses()[self.name], hyper.label_smoothing
-        self.class_weights, self.classes, self.labels = hyper.class_weights, classes, labels
-        self.teacher_weight, self.teacher_temperature = hyper.teacher_weight, hyper.teacher_temperature
+        self.function = losses()[self.name]
         self._weights: Tensor | None = None
 
     def __call__(self, logits: Tensor, labels: Tensor, taught: Tensor | None = None) -> Tensor:
@@ -164,18 +162,18 @@ class Loss:
         loss = self._of_labels(logits, labels)
         if taught is None:
             return loss
-        learned = distillation(logits, taught, self.teacher_temperature)
-        return self.teacher_weight * learned + (1 - self.teacher_weight) * loss
+        learned = distillation(logits, taught, self.hyper.teacher_temperature)
+        return self.hyper.teacher_weight * learned + (1 - self.hyper.teacher_weight) * loss
 
     def _of_labels(self, logits: Tensor, labels: Tensor) -> Tensor:
-        if self.name == CROSS_ENTROPY and not self.class_weights:
-            return F.cross_entropy(logits, labels, label_smoothing=self.label_smoothing)
+        if self.name == CROSS_ENTROPY and not self.hyper.class_weights:
+            return F.cross_entropy(logits, labels, label_smoothing=self.hyper.label_smoothing)
         targets = F.one_hot(labels, logits.shape[1]).float() if labels.dim() == 1 else labels.float()
         chance = 1 / 2 if self.several_labels else 1 / logits.shape[1]
-        smoothed = torch.lerp(targets, torch.full_like(targets, chance), self.label_smoothing)
-        if self.class_weights and self._weights is None:
+        smoothed = torch.lerp(targets, torch.full_like(targets, chance), self.hyper.label_smoothing)
+        if self.hyper.class_weights and self._weights is None:
             self._weights = self._class_weights().to(logits.device)
-        if self.class_weights and self.several_labels:
+        if self.hyper.class_weights and self.several_labels:
             return F.binary_cross_entropy_with_logits(logits, smoothed, pos_weight=self._weights)
         values = self.function(logits, smoothed, **self.arguments)
         if self._weights is not None:
@@ -188,12 +186,12 @@ class Loss:
         With several labels an image, a label's balanced weight is its negative over its positive images.
         Source: https://scikit-learn.org/stable/modules/generated/sklearn.utils.class_weight.compute_class_weight.html
         """
-        if not isinstance(self.class_weights, Mapping) and self.several_labels:
-            labels = self.labels().cpu()
+        if isinstance(self.hyper.class_weights, Mapping):
+            given = {str(name): float(weight) for name, weight in self.hyper.class_weights.items()}
+            return torch.tensor([given.get(name, 1.0) for name in self.classes])
+        labels = self.labels().cpu()
+        if self.several_labels:
             counts = labels.sum(0)
             return (len(labels) - counts) / counts.clamp(min=1)
-        if not isinstance(self.class_weights, Mapping):
-            counts = torch.bincount(self.labels().cpu(), minlength=len(self.classes))
-            return counts.sum() / (counts.clamp(min=1) * (counts > 0).sum())
-        given = {str(name): float(weight) for name, weight in self.class_weights.items()}
-        return torch.tensor([given.get(name, 1.0) for name in self.classes])
+        counts = torch.bincount(labels, minlength=len(self.classes))
+        return counts.sum() / (counts.clamp(min=1) * (counts > 0).sum())

@@ -203,20 +203,16 @@ def changed(
         changes: see ``Try``.
         deepspeed: DeepSpeed's keys to set.
     """
-    overrides: dict[str, Any] = dict(deepspeed)
-    zero: dict[str, Any] = {}
-    if STAGE in changes:
-        zero["stage"] = changes[STAGE]
+    zero: dict[str, Any] = {"stage": changes[STAGE]} if STAGE in changes else {}
     if changes.get(OFFLOAD):
         zero["offload_optimizer"] = {"device": "cpu"}
     found = dict(hyperparameters)
     if RECOMPUTE in changes:
         found[RECOMPUTE] = changes[RECOMPUTE]
     form = "overwrite_deepspeed_args" if found.get("deepspeed_config") is not None else None
-    section = dict(found.get(form) or {}) if form else found
+    section = {**((found.get(form) or {}) if form else found), **deepspeed}
     if zero:
-        overrides["zero_optimization"] = {**(section.get("zero_optimization") or {}), **zero}
-    section.update(overrides)
+        section["zero_optimization"] = {**(section.get("zero_optimization") or {}), **zero}
     return {**found, form: section} if form else section
 
 
