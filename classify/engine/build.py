@@ -79,8 +79,7 @@ def _load_weights(net: nn.Module, config: TrialConfig) -> None:
     chosen = config.hyper.weights
     assert chosen
     label = f"hyperparameters.weights: {chosen}"
-    spec = config.net
-    weights = pretrained.read(spec.name, chosen, spec.image_size, spec.args, config.source.classes)
+    weights = pretrained.read(config.net, chosen, config.source.classes)
     skipped = state_dicts.load_pretrained(net, weights, label)
     if skipped and torch.distributed.get_rank() == 0:
         print(printable(state_dicts.describe_skipped_weights(skipped, label)), file=sys.stderr)

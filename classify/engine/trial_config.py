@@ -73,8 +73,8 @@ class Sections:
             with self.errors.collecting():
                 size = self.data.image_size if self.data else size or DataSettings().image_size
                 classes = self.source.classes if self.source else ()
-                net, args = self.hyper.net, self.hyper.net_args
-                self.weights = pretrained.read(net, self.hyper.weights, size, args, classes)
+                spec = NetSpec(self.hyper.net, len(classes) or 2, size, self.hyper.net_args)
+                self.weights = pretrained.read(spec, self.hyper.weights, classes)
 
 
 def section_errors(hparams: Mapping[str, Any], experiment: Mapping[str, Any]) -> list[str]:

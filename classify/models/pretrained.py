@@ -15,7 +15,7 @@ import posixpath
 import re
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,31 +48,23 @@ def is_own(net: str) -> bool:
     return net in own.NETS or net == MOE
 
 
-def read(
-    net: str,
-    weights: str,
-    image_size: tuple[int, int],
-    args: Mapping[str, Any] | None,
-    classes: Sequence[str],
-) -> dict[str, Tensor]:
+def read(spec: NetSpec, weights: str, classes: Sequence[str]) -> dict[str, Tensor]:
     """Read the weights that ``hyperparameters.weights`` names, from a library or a file.
 
     If the weights' JSON file lists other classes, the head is left out.
 
     Args:
-        net: the name of the network.
+        spec: the network; timm resamples position embeddings to its image size.
         weights: the name or the path of the weights.
-        image_size: height and width of the images; timm resamples position embeddings to it.
-        args: further arguments of the network.
         classes: the names of the classes to train for.
 
     Raises:
         InvalidInput: if the weights cannot be read or downloaded.
     """
-    state = _read(net, weights, image_size, args)
-    if net == MOE or not _is_of_others(weights, classes):
+    state = _read(spec, weights)
+    if spec.name == MOE or not _is_of_others(weights, classes):
         return state
-    heads = tuple(f"{layer}." for layer in head_layers(on_meta_device(NetSpec(net, 2, image_size, args))))
+    heads = tuple(f"{layer}." for layer in head_layers(on_meta_device(spec)))
     return {name: weight for name, weight in state.items() if not name.startswith(heads)}
 
 
@@ -85,20 +77,18 @@ def _is_of_others(weights: str, classes: Sequence[str]) -> bool:
         return False
 
 
-def _read(
-    net: str, weights: str, image_size: tuple[int, int], args: Mapping[str, Any] | None
-) -> dict[str, Tensor]:
+def _read(spec: NetSpec, weights: str) -> dict[str, Tensor]:
     with _patience():
-        if timm_nets.is_timm(net):
-            outline = on_meta_device(NetSpec(net, 2, image_size, args))
-            if is_name(net, weights):
-                return timm_nets.fetch(net, weights, image_size, args)
-            return timm_nets.read(net, weights, image_size, args, outline)
-        if is_name(net, weights):
-            return fetch(net, weights)
+        if timm_nets.is_timm(spec.name):
+            outline = on_meta_device(spec)
+            if is_name(spec.name, weights):
+                return timm_nets.fetch(spec, weights)
+            return timm_nets.read(spec, weights, outline)
+        if is_name(spec.name, weights):
+            return fetch(spec.name, weights)
     if weights == "DEFAULT":
-        remedy = "give the path of a state_dict"
-        raise InvalidInput(f"hyperparameters.weights: 'DEFAULT': {net} has no pretrained weights; {remedy}")
+        what = f"{spec.name} has no pretrained weights; give the path of a state_dict"
+        raise InvalidInput(f"hyperparameters.weights: 'DEFAULT': {what}")
     return state_dicts.read(weights, f"hyperparameters.weights: {weights}")
 
 

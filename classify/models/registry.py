@@ -102,7 +102,7 @@ def build(spec: NetSpec) -> nn.Module:
                 raise TypeError(f"its function in net.py gives a {type(net).__name__}, no nn.Module")
             return net
         if timm_nets.is_timm(name):
-            return timm_nets.build(name, spec.num_classes, spec.image_size, spec.args)
+            return timm_nets.build(spec)
         function, arguments = torchvision_call(spec)
         return getattr(torchvision.models, function)(**arguments)
     except (InvalidInput, NotImplementedError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from classify.models import state_dicts
 from classify.models.heads import head_layers
 from deepspeed_trial.checkpoints.weights import mismatch
 from deepspeed_trial.errors import InvalidInput, nearest, one_line
+
+if TYPE_CHECKING:
+    from classify.models.registry import NetSpec  # the registry imports this module
 
 PREFIX = "timm/"
 ELSEWHERE = {  # arguments of a network that have a hyperparameter
@@ -49,65 +52,52 @@ def check_name(name: str) -> None:
     raise InvalidInput(f"hyperparameters.net: {name!r}: timm has no such network; {nearest(name, known)}")
 
 
-def build(
-    name: str, num_classes: int, image_size: tuple[int, int], args: Mapping[str, Any] | None
-) -> nn.Module:
+def build(spec: NetSpec) -> nn.Module:
     """Build a network with random weights; timm's exceptions pass through."""
-    check_name(name)
+    check_name(spec.name)
     for key, instead in ELSEWHERE.items():
-        if key in (args or {}):
-            raise InvalidInput(
-                f"hyperparameters.net_args.{key}: {name} takes weights by {instead}; use {instead}"
-            )
-    return _create(name, image_size, args, num_classes=num_classes)
+        if key in (spec.args or {}):
+            what = f"{spec.name} takes weights by {instead}; use {instead}"
+            raise InvalidInput(f"hyperparameters.net_args.{key}: {what}")
+    return _create(spec, num_classes=spec.num_classes)
 
 
 # --------------------------------------------------------------------------------------------------- weights
 
 
-def fetch(
-    name: str, weights: str, image_size: tuple[int, int], args: Mapping[str, Any] | None
-) -> dict[str, Tensor]:
-    """Return timm's weights for a network, adapted to an image size.
+def fetch(spec: NetSpec, weights: str) -> dict[str, Tensor]:
+    """Return timm's weights for a network, adapted to its image size.
 
     Args:
-        name: the network's name.
+        spec: the network.
         weights: the tag of the weights, or ``DEFAULT``.
-        image_size: height and width.
-        args: further arguments of the network.
 
     Raises:
         InvalidInput: if timm has no such weights or cannot fetch them.
     """
-    known, (arch, tag) = tags(name), _split(name)
+    known, (arch, tag) = tags(spec.name), _split(spec.name)
     label = f"hyperparameters.weights: {weights}"
     if not known or (weights == "DEFAULT" and tag not in ("", *known)):
-        raise InvalidInput(f"{label}: timm has no pretrained weights for {name}; give the path of a file")
+        raise InvalidInput(
+            f"{label}: timm has no pretrained weights for {spec.name}; give the path of a file"
+        )
     tag = (tag or known[0]) if weights == "DEFAULT" else weights
     full = f"{arch}.{tag}" if tag else arch
     try:
         with torch.random.fork_rng(devices=[]):
-            net = _create(PREFIX + full, image_size, args, pretrained=True)
+            net = _create(spec._replace(name=PREFIX + full), pretrained=True)
     except Exception as error:  # from the hub, the network or torch
         remedy = "without a connection, give the path of a file or folder with the weights"
         raise InvalidInput(f"{label}: timm cannot fetch {full} ({one_line(error)}); {remedy}") from error
     return net.state_dict()
 
 
-def read(
-    name: str,
-    weights: str,
-    image_size: tuple[int, int],
-    args: Mapping[str, Any] | None,
-    outline: nn.Module,
-) -> dict[str, Tensor]:
-    """Read weights from a file or a folder of timm's, and adapt them to a network and image size.
+def read(spec: NetSpec, weights: str, outline: nn.Module) -> dict[str, Tensor]:
+    """Read weights from a file or a folder of timm's, and adapt them to a network and its image size.
 
     Args:
-        name: the network's name.
+        spec: the network.
         weights: the path of the file or folder.
-        image_size: height and width.
-        args: further arguments of the network.
         outline: the network on the meta device.
 
     Raises:
@@ -116,8 +106,8 @@ def read(
     label = f"hyperparameters.weights: {weights}"
     path = pathlib.Path(weights)
     if not path.exists():
-        known = ["DEFAULT", *tags(name)]
-        has = f"timm has for {name}: {', '.join(known)}" if len(known) > 1 else "timm has none for it"
+        known = ["DEFAULT", *tags(spec.name)]
+        has = f"timm has for {spec.name}: {', '.join(known)}" if len(known) > 1 else "timm has none for it"
         raise InvalidInput(f"{label}: no such file or weights of timm ({has}); {nearest(weights, known)}")
     found = state_dicts.read(str(_file(path, label) if path.is_dir() else path), label, AVERAGED)
     wanted, heads = outline.state_dict(), head_layers(outline)
@@ -130,7 +120,7 @@ def read(
     try:  # timm converts older names, and resamples position embeddings
         with torch.random.fork_rng(devices=[]):
             more = {"num_classes": classes, "pretrained": True, "pretrained_cfg_overlay": of_file}
-            return _create(name, image_size, args, **more).state_dict()
+            return _create(spec, **more).state_dict()
     except Exception:  # of another network: a later error names the names and shapes that differ
         return found
 
@@ -221,7 +211,8 @@ def _config_of_folder(name: str, folder: pathlib.Path) -> Any:
     return found
 
 
-def _create(name: str, image_size: tuple[int, int], args: Mapping[str, Any] | None, **more: Any) -> nn.Module:
+def _create(spec: NetSpec, **more: Any) -> nn.Module:
     """Build a network with timm; a network with a fixed image size gets the given size."""
-    fixed = {"img_size": image_size} if config(name).fixed_input_size else {}
-    return _timm(name).create_model(name.removeprefix(PREFIX), **{**fixed, **(args or {})}, **more)
+    fixed = {"img_size": spec.image_size} if config(spec.name).fixed_input_size else {}
+    arguments = {**fixed, **(spec.args or {})}
+    return _timm(spec.name).create_model(spec.name.removeprefix(PREFIX), **arguments, **more)

@@ -46,7 +46,8 @@ class LabelMetrics(ClassificationMetrics):
 
     @override
     def reset(self) -> None:
-        self._counted: list[tuple[Tensor, Tensor]] = []
+        nothing = torch.zeros(0, len(self.classes))
+        self._counted: list[tuple[Tensor, Tensor]] = [(nothing, nothing.byte())]
 
     @override
     def update(self, logits: Tensor, labels: Tensor) -> None:
@@ -61,16 +62,16 @@ class LabelMetrics(ClassificationMetrics):
     @override
     def per_slot_reduce(self) -> tuple[Any, ...]:
         """Return this rank's validation positions int64 (N,), logits float32 (N, C), labels uint8 (N, C)."""
-        if not self._counted:
-            nothing = np.zeros((0, len(self.classes)))
-            return np.zeros(0, np.int64), nothing.astype(np.float32), nothing.astype(np.uint8)
-        logits, labels = (torch.cat(parts).cpu().numpy() for parts in zip(*self._counted, strict=True))
+        of_kind = ([each.cpu() for each in parts] for parts in zip(*self._counted, strict=True))
+        logits, labels = (torch.cat(parts).numpy() for parts in of_kind)
         places = np.arange(len(labels)) if self.order is None else self.order[: len(labels)].numpy()
         return places, logits, labels
 
     @override
     def cross_slot_reduce(self, per_slot_metrics: list[tuple[Any, ...]]) -> dict[str, Any]:
         """Return the metrics of ``classify/config/metric_table.py`` and ``images``, as numbers."""
+        from sklearn.metrics import average_precision_score  # takes a second to import
+
         places, logits, labels = map(np.concatenate, zip(*per_slot_metrics, strict=True))
         order = np.argsort(places)  # the same images in the same order for any number of ranks
         places, labels = places[order], labels[order]
@@ -83,12 +84,28 @@ class LabelMetrics(ClassificationMetrics):
         if self.thresholds is not None:
             thresholds = np.array([self.thresholds[name] for name in self.classes])
         given = probabilities >= thresholds
-        counts = _counts(scores, probabilities, labels, given, losses, thresholds)
-        self.confusion, self.bins = counts.confusion, counts.bins
-        is_right = (given == labels).all(1)
+        true, is_right = labels == 1, (given == labels).all(1)
         self.mistakes, self.unsure = (
             _hardest(rows, places, given, labels, losses)
             for rows in (np.flatnonzero(~is_right), np.flatnonzero(is_right))
+        )
+        cells = np.array([[~given & ~true, given & ~true], [~given & true, given & true]])
+        self.confusion = np.moveaxis(cells.sum(2), -1, 0)
+        place = np.minimum((probabilities * BINS).astype(np.int64), BINS - 1).ravel()
+        weights = (np.ones_like(scores), probabilities, labels)
+        self.bins = np.array([np.bincount(place, each.ravel(), BINS) for each in weights])
+        precision = np.zeros(len(self.classes))
+        for label in np.flatnonzero(true.any(0)):
+            precision[label] = average_precision_score(labels[:, label], scores[:, label])
+        counts = Counts(
+            self.confusion,
+            loss=float(losses.sum()),
+            right_by_views=None,
+            in_top5=None,
+            bins=self.bins,
+            all_right=int(is_right.sum()),
+            average_precision=precision,
+            thresholds=thresholds,
         )
         return self._reported(counts, MAP_METRIC, "accuracy", "loss")
 
@@ -111,36 +128,6 @@ def fit(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
         best = int(f1[:-1].argmax())
         thresholds[label] = (reached[best] + (reached[best - 1] if best else 0.0)) / 2
     return thresholds
-
-
-def _counts(
-    scores: np.ndarray,
-    probabilities: np.ndarray,
-    labels: np.ndarray,
-    given: np.ndarray,
-    losses: np.ndarray,
-    thresholds: np.ndarray,
-) -> Counts:
-    """Return the counts of an evaluation; arguments as in ``LabelMetrics``, (N, C) or (N,)."""
-    from sklearn.metrics import average_precision_score  # takes a second to import
-
-    precision = np.zeros(labels.shape[1])
-    for label in np.flatnonzero(labels.any(0)):
-        precision[label] = average_precision_score(labels[:, label], scores[:, label])
-    right = given == labels
-    cells = [[~given & (labels == 0), given & (labels == 0)], [~given & (labels == 1), given & (labels == 1)]]
-    place = np.minimum((probabilities * BINS).astype(np.int64), BINS - 1).ravel()
-    weights = (np.ones_like(scores), probabilities, labels)
-    return Counts(
-        np.moveaxis(np.array(cells).sum(2), -1, 0),
-        loss=float(losses.sum()),
-        right_by_views=None,
-        in_top5=None,
-        bins=np.array([np.bincount(place, each.ravel(), BINS) for each in weights]),
-        all_right=int(right.all(1).sum()),
-        average_precision=precision,
-        thresholds=thresholds,
-    )
 
 
 def _hardest(

@@ -98,7 +98,7 @@ def test_weights_of_a_file_or_folder_start_a_network_for_other_classes(tmp_path,
         torch.save(as_timm_trains(state), path)
         offset = 1
     before = torch.get_rng_state()
-    found = pretrained.read(RESNET, str(path), SIZE, None, ())
+    found = pretrained.read(NetSpec(RESNET, 2, SIZE), str(path), ())
     made = registry.on_meta_device(NetSpec(RESNET, 3, SIZE))
     assert state_dicts.load_pretrained(made, found, form) == FC
     assert torch.equal(torch.get_rng_state(), before)
@@ -107,19 +107,19 @@ def test_weights_of_a_file_or_folder_start_a_network_for_other_classes(tmp_path,
 
 def test_weights_for_images_of_another_size_are_fitted(tmp_path):
     torch.save(registry.build(NetSpec(VIT, 11, (64, 64), SMALL)).state_dict(), tmp_path / "vit.pth")
-    found = pretrained.read(VIT, str(tmp_path / "vit.pth"), SIZE, SMALL, ())
+    found = pretrained.read(NetSpec(VIT, 2, SIZE, SMALL), str(tmp_path / "vit.pth"), ())
     made = registry.build(NetSpec(VIT, 3, SIZE, SMALL))
     assert state_dicts.load_pretrained(made, found, "vit.pth") == ["head.weight", "head.bias"]
 
 
 def test_weights_that_cannot_be_had_are_one_line(tmp_path):
-    line = error_line(pretrained.read, RESNET, "c3_in1k", SIZE, {"widht": 2}, ())
+    line = error_line(pretrained.read, NetSpec(RESNET, 2, SIZE, {"widht": 2}), "c3_in1k", ())
     assert line.startswith("hyperparameters.net_args: {'widht': 2}") and "cannot be made" in line
-    line = error_line(pretrained.read, RESNET, "c3_in2k", SIZE, None, ())
+    line = error_line(pretrained.read, NetSpec(RESNET, 2, SIZE), "c3_in2k", ())
     assert "no such file or weights of timm" in line and "did you mean 'c3_in1k'" in line
-    assert "no file of weights" in error_line(pretrained.read, RESNET, str(tmp_path), SIZE, None, ())
+    assert "no file of weights" in error_line(pretrained.read, NetSpec(RESNET, 2, SIZE), str(tmp_path), ())
     torch.save(nn.Linear(2, 3).state_dict(), tmp_path / "other.pth")
-    found = pretrained.read(RESNET, str(tmp_path / "other.pth"), SIZE, None, ())
+    found = pretrained.read(NetSpec(RESNET, 2, SIZE), str(tmp_path / "other.pth"), ())
     made = registry.on_meta_device(NetSpec(RESNET, 3, SIZE))
     assert "give weights of this network" in error_line(state_dicts.load_pretrained, made, found, "other.pth")
 

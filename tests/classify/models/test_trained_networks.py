@@ -88,7 +88,7 @@ def test_a_head_of_as_many_other_classes_starts_at_random(tmp_path, net):
     (tmp_path / "net.json").write_text(json.dumps({"classes": ["a", "b", "c"]}))
     for classes, is_kept in ((("a", "b", "c"), True), (("a", "c", "b"), False), (("x", "y", "z"), False)):
         made = registry.build(spec)
-        found = pretrained.read(net, str(tmp_path / "net.pt"), SIZE, None, classes)
+        found = pretrained.read(NetSpec(net, 2, SIZE), str(tmp_path / "net.pt"), classes)
         skipped = state_dicts.load_pretrained(made, found, "weights")
         head = [name for name in first if name.startswith(tuple(f"{layer}." for layer in head_layers(made)))]
         assert skipped == ([] if is_kept else head) and len(head) == 2
@@ -96,4 +96,4 @@ def test_a_head_of_as_many_other_classes_starts_at_random(tmp_path, net):
             is_drawn = not name.endswith("bias")  # biases may start at 0
             assert not is_drawn or torch.equal(weight, first[name]) == (is_kept or name not in head), name
     (tmp_path / "net.json").write_text("{")
-    assert len(pretrained.read(net, str(tmp_path / "net.pt"), SIZE, None, ("x",))) == len(first)
+    assert len(pretrained.read(NetSpec(net, 2, SIZE), str(tmp_path / "net.pt"), ("x",))) == len(first)

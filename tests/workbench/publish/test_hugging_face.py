@@ -18,6 +18,7 @@ from written_networks import MEAN, STD, VIT, changed, write_checkpoint
 import checkpoint
 import net
 from classify.models import net_file, own_net, pretrained
+from classify.models.registry import NetSpec
 
 CLASSES = ["a|b", "[c](d)", "`e`\x1b", "---"]
 TIMM = "timm/vit_tiny_patch16_224"
@@ -103,9 +104,9 @@ def test_timm_and_trainings_load_networks_of_timm(published):
     )
     assert made.pretrained_cfg["label_names"] == CLASSES
     weights = kept.state_dict()
-    found = pretrained.read(name, str(folder), (32, 32), NETS[name], CLASSES)
+    found = pretrained.read(NetSpec(name, 2, (32, 32), NETS[name]), str(folder), CLASSES)
     assert found.keys() == weights.keys()
-    others = pretrained.read(name, str(folder), (32, 32), NETS[name], ["w", "x", "y", "z"])
+    others = pretrained.read(NetSpec(name, 2, (32, 32), NETS[name]), str(folder), ["w", "x", "y", "z"])
     assert 0 < len(weights) - len(others) <= 2  # without the head of other classes
     assert pretrained.normalization(name, str(folder)) == (tuple(MEAN), tuple(STD))
 
