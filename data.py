@@ -7,7 +7,7 @@ images.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from classify.images.loader import MicroBatchLoader
 from classify.images.order import Order
 from classify.images.pixels import ImageSet
 from classify.images.plan import DataPlan
-from classify.images.settings import BALANCED, DataSettings
+from classify.images.settings import BALANCED
 
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that take 0 to 255 to [-1, 1]
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of torchvision's pretrained weights
@@ -49,10 +49,10 @@ class Images:
         self.plan, self.seed, self.device = plan, seed, device
         self._devices = plan.devices(device)
         self.gpu_bytes = sum(plan.bytes(split) for split, at in self._devices.items() if at.type == "cuda")
-        self.augmenter: Augmenter | None = None
         augment, stored, seen = plan.settings.augment, plan.settings.stored_size, plan.settings.image_size
-        if augment != Augmentation() or stored != seen:
-            self.augmenter = Augmenter(augment, plan.count("train"), stored, seen, seed)
+        self._changes = augment, plan.count("train"), stored, seen, seed
+        changes = augment != Augmentation() or stored != seen
+        self.augmenter = Augmenter(*self._changes) if changes else None
 
     @functools.cached_property
     def train(self) -> ImageSet:
@@ -76,7 +76,12 @@ class Images:
     @functools.cached_property
     def normalization(self) -> Normalization:
         """Mean and standard deviation of each channel; for ``dataset`` the training images are decoded."""
-        return normalization(self.plan.settings, lambda: self.train, self._spread)
+        chosen = self.plan.settings.normalize  # for ``weights`` it already has mean and standard deviation
+        if isinstance(chosen, Mapping):
+            return tuple(chosen["mean"]), tuple(chosen["std"])
+        if chosen == "dataset":
+            return statistics(self.train, self._spread(SAMPLE))
+        return IMAGENET if chosen == "imagenet" else (HALF, HALF)
 
     def inputs(self, images: Tensor, channels_last: bool, size: tuple[int, int] | None = None) -> Tensor:
         """Scale and normalise images (B, 3, H, W) uint8 to inputs (B, 3, h, w) float32, on the device."""
@@ -110,15 +115,11 @@ class Images:
         Args:
             most: the maximum of B; the images are evenly spaced.
         """
-        images, chosen, plan = self.train, self._spread(most), self.plan
-        pixels = images.select(chosen)
+        images, chosen = self.train, self._spread(most)
+        pixels, labels = images.select(chosen), images.labels[chosen]
         if self.augmenter is None:
-            return images.center_crop(pixels), images.labels[chosen]
-        sizes = plan.settings.stored_size, plan.settings.image_size
-        apart = Augmenter(
-            plan.settings.augment, plan.count("train"), *sizes, self.seed
-        )  # keeps its own epoch
-        return apart(pixels, chosen, 0), images.labels[chosen]
+            return images.center_crop(pixels), labels
+        return Augmenter(*self._changes)(pixels, chosen, 0), labels  # another: an augmenter keeps its epoch
 
     def training_order(self, batch_size: int, micro_batches_per_step: int) -> Order:
         """Return the order of the training images, determined by (seed, epoch)."""
@@ -152,27 +153,8 @@ class Images:
         return MicroBatchLoader(images, order, None, workers, ahead)
 
 
-def normalization(
-    settings: DataSettings,
-    train_set: Callable[[], ImageSet],
-    spread: Callable[[int], Tensor] | None = None,
-) -> Normalization:
-    """Return mean and standard deviation of each channel, of pixels from 0 to 1, for ``data.normalize``.
-
-    Args:
-        settings: the checked ``data`` section; for ``weights`` it already has mean and standard deviation.
-        train_set: returns the training images, for their statistics.
-        spread: returns the indices (N,) of at most the given number of images; by default evenly spaced.
-    """
-    if isinstance(settings.normalize, Mapping):
-        return tuple(settings.normalize["mean"]), tuple(settings.normalize["std"])
-    if settings.normalize == "imagenet":
-        return IMAGENET
-    if settings.normalize == "half":
-        return HALF, HALF
-    images = train_set()
-    step = -(-len(images) // SAMPLE)
-    chosen = spread(SAMPLE) if spread else torch.arange(0, len(images), step, device=images.device)
+def statistics(images: ImageSet, chosen: Tensor) -> Normalization:
+    """Return mean and standard deviation of each channel, of pixels from 0 to 1, over chosen images (N,)."""
     sums, squares, count = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), 0
     for part in chosen.split(256):
         pixels = images.select(part).cpu().double() / 255

@@ -20,6 +20,7 @@ from typing import Any
 import joblib
 import numpy as np
 import psutil
+import torch
 
 import data
 from classify.config import experiment_file
@@ -154,7 +155,7 @@ def write_inputs(overrides: Sequence[str], folder: pathlib.Path) -> None:
         "epochs": experiment.hyperparameters["max_length"]["epochs"],
         "optimizer": {key: value for key, value in params.items() if key != "torch_adam"},
         "scheduler": config.deepspeed["scheduler"],
-        "normalization": data.normalization(config.data, lambda: splits["train"]),
+        "normalization": data.Images(config.source, config.seed, torch.device("cpu")).normalization,
         "augment": vars(config.data.augment),
         "validate_every": period[1],
     }

@@ -87,14 +87,14 @@ class Tries:
         """Images of a process in an optimizer step."""
         return self.config.batch // self.config.replicas
 
-    def best_micro_batch(self, changes: Mapping[str, Any], largest: int | None = None) -> Try | None:
+    def best_micro_batch(self, changes: Mapping[str, Any]) -> Try | None:
         """Return the fastest micro-batch with the given changes; None if none trains.
 
         It starts with the largest micro-batch and halves it until the half is slower, or twice not faster.
         """
         best: Try | None = None
         flat = 0
-        for micro_batch in halves(self.share, largest):
+        for micro_batch in halves(self.share):
             tried = self.one(changes, micro_batch)
             if tried.reason:
                 if best:
