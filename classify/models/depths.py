@@ -21,17 +21,13 @@ def depths(net: nn.Module) -> dict[str, int]:
     if callable(matcher):
         from timm.models import group_parameters
 
-        return _renumbered(group_parameters(net, matcher(coarse=False), reverse=True))
-    layers = list(blocks(net)) or [m for m in net.modules() if any(True for _ in m.parameters(False))]
-    layer_of = {id(p): index for index, layer in enumerate(layers, 1) for p in layer.parameters()}
-    heads, depth, depth_of = head_layers(net), 0, {}
-    for name, parameter in net.named_parameters():
-        depth = layer_of.get(id(parameter), depth)
-        depth_of[name] = len(layers) + 1 if name.rpartition(".")[0] in heads else depth
-    return _renumbered(depth_of)
-
-
-def _renumbered(layers: dict[str, int]) -> dict[str, int]:
-    """Number the layers from 0 without gaps, in the same order."""
-    order = {layer: index for index, layer in enumerate(sorted(set(layers.values())))}
-    return {name: order[layer] for name, layer in layers.items()}
+        depth_of: dict[str, int] = group_parameters(net, matcher(coarse=False), reverse=True)
+    else:
+        layers = list(blocks(net)) or [m for m in net.modules() if any(True for _ in m.parameters(False))]
+        layer_of = {id(p): index for index, layer in enumerate(layers, 1) for p in layer.parameters()}
+        heads, depth, depth_of = head_layers(net), 0, {}
+        for name, parameter in net.named_parameters():
+            depth = layer_of.get(id(parameter), depth)
+            depth_of[name] = len(layers) + 1 if name.rpartition(".")[0] in heads else depth
+    order = {layer: index for index, layer in enumerate(sorted(set(depth_of.values())))}  # without gaps
+    return {name: order[layer] for name, layer in depth_of.items()}

@@ -97,8 +97,12 @@ class _Group(nn.Module):
     def __init__(self, channels: int, filters: int, depth: int, eps: float) -> None:
         super().__init__()
         inputs = [channels, *[filters] * (depth - 1)]
-        self.convs = nn.ModuleList(_convolution(width, filters) for width in inputs)
-        self.norms = nn.ModuleList(_normalization(filters, eps) for _ in range(depth))
+        convs = [nn.Conv2d(width, filters, 3, padding=1, bias=False) for width in inputs]
+        norms = [nn.BatchNorm2d(filters, eps=eps, momentum=0.4) for _ in inputs]  # of the last few batches
+        for width, conv, norm in zip(inputs, convs, norms, strict=True):
+            nn.init.dirac_(conv.weight.data[:width])  # the first filters start as the identity
+            norm.weight.requires_grad = False  # it learns only a bias
+        self.convs, self.norms = nn.ModuleList(convs), nn.ModuleList(norms)
 
     def forward(self, x: Tensor) -> Tensor:
         before: Any = None
@@ -112,17 +116,3 @@ class _Group(nn.Module):
             x = F.gelu(x)
             before = x if i == 0 else before
         return x
-
-
-def _convolution(channels: int, filters: int) -> nn.Conv2d:
-    """Return a 3x3 convolution whose first filters start as the identity."""
-    conv = nn.Conv2d(channels, filters, 3, padding=1, bias=False)
-    nn.init.dirac_(conv.weight.data[:channels])
-    return conv
-
-
-def _normalization(filters: int, eps: float) -> nn.BatchNorm2d:
-    """Return batch normalization that learns only a bias; its statistics follow the last few batches."""
-    norm = nn.BatchNorm2d(filters, eps=eps, momentum=0.4)
-    norm.weight.requires_grad = False
-    return norm

@@ -98,7 +98,7 @@ def fetch(net: str, weights: str) -> dict[str, Tensor]:
     Raises:
         InvalidInput: if the download fails.
     """
-    chosen = _weights(net, weights)
+    chosen: Any = torchvision.models.get_model_weights(net)[weights]
     folder = pathlib.Path(torch.hub.get_dir())
     downloads = not os.path.isfile(folder / "checkpoints" / posixpath.basename(chosen.url))
     with host_lock(folder, "weights", "TORCH_HOME") if downloads else contextlib.nullcontext():
@@ -144,10 +144,6 @@ def normalization(net: str, weights: str | None = None) -> tuple[tuple[float, ..
     if net in ("googlenet", "inception_v3"):  # the result of their transform_input, which is off here
         return (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
     is_timm = timm_nets.is_timm(net)
-    seen = timm_nets.config(net, weights) if is_timm else _weights(net, "DEFAULT").transforms()
+    library: Any = torchvision.models
+    seen = timm_nets.config(net, weights) if is_timm else library.get_model_weights(net).DEFAULT.transforms()
     return tuple(seen.mean), tuple(seen.std)
-
-
-def _weights(net: str, weights: str) -> Any:
-    known: Any = torchvision.models.get_model_weights(net)
-    return known.DEFAULT if weights == "DEFAULT" else known[weights]

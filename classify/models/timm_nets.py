@@ -22,12 +22,7 @@ if TYPE_CHECKING:
     from classify.models.registry import NetSpec  # the registry imports this module
 
 PREFIX = "timm/"
-ELSEWHERE = {  # arguments of a network that have a hyperparameter
-    "pretrained": "hyperparameters.weights",
-    "checkpoint_path": "hyperparameters.weights",
-    "pretrained_cfg": "hyperparameters.weights",
-    "pretrained_cfg_overlay": "hyperparameters.weights",
-}
+OF_WEIGHTS = ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")  # arguments
 AVERAGED = ("state_dict_ema", "model_ema")  # timm prefers these keys of its checkpoints
 IN_A_FOLDER = ("model.safetensors", "pytorch_model.bin")  # by timm's save_for_hf
 CONFIG = "config.json"
@@ -55,10 +50,10 @@ def check_name(name: str) -> None:
 def build(spec: NetSpec) -> nn.Module:
     """Build a network with random weights; timm's exceptions pass through."""
     check_name(spec.name)
-    for key, instead in ELSEWHERE.items():
+    for key in OF_WEIGHTS:
         if key in (spec.args or {}):
-            what = f"{spec.name} takes weights by {instead}; use {instead}"
-            raise InvalidInput(f"hyperparameters.net_args.{key}: {what}")
+            what = "takes weights by hyperparameters.weights; use hyperparameters.weights"
+            raise InvalidInput(f"hyperparameters.net_args.{key}: {spec.name} {what}")
     return _create(spec, num_classes=spec.num_classes)
 
 
