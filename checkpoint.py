@@ -362,11 +362,7 @@ def head(args: argparse.Namespace) -> None:
 
 
 def _features(args: argparse.Namespace) -> tuple[Any, Any, str, Any]:
-    """Compute the features of an experiment's images, for ``audit`` and ``head``, and print what they are.
-
-    Returns:
-        The images, their features, the name of the features, and the network that gives them or None.
-    """
+    """Return an experiment's images, their features, the features' name, and their network or None."""
     from workbench.audit import audit, features
     from workbench.audit.dataset import Dataset
 

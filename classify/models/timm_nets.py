@@ -171,7 +171,7 @@ def tags(name: str) -> list[str]:
 def config(name: str, weights: object = None) -> Any:
     """Return timm's configuration of a network: the folder's, the tag's, or the default one.
 
-    Its ``input_size`` is (3, H, W) in pixels; ``mean`` and ``std`` are those of each channel.
+    Its ``input_size`` is (3, H, W) in pixels. Its ``mean`` and ``std`` have a number for each channel.
 
     Raises:
         InvalidInput: if timm has no such network, or a folder's configuration is not timm's.

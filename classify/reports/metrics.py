@@ -246,7 +246,7 @@ class ClassificationMetrics(pytorch.MetricReducer):
         return self._reported(counts, "accuracy", "loss")
 
     def _reported(self, counts: Counts, *first: str) -> dict[str, Any]:
-        """Return the metrics of the counts; the ``first`` ones come first, for a terminal's line."""
+        """Return the metrics of the counts; a terminal's line shows the ``first`` ones."""
         values = computed(counts, self.classes)
         metrics = {**{name: values[name] for name in first}, "images": counts.images, **values}
         if self.throughput:
