@@ -132,21 +132,16 @@ def short_overrides(args: argparse.Namespace, hyperparameters: Any) -> list[str]
         if twice := [other for other in given if f"{other}.".startswith(f"{paths[0]}.")]:
             option = f"--{name.replace('_', '-')}"
             errors.append(f"{option}: {value}: --set {twice[0]} sets the same key; give one of the two")
-        if name == "lr":
-            paths += _peak(config, f"{section}.scheduler")
+        if name == "lr":  # a schedule's peak overrides the learning rate
+            kind = _at(config, f"{section}.scheduler.type")[1]
+            peak = f"{section}.scheduler.params.{PEAK_KEYS.get(kind) if isinstance(kind, str) else None}"
+            paths += [] if _at(config, peak)[1] is None else [peak]
         overrides += [f"{_at(config, key)[0]}={form.format(value)}" for key in paths]
     if errors:
         from deepspeed_trial.errors import InvalidInput  # here: the import takes seconds
 
         raise InvalidInput(errors)
     return overrides
-
-
-def _peak(config: Any, scheduler: str) -> list[str]:
-    """Return the path of a schedule's peak, which overrides the learning rate; None without a peak."""
-    kind = _at(config, f"{scheduler}.type")[1]
-    path = f"{scheduler}.params.{PEAK_KEYS.get(kind) if isinstance(kind, str) else None}"
-    return [] if _at(config, path)[1] is None else [path]
 
 
 def _at(config: Any, path: str) -> tuple[str, Any]:

@@ -134,7 +134,6 @@ SECTIONS = {
     ),
 }
 SAMPLED_TYPES = ("int", "double", "log", "categorical")
-DEFAULT_METRIC = {"metric": "accuracy", "smaller_is_better": False}
 
 
 def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
@@ -169,8 +168,8 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
     if not searcher.get("metric"):
         data = config.get("data")
         several = isinstance(data, Mapping) and data.get("several_labels") is not None
-        default = {**DEFAULT_METRIC, "metric": MAP_METRIC} if several else DEFAULT_METRIC
-        config = {**config, "searcher": {**searcher, **default}}
+        default = MAP_METRIC if several else "accuracy"
+        config = {**config, "searcher": {**searcher, "metric": default, "smaller_is_better": False}}
     return Experiment(config, hyperparameters)
 
 

@@ -46,11 +46,6 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and bool(value) and all(is_count(count, 1) for count in value)
 
 
-def _is_beta(value: Any) -> bool:
-    """Return whether the value is 0 or a usable parameter; below 0.001 torch's gamma samples are all 0."""
-    return is_number(value) and (value == 0 or 0.001 <= value <= 1e6)
-
-
 def _is_partition_method(value: Any) -> bool:
     if not isinstance(value, str):
         return False
@@ -81,7 +76,10 @@ def _text(values: str) -> Rule:
     return optional(Rule(lambda value: isinstance(value, str) and bool(value), f"must be {values}"))
 
 
-BETA = Rule(_is_beta, "must be 0 or a number from 0.001 to 1e6, e.g. 0.2")
+BETA = Rule(  # below 0.001 torch's gamma samples are all 0
+    lambda value: is_number(value) and (value == 0 or 0.001 <= value <= 1e6),
+    "must be 0 or a number from 0.001 to 1e6, e.g. 0.2",
+)
 
 
 @dataclass(frozen=True)

@@ -241,10 +241,10 @@ def build(description: Mapping[str, Any], state: Mapping[str, Tensor], path: str
     size = image["height"], image["width"]
     with torch.random.fork_rng(devices=[]), _bounded(len(state)):
         outline = _make(net, size, path, registry.on_meta_device).eval()
-    state_dicts.fitting(outline, state, path)  # before the described network takes memory
+    found = state_dicts.fitting(outline, state, path)  # before the described network takes memory
     reason = dry_run.why_unfit(outline, size, net["num_classes"], "meta")
     network = _make(net, size, path, registry.build).eval()
-    state_dicts.load_strict(network, state, path)
+    network.load_state_dict(found)
     if reason and (reason := dry_run.why_unfit(network, size, net["num_classes"], "cpu")):  # with values
         what = f"input: {size[0]}x{size[1]}: {net['name']} fails on such images ({reason})"
         raise InvalidInput(f"{path}: its {what}; {EXPORT}")

@@ -79,20 +79,6 @@ def describe_skipped_weights(skipped: list[str], label: str) -> str:
     return f"{label}: no weights for these classes, so {', '.join(skipped)} start at random"
 
 
-def load_strict(module: nn.Module, found: Mapping[str, Tensor], label: str) -> None:
-    """Load weights into a network.
-
-    Args:
-        module: the network.
-        found: the weights by name.
-        label: the weights' name in an error line.
-
-    Raises:
-        InvalidInput: if the weights belong to another network.
-    """
-    module.load_state_dict(fitting(module, found, label))
-
-
 def fitting(module: nn.Module, found: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
     """Return the weights under a network's names; the network may be on the meta device.
 

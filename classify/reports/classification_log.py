@@ -91,7 +91,8 @@ class ClassificationLog(Callback):
             self._read(self.output)  # if a finished run is tested again
             self._log["test"] = self._classified(self.images.test, "test")
             self._write(self.output)
-        vars(self.metrics).update(self._of_validation)
+        for name, value in self._of_validation.items():
+            setattr(self.metrics, name, value)
         metrics.pop(SPEED_METRIC, None)  # a test trains nothing
 
     def _read(self, output: pathlib.Path) -> None:

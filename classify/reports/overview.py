@@ -30,11 +30,17 @@ def describe_images(config: TrialConfig) -> str:
     groups = source.cut.groups if source.cut.group else None
     grouped = "" if groups is None else f", in {_count(int(groups.max()) + 1, 'group')} that stay whole"
     labels = ", several labels an image" if source.has_several_labels else ""
+    shards, window = source.shards, source.window
+    size = in_bytes(sum(shard.size for shard in shards))
+    in_shards = f", in {_count(len(shards), 'shard')} of {size}" if shards else ""
+    streamed = ", decoded when they are needed" if source.streams else ""
+    kept = ", then kept" if source.state is State.GROWING else ""
+    shuffled = f", shuffled {_count(window, 'shard')} at a time" if window else ""
     return (
         f"{data.dataset}: {source.count('train'):,} to train,"
         f" {source.count(source.validation):,} to validate,{tested}{left_out}"
         f" {_count(len(source.classes), 'class')}{labels}, {height}x{width} pixels"
-        f"{grouped}{_shards(source)}{_streaming(source)}"
+        f"{grouped}{in_shards}{streamed}{kept}{shuffled}"
     )
 
 
@@ -45,19 +51,6 @@ def describe_passed_over(source: DataPlan) -> str:
     kinds = [f"{count:,} {extension or 'without an extension'}" for extension, count in counts[:KINDS]]
     shown = ", ".join([*kinds, *([f"{rest:,} others"] if rest else [])])
     return printable(f"passed over: {shown}") if shown else ""
-
-
-def _streaming(source: DataPlan) -> str:
-    """Describe streaming and the shuffle window; empty for the default."""
-    shuffled = f", shuffled {_count(source.window, 'shard')} at a time" if source.window else ""
-    kept = ", then kept" if source.state is State.GROWING else ""
-    return f"{', decoded when they are needed' if source.streams else ''}{kept}{shuffled}"
-
-
-def _shards(source: DataPlan) -> str:
-    """Describe the number and the size of the shards; empty without shards."""
-    shards = source.shards
-    return f", in {_count(len(shards), 'shard')} of {in_bytes(sum(e.size for e in shards))}" if shards else ""
 
 
 def describe(

@@ -69,10 +69,8 @@ class TensorBoardLog(Callback):
         rate = batch_metrics[-1].get("learning_rate") if batch_metrics else None
         flops = self.config.training_flops
         self._add(
-            {f"learning_rate_of/{group.name}": rate and rate * group.lr_factor for group in self.groups}
-        )
-        self._add(
             {
+                **{f"learning_rate_of/{each.name}": rate and rate * each.lr_factor for each in self.groups},
                 "loss/train": avg_metrics.get("loss"),
                 "learning_rate": rate,
                 "images_per_second": avg_metrics.get("images_per_second"),

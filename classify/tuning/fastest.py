@@ -236,8 +236,11 @@ def find(tries: Tries) -> Try | None:
             best = found
 
     is_limited = tries.is_limited(best)
-    for stage in _stages(config):
-        consider({STAGE: stage}, is_limited)
+    # A single process saves no memory above stage 0
+    most = 0 if config.replicas == 1 else 1 if config.stages > 1 else 2 if config.hyper.has_experts else 3
+    for stage in range(most + 1):
+        if stage != config.zero_stage:
+            consider({STAGE: stage}, is_limited)
     if not tries.is_limited(best):
         return best
     if not config.hyper.checkpoint_activations and config.stages == 1 and not config.hyper.has_experts:
@@ -246,9 +249,3 @@ def find(tries: Tries) -> Try | None:
         changes = best.changes if best else {}
         consider({**changes, STAGE: max(1, changes.get(STAGE, config.zero_stage)), OFFLOAD: True}, True)
     return best
-
-
-def _stages(config: TrialConfig) -> list[int]:
-    """Return the other ZeRO stages to try; a single process saves no memory above stage 0."""
-    most = 0 if config.replicas == 1 else 1 if config.stages > 1 else 2 if config.hyper.has_experts else 3
-    return [stage for stage in range(most + 1) if stage != config.zero_stage]
