@@ -15,7 +15,7 @@ import posixpath
 import re
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,7 +78,9 @@ def _is_of_others(weights: str, classes: Sequence[str]) -> bool:
 
 
 def _read(spec: NetSpec, weights: str) -> dict[str, Tensor]:
-    with _patience():
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(PATIENCE)  # torch sets none
+    try:
         if timm_nets.is_timm(spec.name):
             outline = on_meta_device(spec)
             if is_name(spec.name, weights):
@@ -86,6 +88,8 @@ def _read(spec: NetSpec, weights: str) -> dict[str, Tensor]:
             return timm_nets.read(spec, weights, outline)
         if is_name(spec.name, weights):
             return fetch(spec.name, weights)
+    finally:
+        socket.setdefaulttimeout(before)
     if weights == "DEFAULT":
         what = f"{spec.name} has no pretrained weights; give the path of a state_dict"
         raise InvalidInput(f"hyperparameters.weights: 'DEFAULT': {what}")
@@ -115,17 +119,6 @@ def fetch(net: str, weights: str) -> dict[str, Tensor]:
     if net.startswith("densenet"):  # its file has names from before torchvision 0.2
         state = {_OLD_DENSE_LAYER.sub(r"\1\2", key): value for key, value in state.items()}
     return {key: value for key, value in state.items() if not key.lower().startswith("aux")}
-
-
-@contextlib.contextmanager
-def _patience() -> Iterator[None]:
-    """Set a time limit for sockets in the block; torch sets none."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(PATIENCE)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
 
 
 def normalization(net: str, weights: str | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -6,6 +6,7 @@ Source: https://arxiv.org/abs/1604.06174, by torch.utils.checkpoint.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,7 +39,7 @@ def enable(net: nn.Module) -> None:
             " sequence; use smaller micro-batches"
         )
     for block in in_sequence:
-        block.forward = _recomputed(block.forward)
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def blocks(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
@@ -50,15 +51,6 @@ def blocks(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
             yield child
         else:
             yield from blocks(child, False)
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*inputs: Any, **more: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*inputs, **more)
-        return checkpoint(forward, *inputs, use_reentrant=False, **more)
-
-    return run
 
 
 def _counted_once(norm: nn.modules.batchnorm._NormBase) -> Callable[..., Any]:

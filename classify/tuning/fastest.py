@@ -109,11 +109,6 @@ class Tries:
                 break
         return best
 
-    def first_micro_batch(self, changes: Mapping[str, Any], largest: int) -> Try | None:
-        """Return the largest micro-batch, at most ``largest``, that trains; None if none trains."""
-        all_tried = (self.one(changes, each) for each in halves(self.share, largest))
-        return next((tried for tried in all_tried if not tried.reason), None)
-
     def is_limited(self, best: Try | None) -> bool:
         """Return whether memory limits the micro-batch of the best configuration."""
         changes, micro_batch = (best.changes, best.micro_batch) if best else ({}, 0)
@@ -229,7 +224,8 @@ def find(tries: Tries) -> Try | None:
     def consider(changes: Mapping[str, Any], is_limited: bool) -> None:
         nonlocal best
         if best and not is_limited:
-            found: Try | None = tries.first_micro_batch(changes, best.micro_batch)
+            tried = (tries.one(changes, each) for each in halves(tries.share, best.micro_batch))
+            found = next((each for each in tried if not each.reason), None)
         else:
             found = tries.best_micro_batch(changes)
         if found and (best is None or found.images_per_second > best.images_per_second):
