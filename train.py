@@ -288,9 +288,8 @@ def run(args: argparse.Namespace) -> int:
         peaks = context.distributed.allgather(round(peak_memory(), 1))
         if output:
             summarise(trial, fit, experiment.metric, peaks)
-        elif (
-            context.tracking.names
-        ):  # on a cluster the checkpoint has the network, and the master the metrics
+        elif context.tracking.names:
+            # On a cluster the checkpoint has the network, and the master the metrics
             context.tracking.add_files(summary.network_file(trial.hooks.write_network, is_chief))
     return 0
 

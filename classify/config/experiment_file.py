@@ -96,9 +96,8 @@ def _yaml(text: str) -> Any:
 def _check_size(events: Iterable[Any]) -> None:
     """Raise ``ValueError`` for a text that would take minutes to parse: deep nesting, or nested aliases."""
     known: dict[str, int] = {}  # the number of values under each anchor
-    inner: list[tuple[str | None, int]] = [
-        (None, 0)
-    ]  # the anchor and the number of values of each open list or mapping
+    # The anchor and the number of values of each open list or mapping
+    inner: list[tuple[str | None, int]] = [(None, 0)]
     for event in events:
         if isinstance(event, CollectionStartEvent):
             inner.append((event.anchor, 1))

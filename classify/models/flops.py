@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from classify.models.registry import logits
@@ -22,11 +22,7 @@ def forward(net: nn.Module, size: tuple[int, int]) -> int | None:
         net: on the meta device.
         size: height and width of the images.
     """
-    with torch.random.fork_rng(devices=[]):  # a user's network may sample
-        try:
-            return _count(net, size)[0]
-        except Exception:  # networks raise different types
-            return None
+    return _count(net, size, trains=False)
 
 
 def training(net: nn.Module, size: tuple[int, int], frozen: Collection[str] = ()) -> int | None:
@@ -45,17 +41,17 @@ def training(net: nn.Module, size: tuple[int, int], frozen: Collection[str] = ()
     """
     for name, parameter in net.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and name not in frozen)
-    with torch.random.fork_rng(devices=[]):
-        try:
-            operations, scores = _count(net, size)
-            with FlopCounterMode(display=False) as counter:
+    return _count(net, size, trains=True)
+
+
+def _count(net: nn.Module, size: tuple[int, int], trains: bool) -> int | None:
+    try:
+        with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
+            scores = logits(net.train()(torch.zeros(IMAGES, 3, *size, device="meta")))  # it may sample
+            forward = counter.get_total_flops()
+            if trains:
                 scores.sum().backward()
-        except Exception:
-            return None
-    return min(operations + counter.get_total_flops() // IMAGES, 3 * operations)
-
-
-def _count(net: nn.Module, size: tuple[int, int]) -> tuple[int, Tensor]:
-    with FlopCounterMode(display=False) as counter:
-        scores = logits(net.train()(torch.zeros(IMAGES, 3, *size, device="meta")))
-    return counter.get_total_flops() // IMAGES, scores
+    except Exception:  # networks raise different types
+        return None
+    backward = counter.get_total_flops() - forward
+    return min(forward // IMAGES + backward // IMAGES, 3 * (forward // IMAGES))

@@ -125,9 +125,8 @@ def torchvision_call(spec: NetSpec) -> tuple[str, dict[str, Any]]:
     if name in VIT:
         sizes = dict(zip(VIT_KEYS, VIT[name], strict=True))
         given = {"image_size": spec.image_size[0], **sizes, **given}
-        return "VisionTransformer", dict(
-            num_classes=spec.num_classes, **given
-        )  # raises for an argument given twice
+        # Raises for an argument given twice
+        return "VisionTransformer", dict(num_classes=spec.num_classes, **given)
     if name.startswith("maxvit"):
         given.setdefault("input_size", spec.image_size)
     if name in ("googlenet", "inception_v3"):
