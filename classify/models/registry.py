@@ -5,8 +5,7 @@ Source: https://docs.pytorch.org/vision/stable/models.html
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torchvision
@@ -19,6 +18,7 @@ from classify.models import (
     own_net,
     timm_nets,
 )
+from classify.models.net_spec import NetSpec
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.out_of_memory import is_out_of_memory
 
@@ -34,22 +34,6 @@ VIT = {
     "vit_l_32": (32, 24, 16, 1024, 4096),
     "vit_h_14": (14, 32, 16, 1280, 5120),
 }
-
-
-class NetSpec(NamedTuple):
-    """The name and the arguments of a network.
-
-    Attributes:
-        name: one of ``names``, or ``timm/NAME``.
-        num_classes: the width of the last layer.
-        image_size: height and width of the images in pixels.
-        args: further arguments of the network's function.
-    """
-
-    name: str
-    num_classes: int
-    image_size: tuple[int, int]
-    args: Mapping[str, Any] | None = None
 
 
 def names() -> list[str]:

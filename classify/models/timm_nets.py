@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from classify.config.rules import is_count, is_finite
 from classify.models import state_dicts
 from classify.models.heads import head_layers
+from classify.models.net_spec import NetSpec
 from deepspeed_trial.checkpoints.weights import mismatch
 from deepspeed_trial.errors import InvalidInput, nearest, one_line
-
-if TYPE_CHECKING:
-    from classify.models.registry import NetSpec  # the registry imports this module
 
 PREFIX = "timm/"
 OF_WEIGHTS = ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")  # arguments

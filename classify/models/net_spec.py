@@ -1,0 +1,22 @@
+"""The name and the arguments of a network, which every module of this package takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+
+class NetSpec(NamedTuple):
+    """The name and the arguments of a network.
+
+    Attributes:
+        name: one of ``names``, or ``timm/NAME``.
+        num_classes: the width of the last layer.
+        image_size: height and width of the images in pixels.
+        args: further arguments of the network's function.
+    """
+
+    name: str
+    num_classes: int
+    image_size: tuple[int, int]
+    args: Mapping[str, Any] | None = None
