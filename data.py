@@ -17,7 +17,7 @@ from classify.images.augment import Augmentation, Augmenter
 from classify.images.loader import MicroBatchLoader
 from classify.images.order import Order
 from classify.images.pixels import ImageSet
-from classify.images.plan import DataPlan
+from classify.images.plan import DataPlan, devices
 from classify.images.settings import BALANCED
 
 HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that take 0 to 255 to [-1, 1]
@@ -47,7 +47,9 @@ class Images:
 
     def __init__(self, plan: DataPlan, seed: int, device: torch.device) -> None:
         self.plan, self.seed, self.device = plan, seed, device
-        self._devices = plan.devices(device)
+        splits, decoded = ("train", plan.validation), torch.device("cpu") if plan.streams else device
+        places = devices([plan.bytes(split) for split in splits], plan.settings, decoded)
+        self._devices = dict(zip(splits, places, strict=True))
         self.gpu_bytes = sum(plan.bytes(split) for split, at in self._devices.items() if at.type == "cuda")
         augment, stored, seen = plan.settings.augment, plan.settings.stored_size, plan.settings.image_size
         self._changes = augment, plan.count("train"), stored, seen, seed

@@ -134,6 +134,19 @@ class Listing(abc.ABC):
     def name(self, index: int) -> str:
         """Return the name of an image in error lines: its path, or its shard and the position there."""
 
+    def places_of(self, indices: np.ndarray) -> np.ndarray:
+        """Return the places of images (B,) among the images of all shards."""
+        return indices if self.places is None else self.places.numpy()[indices]
+
+    def shards_of(self, places: np.ndarray) -> np.ndarray:
+        """Return the number of the shard at each place (B,)."""
+        return np.searchsorted([shard.start for shard in self.shards], places, side="right") - 1
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a shard has to be fetched."""
+        return any(is_remote(shard.url) for shard in self.shards)
+
     def local_file(self, shard: Shard) -> pathlib.Path:
         """Return the file of a shard, fetched if it is remote.
 
@@ -203,7 +216,7 @@ class Subset(Listing):
         self._rows = np.delete(np.arange(len(images.labels)), self._without)
         self.labels = images.labels[self._rows]
         self.column = images.column and [images.column[row] for row in self._rows.tolist()]
-        every = self._rows if images.places is None else images.places.numpy()[self._rows]
+        every = images.places_of(self._rows)
         ordered = np.sort(every)
         self.places = torch.from_numpy(np.searchsorted(ordered, every)) if images.shards else None
         bounds = [np.searchsorted(ordered, (shard.start, shard.stop)).tolist() for shard in images.shards]

@@ -68,6 +68,10 @@ class PixelFile:
         """Return the lock for writers; as a context it yields the folder of the files."""
         return host_lock(self.root, self.name, "data.root")
 
+    def path(self, folder: pathlib.Path, ending: str) -> pathlib.Path:
+        """Return the file with an ending in a folder."""
+        return folder / f".{self.name}.{ending}"
+
     def read(self, fingerprint: str, labels: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
         """Return mapped images (N, 3, H, W) uint8 and labels (N,) int64; None if absent, outdated or damaged.
 
@@ -78,56 +82,101 @@ class PixelFile:
             labels: int64 (N,), if known; a file with other labels is outdated.
         """
         for folder in (self.root, stand_in(self.root)):
-            whole = _read(folder / f".{self.name}.pt", fingerprint, self.size)
-            if whole is not None and (labels is None or torch.equal(whole[1], labels)):
-                return whole
+            with contextlib.suppress(Exception):  # a damaged file fails in many ways; decoding replaces it
+                whole = self._read(folder, fingerprint)
+                if whole is not None and (labels is None or torch.equal(whole[1], labels)):
+                    return whole
         return None
 
+    def _read(self, folder: pathlib.Path, fingerprint: str) -> tuple[Tensor, Tensor] | None:
+        raw, sidecar = (self.path(folder, ending) for ending in ("raw", "pt"))
+        before = sidecar.stat()
+        about = torch.load(regular_file(sidecar), map_location="cpu", weights_only=True)
+        labels, shape = about["labels"], tuple(about["shape"])
+        is_whole = shape == (len(labels), 3, *self.size)
+        is_whole = is_whole and regular_file(raw).stat().st_size == math.prod(shape)
+        if about["fingerprint"] != fingerprint or not is_whole or labels.dtype not in _LABELS:
+            return None
+        pixels = np.memmap(raw, dtype=np.uint8, mode="r", shape=shape)  # may be larger than memory
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the tensor is not writable
+            images = torch.from_numpy(pixels)
+        # A writer removes the sidecar first: the same inode means the same pixels
+        after = sidecar.stat()
+        is_same = (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+        return (images, labels) if is_same else None
+
     def write(
-        self, fingerprint: str, labels: Tensor, fill: Callable[[pathlib.Path], None]
+        self, folder: pathlib.Path, count: int, fill: Callable[[pathlib.Path], tuple[str, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Write the file, or wait while another process of this host writes it; return the same as ``read``.
+        """Write the file of at most ``count`` images; needs the lock; return the same as ``read``.
 
         Args:
-            fingerprint: the fingerprint of the images' source.
-            labels: int64 (N,).
-            fill: a function that writes the images into an empty file.
+            folder: that the lock yields.
+            count: of the images that need room.
+            fill: writes images into an empty file; returns the fingerprint of their source, and their labels.
 
         Raises:
             InvalidInput: if the disk is too small, or refuses the file, or an image cannot be decoded.
             TrainingStopped: if the system kills a process that decodes.
         """
-
-        def filled(file: pathlib.Path) -> tuple[str, Tensor]:
-            fill(file)
-            return fingerprint, labels
-
-        with self.lock() as folder:
-            if (whole := self.read(fingerprint, labels)) is not None:
-                return whole
-            return self.write_some(folder, len(labels), filled)
-
-    def write_some(
-        self, folder: pathlib.Path, count: int, fill: Callable[[pathlib.Path], tuple[str, Tensor]]
-    ) -> tuple[Tensor, Tensor]:
-        """Write the file of at most ``count`` images; needs the lock; return as ``read``.
-
-        Args:
-            folder: that the lock yields.
-            count: of the images that need room.
-            fill: writes images into an empty file; returns their fingerprint and labels.
-
-        Raises:
-            InvalidInput: as ``write``.
-            TrainingStopped: as ``write``.
-        """
-        whole = _write(folder / f".{self.name}.pt", (count, 3, *self.size), fill)
-        where = f"{folder / f'.{self.name}.raw'} ({in_bytes(whole[0].nbytes)})"
+        endings = ("raw", "pt", "partial", "sidecar")
+        raw, sidecar, partial, new_sidecar = (self.path(folder, ending) for ending in endings)
+        try:
+            for file in (sidecar, raw, partial, new_sidecar):
+                if file.is_dir():
+                    what = "is a folder, where a file of decoded images belongs"
+                    raise InvalidInput(f"{file}: {what}; move it")
+                file.unlink(missing_ok=True)  # stale; the new images may need its room
+            self._check_room(raw, count)
+            partial.write_bytes(b"")
+            fingerprint, labels = fill(partial)
+            with open(partial, "rb+") as written:
+                os.fsync(written.fileno())
+            self.adopt(partial, fingerprint, labels)
+        except OSError as error:
+            remedy = _REMEDIES.get(error.errno or 0, "check the disk")
+            reason = f"the decoded images could not be written ({one_line(error)})"
+            raise InvalidInput(f"{sidecar}: {reason}; {remedy}") from error
+        finally:
+            with contextlib.suppress(OSError):  # keep the first error
+                partial.unlink(missing_ok=True)
+                new_sidecar.unlink(missing_ok=True)
+        whole = self.read(fingerprint, labels)
+        if whole is None:
+            raise InvalidInput(f"{sidecar}: cannot be read back after writing; check the disk")
+        where = f"{raw} ({in_bytes(whole[0].nbytes)})"
         remove = f"{typed('checkpoint', 'caches', self.root, '--clear')} removes it"
-        print(
-            printable(f"{_in_words(whole[0].shape)} are stored decoded in {where}; {remove}"), file=sys.stderr
-        )
+        shown = f"{self._in_words(len(labels))} are stored decoded in {where}; {remove}"
+        print(printable(shown), file=sys.stderr)
         return whole
+
+    def adopt(self, file: pathlib.Path, fingerprint: str, labels: Tensor) -> None:
+        """Rename a file of images, and write its sidecar; requires the lock; raises ``OSError``."""
+        raw, sidecar, partial = (self.path(file.parent, ending) for ending in ("raw", "pt", "sidecar"))
+        content = io.BytesIO()
+        shape = [len(labels), 3, *self.size]
+        torch.save({"fingerprint": fingerprint, "shape": shape, "labels": labels}, content)
+        partial.write_bytes(content.getvalue())  # torch's own error would not name the reason
+        sidecar.unlink(missing_ok=True)
+        os.replace(file, raw)
+        os.replace(partial, sidecar)
+
+    def _check_room(self, raw: pathlib.Path, count: int) -> None:
+        """Raise ``InvalidInput`` if the disk has too little room; print a note about a large file."""
+        needed, free = count * 3 * math.prod(self.size), shutil.disk_usage(raw.parent).free
+        images = self._in_words(count)
+        if needed > free:
+            raise InvalidInput(
+                f"{raw}: {images} need {in_bytes(needed)}, but the disk has only {in_bytes(free)} free; make"
+                " room, use a smaller data.image_size, or link data.root to a larger disk"
+            )
+        if needed > LARGE:
+            where = f"{printable(raw)} ({in_bytes(needed)} of {in_bytes(free)} free)"
+            print(f"decoding {images} into {where}", file=sys.stderr)
+
+    def _in_words(self, count: int) -> str:
+        return f"{count:,} images of {self.size[0]}x{self.size[1]}"
 
 
 class GrowingFile:
@@ -151,16 +200,20 @@ class GrowingFile:
         self._bytes = math.prod(shape[1:])
         head: dict[str, object] = {"fingerprint": fingerprint, "shape": list(shape), "boot": _boot()}
         with whole.lock() as folder:
-            images, marks = (folder / f".{whole.name}.{kind}" for kind in ("growing", "filled"))
-            with refused(str(images)):
-                size = math.prod(shape)
-                fits = images.exists() and images.stat().st_size == size
-                if not fits or not _begins_with(marks, head):
-                    _begin(images, marks, head, size, len(labels))
-                self._file = os.open(images, os.O_RDWR)
-            self._path, self._marks_path = images, marks
-            self._images = np.memmap(images, np.uint8, "r", shape=shape)
-            self._marks = np.memmap(marks, np.uint8, "r+", offset=_HEAD, shape=(len(labels),))
+            endings = ("growing", "filled", "begun")
+            self._path, self._marks_path, begun = (whole.path(folder, ending) for ending in endings)
+            with refused(str(self._path)):
+                fits = self._path.exists() and self._path.stat().st_size == math.prod(shape)
+                if not fits or not _begins_with(self._marks_path, head):
+                    for file in (self._marks_path, self._path):
+                        file.unlink(missing_ok=True)  # another run may still have these open
+                    with open(self._path, "wb") as created:
+                        os.truncate(created.fileno(), math.prod(shape))
+                    begun.write_bytes(json.dumps(head).encode().ljust(_HEAD, b" ") + bytes(len(labels)))
+                    os.replace(begun, self._marks_path)
+                self._file = os.open(self._path, os.O_RDWR)
+            self._images = np.memmap(self._path, np.uint8, "r", shape=shape)
+            self._marks = np.memmap(self._marks_path, np.uint8, "r+", offset=_HEAD, shape=(len(labels),))
         self.has_room = True
         self._inode = os.fstat(self._file).st_ino
 
@@ -191,8 +244,7 @@ class GrowingFile:
         with self._whole.lock():
             if self._path.exists() and self._path.stat().st_ino == self._inode:
                 os.fsync(self._file)
-                shape = (len(self._labels), 3, *self._whole.size)
-                _adopt(self._path, self._path.with_suffix(".pt"), self._fingerprint, shape, self._labels)
+                self._whole.adopt(self._path, self._fingerprint, self._labels)
                 self._marks_path.unlink(missing_ok=True)
 
 
@@ -247,106 +299,6 @@ def remove_images(file: pathlib.Path, count: int, rows: Sequence[int]) -> None:
 def in_bytes(count: int) -> str:
     """Return a number of bytes in MiB or GiB."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-def _read(sidecar: pathlib.Path, fingerprint: str, size: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-    raw = sidecar.with_suffix(".raw")
-    try:
-        before = _version(sidecar)
-        about = torch.load(regular_file(sidecar), map_location="cpu", weights_only=True)
-        labels, shape = about["labels"], tuple(about["shape"])
-        is_whole = shape == (len(labels), 3, *size) and regular_file(raw).stat().st_size == math.prod(shape)
-        if about["fingerprint"] != fingerprint or not is_whole or labels.dtype not in _LABELS:
-            return None
-        images = _map(raw, shape)
-        # A writer removes the sidecar first: the same inode means the same pixels
-        return (images, labels) if _version(sidecar) == before else None
-    except Exception:  # a damaged file fails in many ways, and decoding again replaces it
-        return None
-
-
-def _version(file: pathlib.Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_ino, status.st_mtime_ns
-
-
-def _map(raw: pathlib.Path, shape: Sequence[int]) -> Tensor:
-    """Map a file read-only; it may be larger than memory."""
-    pixels = np.memmap(raw, dtype=np.uint8, mode="r", shape=tuple(shape))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the tensor is not writable
-        return torch.from_numpy(pixels)
-
-
-def _write(
-    sidecar: pathlib.Path, shape: Sequence[int], fill: Callable[[pathlib.Path], tuple[str, Tensor]]
-) -> tuple[Tensor, Tensor]:
-    raw, partial, new_sidecar = (sidecar.with_suffix(f".{kind}") for kind in ("raw", "partial", "sidecar"))
-    try:
-        for file in (sidecar, raw, partial, new_sidecar):
-            if file.is_dir():
-                raise InvalidInput(f"{file}: is a folder, where a file of decoded images belongs; move it")
-            file.unlink(missing_ok=True)  # stale; the new images may need its room
-        _check_room(raw, shape)
-        partial.write_bytes(b"")
-        fingerprint, labels = fill(partial)
-        with open(partial, "rb+") as written:
-            os.fsync(written.fileno())
-        _adopt(partial, sidecar, fingerprint, (len(labels), *shape[1:]), labels)
-    except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, "check the disk")
-        reason = f"the decoded images could not be written ({one_line(error)})"
-        raise InvalidInput(f"{sidecar}: {reason}; {remedy}") from error
-    finally:
-        with contextlib.suppress(OSError):  # keep the first error
-            partial.unlink(missing_ok=True)
-            new_sidecar.unlink(missing_ok=True)
-    whole = _read(sidecar, fingerprint, shape[2:])
-    if whole is None:
-        raise InvalidInput(f"{sidecar}: cannot be read back after writing; check the disk")
-    return whole
-
-
-def _adopt(
-    file: pathlib.Path, sidecar: pathlib.Path, fingerprint: str, shape: Sequence[int], labels: Tensor
-) -> None:
-    """Rename a file of images and its sidecar to the final names; requires the lock; raises ``OSError``."""
-    partial, content = sidecar.with_suffix(".sidecar"), io.BytesIO()
-    torch.save({"fingerprint": fingerprint, "shape": list(shape), "labels": labels}, content)
-    partial.write_bytes(content.getvalue())  # torch's own error would not name the reason
-    sidecar.unlink(missing_ok=True)
-    os.replace(file, sidecar.with_suffix(".raw"))
-    os.replace(partial, sidecar)
-
-
-def _check_room(raw: pathlib.Path, shape: Sequence[int]) -> None:
-    """Raise ``InvalidInput`` if the disk has too little room for images; print a note about a large file."""
-    needed, free = math.prod(shape), shutil.disk_usage(raw.parent).free
-    images = _in_words(shape)
-    if needed > free:
-        raise InvalidInput(
-            f"{raw}: {images} need {in_bytes(needed)}, but the disk has only {in_bytes(free)} free; make"
-            " room, use a smaller data.image_size, or link data.root to a larger disk"
-        )
-    if needed > LARGE:
-        where = f"{printable(raw)} ({in_bytes(needed)} of {in_bytes(free)} free)"
-        print(f"decoding {images} into {where}", file=sys.stderr)
-
-
-def _in_words(shape: Sequence[int]) -> str:
-    return f"{shape[0]:,} images of {shape[2]}x{shape[3]}"
-
-
-def _begin(
-    images: pathlib.Path, marks: pathlib.Path, head: Mapping[str, object], size: int, count: int
-) -> None:
-    for file in (marks, images):
-        file.unlink(missing_ok=True)  # another run may still have these open
-    with open(images, "wb") as created:
-        os.truncate(created.fileno(), size)
-    begun = marks.with_suffix(".begun")
-    begun.write_bytes(json.dumps(head).encode().ljust(_HEAD, b" ") + bytes(count))
-    os.replace(begun, marks)
 
 
 def _begins_with(marks: pathlib.Path, head: Mapping[str, object]) -> bool:

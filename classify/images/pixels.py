@@ -1,11 +1,10 @@
-"""Decoded images: in memory, mapped from a file, in a file that grows in the training, or not stored."""
+"""Decoded images: in memory, mapped from a file, or decoded when a step needs them."""
 
 from __future__ import annotations
 
 import collections
 import concurrent.futures
 import dataclasses
-import enum
 import functools
 import multiprocessing
 import os
@@ -17,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from typing import Any
 
 import joblib
 import numpy as np
@@ -37,43 +37,21 @@ AHEAD = 4  # shards that are fetched at the same time
 _FILE_FORMAT = 6  # of a file of decoded images; one in another format is replaced
 
 
-class State(enum.Enum):
-    """The place where decoded images are stored."""
+@dataclass(frozen=True, eq=False)
+class Streamed:
+    """Images (N, 3, h, w) uint8, RGB, that are decoded when a step selects them.
 
-    MEMORY = "memory"  # a tensor in the memory of the host or of a GPU
-    MAPPED = "mapped"  # all in one file, decoded before the first step; the ranks of a host map it
-    GROWING = "growing"  # decoded when a step needs them, and then in a file
-    NONE = "none"  # decoded whenever a step needs them
-
-
-class Pixels:
-    """Images (N, 3, h, w) uint8, RGB, 0 to 255, in one state.
-
-    Args:
-        state: ``MEMORY`` and ``MAPPED`` need ``images``, ``GROWING`` and ``NONE`` a ``listing``.
-        images: (N, 3, h, w) uint8.
+    Attributes:
         listing: the images to decode.
         size: height and width to scale to, in pixels.
-        file: stores the decoded images in the state ``GROWING``.
         fit: treatment of other aspect ratios; see ``decode``.
+        file: keeps the decoded images; None decodes them again in each epoch.
     """
 
-    def __init__(
-        self,
-        state: State,
-        images: Tensor | None = None,
-        listing: Listing | None = None,
-        size: tuple[int, int] = (0, 0),
-        file: GrowingFile | None = None,
-        fit: str = CROP,
-    ) -> None:
-        self.state, self.images, self._listing, self._size, self._file = state, images, listing, size, file
-        self._fit = fit
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the images."""
-        return torch.device("cpu") if self.images is None else self.images.device
+    listing: Listing
+    size: tuple[int, int]
+    fit: str
+    file: GrowingFile | None
 
     def select(self, indices: Tensor) -> Tensor:
         """Return images (B, 3, h, w) uint8 by their indices, int64 (B,).
@@ -81,10 +59,8 @@ class Pixels:
         Raises:
             UnreadableData: with the name of the first unreadable image or shard.
         """
-        if self.images is not None:
-            return self.images.index_select(0, indices)
-        if self._file is not None and self.prepare(indices):
-            return torch.from_numpy(self._file.read(indices.numpy()))
+        if self.file is not None and self.prepare(indices):
+            return torch.from_numpy(self.file.read(indices.numpy()))
         return default_collate(self._decode(indices.numpy()))  # into memory that a worker shares
 
     def prepare(self, indices: Tensor) -> bool:
@@ -93,21 +69,19 @@ class Pixels:
         Raises:
             UnreadableData: as in ``select``.
         """
-        if self._file is None:
+        if self.file is None:
             return False
         wanted = indices.numpy()
-        missing = wanted[~self._file.has(wanted)]
+        missing = wanted[~self.file.has(wanted)]
         for part in np.array_split(missing, -(-len(missing) // CHUNK) or 1):
-            if self._file.has_room:
-                self._file.write(part, [image.numpy() for image in self._decode(part)])
-        return bool(self._file.has(wanted).all())
+            if self.file.has_room:
+                self.file.write(part, [image.numpy() for image in self._decode(part)])
+        return bool(self.file.has(wanted).all())
 
     def _decode(self, indices: np.ndarray) -> list[Tensor]:
         """Decode images with torch's number of threads, which is 1 in a loader's worker."""
-        assert self._listing is not None
         # Neighbours in a shard in turn: they may lie in one block
-        places = indices if self._listing.places is None else self._listing.places.numpy()[indices]
-        order = places.argsort()
+        order = self.listing.places_of(indices).argsort()
         parts = np.array_split(order, -(-len(indices) // CHUNK) or 1)
         threads = min(torch.get_num_threads(), len(parts))
         try:
@@ -122,14 +96,9 @@ class Pixels:
         return [images[place] for place in order.argsort()]
 
     def _decode_some(self, indices: np.ndarray) -> list[Tensor]:
-        assert self._listing is not None
-        contents = self._listing.read(indices.tolist())
-        return [
-            torch.from_numpy(
-                decode(content, self._size, functools.partial(self._listing.name, index), self._fit)
-            )
-            for index, content in zip(indices.tolist(), contents, strict=True)
-        ]
+        names = [functools.partial(self.listing.name, index) for index in indices.tolist()]
+        contents = zip(self.listing.read(indices.tolist()), names, strict=True)
+        return [torch.from_numpy(decode(content, self.size, name, self.fit)) for content, name in contents]
 
 
 @dataclass(frozen=True)
@@ -137,50 +106,50 @@ class ImageSet:
     """One split of a dataset.
 
     Attributes:
-        pixels: all images of the part from which the split is drawn.
+        pixels: all images of the part from which the split is drawn: (N, 3, h, w) uint8, RGB, in memory or
+            mapped from a file; or streamed.
         labels: int64 (M,), indices into ``classes``.
         classes: the class names.
         crop: height and width that a network sees, in pixels; the whole image if None.
         rows: int64 (M,), the indices of the split's images in ``pixels``; None means all, in order.
     """
 
-    pixels: Pixels
+    pixels: Tensor | Streamed
     labels: Tensor
     classes: tuple[str, ...]
     crop: tuple[int, int] | None = None
     rows: Tensor | None = None
-
-    @classmethod
-    def in_memory(cls, images: Tensor, labels: Tensor, classes: tuple[str, ...]) -> ImageSet:
-        """Return a set of images (N, 3, h, w) uint8 with labels (N,) int64."""
-        return cls(Pixels(State.MEMORY, images), labels, classes)
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def select(self, indices: Tensor) -> Tensor:
         """Return images (B, 3, h, w) uint8, not cropped, by their indices in the split, int64 (B,)."""
-        return self.pixels.select(indices if self.rows is None else self.rows[indices])
+        indices = indices if self.rows is None else self.rows[indices]
+        if isinstance(self.pixels, Streamed):
+            return self.pixels.select(indices)
+        return self.pixels.index_select(0, indices)
+
+    def prepare(self, indices: Tensor) -> bool:
+        """Decode missing images (B,) into the growing file; return whether the file now has all of them."""
+        indices = indices if self.rows is None else self.rows[indices]
+        return isinstance(self.pixels, Streamed) and self.pixels.prepare(indices)
 
     @property
     def images(self) -> Tensor:
         """The images (N, 3, h, w) uint8 of the whole part, which must be decoded."""
-        assert self.pixels.images is not None
-        return self.pixels.images
+        assert isinstance(self.pixels, Tensor)
+        return self.pixels
 
     @property
     def is_streamed(self) -> bool:
         """Whether images are decoded when a step needs them."""
-        return self.pixels.images is None
+        return isinstance(self.pixels, Streamed)
 
     @property
     def device(self) -> torch.device:
-        """The device of the images."""
-        return self.pixels.device
-
-    def prepare(self, indices: Tensor) -> bool:
-        """Decode missing images (B,) into the growing file; return whether the file now has all of them."""
-        return self.pixels.prepare(indices if self.rows is None else self.rows[indices])
+        """The device of the images and their labels."""
+        return self.labels.device
 
     def image(self, index: int) -> np.ndarray:
         """Return one image, uint8 (h, w, 3)."""
@@ -189,8 +158,7 @@ class ImageSet:
     def to(self, device: torch.device) -> ImageSet:
         """Return the split in a device's memory, without the part's other images."""
         images = self.images if self.rows is None else self.images.index_select(0, self.rows)
-        pixels = Pixels(State.MEMORY, images.to(device))
-        return dataclasses.replace(self, pixels=pixels, labels=self.labels.to(device), rows=None)
+        return dataclasses.replace(self, pixels=images.to(device), labels=self.labels.to(device), rows=None)
 
     def center_crop(self, images: Tensor) -> Tensor:
         """Crop images (B, 3, h, w) in the middle, as validation does."""
@@ -200,31 +168,38 @@ class ImageSet:
 
 
 def open_pixels(
-    source: ListedSource, part: str, size: tuple[int, int], state: State, fit: str = CROP
-) -> Pixels:
-    """Return the pixels of a part; they are mapped if the part has been decoded before.
+    source: ListedSource, part: str, size: tuple[int, int], fit: str, streams: bool, keeps: bool
+) -> Tensor | Streamed:
+    """Return the images of a part; they are mapped if the part has been decoded before.
 
     Args:
         source: the dataset.
         part: the name of a part.
         size: height and width to scale to, in pixels.
-        state: ``MAPPED``, ``GROWING`` or ``NONE``.
         fit: treatment of other aspect ratios; see ``decode``.
+        streams: whether images are decoded when a step needs them, instead of all now.
+        keeps: whether streamed images are kept in a file.
 
     Raises:
-        InvalidInput: if data is missing, empty, damaged or not readable.
+        InvalidInput: if data is missing or empty; with a line for each unreadable file, after trying all.
         TrainingStopped: if the system kills a process that decodes.
     """
     listing = source.listing(part)
     file, fingerprint = file_of(source, part, size, fit), fingerprint_of(listing, size)
+
+    def fill(target: pathlib.Path) -> tuple[str, Tensor]:
+        errors = try_all(listing, size, part, target, fit)
+        raise_some([line for error in errors.values() for line in error.errors], NOT_READABLE)
+        return fingerprint, listing.labels
+
     whole = file.read(fingerprint, listing.labels)
-    if whole is None and state is State.MAPPED:
-        fill = functools.partial(decode_all, listing, size, part, fit=fit)
-        whole = file.write(fingerprint, listing.labels, fill)
+    if whole is None and not streams:
+        with file.lock() as folder:  # another process may have been first
+            whole = file.read(fingerprint, listing.labels) or file.write(folder, len(listing.labels), fill)
     if whole is not None:
-        return Pixels(State.MAPPED, whole[0])
-    growing = GrowingFile(file, fingerprint, listing.labels) if state is State.GROWING else None
-    return Pixels(state, None, listing, size, growing, fit)
+        return whole[0]
+    growing = GrowingFile(file, fingerprint, listing.labels) if keeps else None
+    return Streamed(listing, size, fit, growing)
 
 
 def file_of(source: ListedSource, part: str, size: tuple[int, int], fit: str) -> PixelFile:
@@ -238,62 +213,57 @@ def fingerprint_of(listing: Listing, size: tuple[int, int]) -> str:
     return f"{_FILE_FORMAT} {size} {listing.fingerprint}"
 
 
-def decode_all(
-    listing: Listing, size: tuple[int, int], name: str, target: pathlib.Path, fit: str = CROP
-) -> None:
-    """Decode images into ``target``, on all cores, with a progress bar.
+def try_all(
+    listing: Listing, size: tuple[int, int], name: str, target: pathlib.Path | None = None, fit: str = CROP
+) -> dict[int, InvalidInput]:
+    """Decode images on all cores, with a progress bar; return the errors by index.
 
     Args:
         listing: the encoded images.
         size: height and width to scale to, in pixels.
         name: the images' name in the progress bar and in errors.
-        target: an empty file.
+        target: an empty file for the images; None to decode them without a file.
         fit: treatment of other aspect ratios; see ``decode``.
 
     Raises:
-        InvalidInput: with a line for each unreadable file, after trying all files.
+        InvalidInput: if a shard cannot be fetched, or a package is missing.
         TrainingStopped: if the system kills a process that decodes.
     """
-    errors = try_all(listing, size, name, target, fit)
-    raise_some([line for error in errors.values() for line in error.errors], NOT_READABLE)
-
-
-def try_all(
-    listing: Listing, size: tuple[int, int], name: str, target: pathlib.Path | None = None, fit: str = CROP
-) -> dict[int, InvalidInput]:
-    """Decode images like ``decode_all``, with or without a file; return the errors by index."""
     count = len(listing.labels)
-    order = np.arange(count) if listing.places is None else listing.places.argsort().numpy()
+    order = listing.places_of(np.arange(count)).argsort()
     # The workers compute with one thread each, so a fork, which copies nothing, is safe despite threads here
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     workers = min(joblib.cpu_count(), -(-count // CHUNK))
     bar = tqdm(total=count, desc=f"decoding {name}", unit=" images", disable=not sys.stderr.isatty())
-    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start, ((listing, target, size, fit),))
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start, (listing, target, size, fit))
     errors: dict[int, InvalidInput] = {}
-    running: collections.deque[concurrent.futures.Future[_Errors]] = collections.deque()
-
-    def finish(most: int) -> None:
-        while len(running) > most:
-            errors.update(running.popleft().result())
-            bar.update(min(CHUNK, count - bar.n))
-
     with bar, pool, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork despite threads
         pool.submit(int).result()  # starts all workers, before a thread fetches
         processes = multiprocessing.active_children()
         try:
-            for start, stop in _shards_fetched_ahead(listing):
-                before = len(running)
-                for begin in range(start, stop, CHUNK):
-                    running.append(pool.submit(_decode_chunk, order[begin : min(begin + CHUNK, stop)]))
-                finish(len(running) - before)  # few shards are needed at a time
-            finish(0)
+            for future in _submitted(pool, listing, order):
+                errors.update(future.result())
+                bar.update(min(CHUNK, count - bar.n))
         except BaseException as error:
             pool.shutdown(cancel_futures=True)
             if isinstance(error, BrokenProcessPool):
                 raise TrainingStopped(_why_broken(processes, name)) from error
             raise
     return errors
+
+
+def _submitted(
+    pool: concurrent.futures.Executor, listing: Listing, order: np.ndarray
+) -> Iterator[concurrent.futures.Future[dict[int, InvalidInput]]]:
+    """Submit the chunks of each local shard; yield the chunks of the shard before, so that few are needed."""
+    before = list[concurrent.futures.Future[dict[int, InvalidInput]]]()
+    for start, stop in _shards_fetched_ahead(listing):
+        chunks = (order[begin : min(begin + CHUNK, stop)] for begin in range(start, stop, CHUNK))
+        running = [pool.submit(_decode_chunk, chunk) for chunk in chunks]
+        yield from before
+        before = running
+    yield from before
 
 
 def _why_broken(processes: Iterable[multiprocessing.process.BaseProcess], name: str) -> str:
@@ -323,22 +293,20 @@ def _shards_fetched_ahead(listing: Listing) -> Iterator[tuple[int, int]]:
             yield shard.start, shard.stop
 
 
-_Errors = list[tuple[int, InvalidInput]]  # by the index of an image
-_Task = tuple[Listing, "pathlib.Path | None", tuple[int, int], str]
-_task: _Task  # of this worker
+_task: tuple[Listing, pathlib.Path | None, tuple[int, int], str]  # of this worker
 
 
-def _start(task: _Task) -> None:
+def _start(*task: Any) -> None:
     """Store the task of all chunks; forks inherit it without a copy."""
     global _task
     _task = task
     torch.set_num_threads(1)
 
 
-def _decode_chunk(indices: np.ndarray) -> _Errors:
+def _decode_chunk(indices: np.ndarray) -> dict[int, InvalidInput]:
     """Decode images, write them to a file if there is one, and return the errors of unreadable images."""
     listing, target, size, fit = _task
-    errors: _Errors = []
+    errors: dict[int, InvalidInput] = {}
     with open(target or os.devnull, "rb+") as written:
         for index in indices.tolist():
             image = np.zeros((3, *size), dtype=np.uint8)
@@ -348,7 +316,7 @@ def _decode_chunk(indices: np.ndarray) -> _Errors:
             except MissingPackage:
                 raise  # of all such images at once
             except InvalidInput as error:
-                errors.append((index, error))
+                errors[index] = error
             written.seek(index * image.nbytes)
             written.write(image.data)
     return errors

@@ -9,9 +9,11 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from classify.config.rules import CROP
 from classify.images.listing import (
@@ -27,7 +29,7 @@ from classify.images.listing import (
 )
 from classify.images.order import Windows
 from classify.images.pixel_files import in_bytes
-from classify.images.pixels import AHEAD, ImageSet, Pixels, State, open_pixels
+from classify.images.pixels import AHEAD, ImageSet, open_pixels
 from classify.images.settings import AUTO, BALANCED, MOST_WORKERS, ONCE, SKIP, STREAM, DataSettings
 from classify.images.sources import Source
 from classify.images.sources.excluded import excluding
@@ -56,7 +58,8 @@ class DataPlan:
         settings: the checked ``data`` section.
         source: the dataset.
         cut: the splits that are held out of the training part.
-        state: the place of decoded images; ``MEMORY`` if the source decodes them.
+        streams: whether images are decoded when a step needs them, instead of all before the first step.
+        keeps: whether streamed images are then kept in a file.
         window: the number of shards that are shuffled together; None for all.
         excluded_identity: the images that ``data.exclude`` names, as checkpoints name them; None if there
             are none.
@@ -67,7 +70,8 @@ class DataPlan:
     settings: DataSettings
     source: Source
     cut: Cut
-    state: State
+    streams: bool
+    keeps: bool
     window: int | None
     excluded_identity: str | None
     unreadable: Mapping[str, Mapping[int, str]]
@@ -83,23 +87,19 @@ class DataPlan:
         source, excluded, left_out = _open(settings)
         cut = _cut(source, settings)
         pixels = 3 * math.prod(settings.stored_size) * sum(source.count(part) for part in source.parts)
-        shards = _shards(source, source.parts)
-        remote = [shard.size for shard in dict.fromkeys(shards) if is_remote(shard.url)]
-        is_streamed = isinstance(source, ListedSource) and _is_streamed(source, settings)
-        window = WINDOW if settings.window is None and is_streamed and remote else settings.window
+        remote = [e.size for e in dict.fromkeys(_shards(source, source.parts)) if is_remote(e.url)]
+        streams = isinstance(source, ListedSource) and _is_streamed(source, settings)
+        window = WINDOW if settings.window is None and streams and remote else settings.window
         if not isinstance(window, int) or len(_shards(source, [_training_part(source)])) <= window:
             window = None
         needed = sum(remote)  # bytes of shards that must be local at a time
-        if window or not is_streamed:  # a window, and the next one, which is fetched meanwhile
+        if window or not streams:  # a window, and the next one, which is fetched meanwhile
             needed = sum(sorted(remote)[-2 * max(window or 0, AHEAD) :])
-        errors = _setting_errors(settings, source, shards, window, is_streamed)
-        if errors := [*errors, *_limit_errors(settings, needed, pixels)]:
+        keeps = streams and _has_room(source, settings, pixels + needed)
+        plan = cls(settings, source, cut, streams, keeps, window, excluded, left_out)
+        if errors := plan._setting_errors(needed, pixels):
             raise InvalidInput(errors)
-        state = State.MEMORY
-        if isinstance(source, ListedSource):
-            has_room = is_streamed and _has_room(source, settings, pixels + needed)
-            state = State.MAPPED if not is_streamed else State.GROWING if has_room else State.NONE
-        return cls(settings, source, cut, state, window, excluded, left_out)
+        return plan
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -133,11 +133,6 @@ class DataPlan:
         return self.settings.several_labels is not None
 
     @property
-    def streams(self) -> bool:
-        """Whether images are decoded on demand, when a step needs them."""
-        return self.state in (State.GROWING, State.NONE)
-
-    @property
     def passed_over(self) -> Mapping[str, int]:
         """The number of files in the folder that are no images of a class, by their extensions."""
         return self.source.passed_over if isinstance(self.source, ListedSource) else {}
@@ -164,9 +159,7 @@ class DataPlan:
     def count(self, split: str) -> int:
         """Return the number of images in a split."""
         part = self.part_of(split)
-        if self._is_cut(part):
-            return self.cut.count(split, self._sizes)
-        return self.source.count(part)
+        return self.cut.count(split, self._sizes) if self._is_cut(part) else self.source.count(part)
 
     def class_counts(self, split: str) -> list[int]:
         """Return the number of a split's images in each class."""
@@ -179,8 +172,7 @@ class DataPlan:
         listing = self.listing(split)
         if listing is None:
             return [None] * len(indices)
-        if indices and self._is_cut(self.part_of(split)):
-            rows = self.cut.rows(split, listing.labels, len(self.classes))
+        if indices and (rows := self._rows(split, listing.labels)) is not None:
             indices = rows[list(indices)].tolist()
         return [listing.name(index) for index in indices]
 
@@ -197,35 +189,30 @@ class DataPlan:
         Raises:
             InvalidInput: if an image is missing or damaged; the line names the file.
         """
-        part = self.part_of(split)
+        part, settings = self.part_of(split), self.settings
         if isinstance(self.source, ListedSource):
-            pixels = open_pixels(self.source, part, self.settings.stored_size, self.state, self.settings.fit)
-            labels = self.source.listing(part).labels
+            size, how = settings.stored_size, (settings.fit, self.streams, self.keeps)
+            pixels, labels = open_pixels(self.source, part, size, *how), self.source.listing(part).labels
         else:
-            images, labels = self.source.load(part, self.settings.stored_size)
-            pixels = Pixels(State.MEMORY, images)
-        rows = self.cut.rows(split, labels, len(self.classes)) if self._is_cut(part) else None
+            pixels, labels = self.source.load(part, settings.stored_size)
+        rows = self._rows(split, labels)
         if rows is not None:
             labels = labels[rows]
-        return ImageSet(pixels, labels, self.classes, self.settings.image_size, rows)
+        return ImageSet(pixels, labels, self.classes, settings.image_size, rows)
 
     def windows(self, split: str) -> Windows | None:
         """Return the windows of a split's shards; None if all its shards are shuffled together."""
         listing = self.listing(split)
         if not self.window or listing is None or len(listing.shards) <= self.window:
             return None
-        places = np.arange(len(listing.labels)) if listing.places is None else listing.places.numpy()
-        if self._is_cut(self.part_of(split)):
-            places = places[self.cut.rows(split, listing.labels, len(self.classes)).numpy()]
-        starts = [shard.start for shard in listing.shards]
-        shards = np.searchsorted(starts, places, side="right").astype(np.int32) - 1
-        return Windows(places, shards, self.window, any(is_remote(shard.url) for shard in listing.shards))
+        rows = self._rows(split, listing.labels)
+        places = listing.places_of(np.arange(len(listing.labels)) if rows is None else rows.numpy())
+        return Windows(places, listing.shards_of(places).astype(np.int32), self.window, listing.is_remote)
 
     def shards_ahead(self, split: str) -> ShardsAhead | None:
         """Return the fetcher of a split's shards; None if no shard is fetched during the training."""
         listing = self.listing(split)
-        has_remote = listing is not None and any(is_remote(shard.url) for shard in listing.shards)
-        return ShardsAhead(listing, AHEAD) if listing and has_remote and self.streams else None
+        return ShardsAhead(listing, AHEAD) if listing and listing.is_remote and self.streams else None
 
     def workers(self, images: ImageSet, has_transforms: bool = False) -> int:
         """Return the number of processes of this rank that prepare images; see ``data.workers``."""
@@ -233,20 +220,6 @@ class DataPlan:
             return 0
         workers = self.settings.workers
         return min(torch.get_num_threads(), MOST_WORKERS) if workers == "auto" else int(workers)
-
-    def devices(self, device: torch.device) -> dict[str, torch.device]:
-        """Return the devices for the training images and for the validation images.
-
-        Args:
-            device: the training device.
-
-        Raises:
-            InvalidInput: if ``data.device`` is ``cuda`` and the images do not fit.
-        """
-        splits = ("train", self.validation)
-        device = torch.device("cpu") if self.streams else device
-        chosen = devices([self.bytes(split) for split in splits], self.settings, device)
-        return dict(zip(splits, chosen, strict=True))
 
     def check_images(self) -> None:
         """Decode every image once.
@@ -273,6 +246,40 @@ class DataPlan:
 
     def _is_cut(self, part: str) -> bool:
         return part == _training_part(self.source) and bool(self.cut.shares)
+
+    def _rows(self, split: str, labels: Tensor) -> Tensor | None:
+        """Return the indices of a split's images in its part, by their labels; None for the whole part."""
+        is_cut = self._is_cut(self.part_of(split))
+        return self.cut.rows(split, labels, len(self.classes)) if is_cut else None
+
+    def _setting_errors(self, shards: int, pixels: int) -> list[str]:
+        """Return a line for each setting that does not fit the dataset.
+
+        Args:
+            shards: bytes of shards that must be local at a time.
+            pixels: bytes of all decoded images.
+        """
+        settings, errors, limit = self.settings, list[str](), self.settings.cache_limit
+        if not isinstance(self.source, ListedSource):
+            no_files = f"{settings.dataset} has no image files"
+            if settings.decode == STREAM:
+                errors.append(f"data.decode: 'stream': {no_files}; use once")
+            if settings.fit != CROP:
+                errors.append(f"data.fit: {settings.fit!r}: {no_files}; remove it")
+        if isinstance(settings.window, int) and not self.shards:
+            errors.append(f"data.window: {settings.window}: the dataset has no shards; remove it")
+        if self.window and settings.sampling == BALANCED:
+            reason = "takes images of all shards at any time; set data.window to all"
+            errors.append(f"data.sampling: {BALANCED!r}: {reason}")
+        if self.streams and settings.device == "cuda":
+            errors.append("data.device: 'cuda': images that are streamed are on the host; use auto")
+        reason = ""
+        if limit is not None and shards > limit:
+            reason = f"{in_bytes(shards)} of shards must be in the cache at a time; raise it"
+            reason += ", or set a smaller data.window"
+        elif limit is not None and settings.decode == ONCE and pixels > limit:
+            reason = f"the decoded images need {in_bytes(pixels)}; raise it, or set data.decode to stream"
+        return [*errors, f"data.cache.limit: {settings.cache.limit!r}: {reason}"] if reason else errors
 
 
 def devices(sizes: Sequence[int], settings: DataSettings, device: torch.device) -> list[torch.device]:
@@ -400,38 +407,7 @@ def _shares(source: Source, settings: DataSettings) -> dict[str, float]:
     return shares
 
 
-def _setting_errors(
-    settings: DataSettings, source: Source, shards: Sequence[Shard], window: int | None, is_streamed: bool
-) -> list[str]:
-    """Return a line for each setting that does not fit the dataset."""
-    errors = list[str]()
-    if settings.decode == STREAM and not isinstance(source, ListedSource):
-        errors.append(f"data.decode: 'stream': {settings.dataset} has no image files; use once")
-    if settings.fit != CROP and not isinstance(source, ListedSource):
-        errors.append(f"data.fit: {settings.fit!r}: {settings.dataset} has no image files; remove it")
-    if isinstance(settings.window, int) and not shards:
-        errors.append(f"data.window: {settings.window}: the dataset has no shards; remove it")
-    if window and settings.sampling == BALANCED:
-        reason = "takes images of all shards at any time; set data.window to all"
-        errors.append(f"data.sampling: {BALANCED!r}: {reason}")
-    if is_streamed and settings.device == "cuda":
-        errors.append("data.device: 'cuda': images that are streamed are on the host; use auto")
-    return errors
-
-
-def _limit_errors(settings: DataSettings, shards: int, pixels: int) -> list[str]:
-    """Return a line if shards or decoded images need more bytes than ``data.cache.limit``."""
-    limit, shown = settings.cache_limit, f"data.cache.limit: {settings.cache.limit!r}"
-    if limit is not None and shards > limit:
-        reason = f"{in_bytes(shards)} of shards must be in the cache at a time; raise it"
-        return [f"{shown}: {reason}, or set a smaller data.window"]
-    if limit is not None and settings.decode == ONCE and pixels > limit:
-        reason = f"the decoded images need {in_bytes(pixels)}; raise it, or set data.decode to stream"
-        return [f"{shown}: {reason}"]
-    return []
-
-
-def _has_room(source: ListedSource, settings: DataSettings, needed: int) -> bool:
+def _has_room(source: Any, settings: DataSettings, needed: int) -> bool:
     """Return whether ``data.cache.limit``, or else the disk, has room for decoded images and shards."""
     if settings.cache_limit is not None:
         return needed <= settings.cache_limit

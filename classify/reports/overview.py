@@ -12,7 +12,6 @@ from torch import nn
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
 from classify.engine.trial_config import TrialConfig
 from classify.images.pixel_files import in_bytes
-from classify.images.pixels import State
 from classify.images.plan import DataPlan
 from deepspeed_trial.context import TrialContext
 from deepspeed_trial.errors import printable
@@ -34,7 +33,7 @@ def describe_images(config: TrialConfig) -> str:
     size = in_bytes(sum(shard.size for shard in shards))
     in_shards = f", in {_count(len(shards), 'shard')} of {size}" if shards else ""
     streamed = ", decoded when they are needed" if source.streams else ""
-    kept = ", then kept" if source.state is State.GROWING else ""
+    kept = ", then kept" if source.keeps else ""
     shuffled = f", shuffled {_count(window, 'shard')} at a time" if window else ""
     return (
         f"{data.dataset}: {source.count('train'):,} to train,"

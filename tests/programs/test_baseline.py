@@ -80,7 +80,7 @@ def test_two_processes_train_like_one(tmp_path, plain):
 def test_ranks_see_every_image_once():
     """The pixels of an image are its number."""
     images = torch.arange(100, dtype=torch.uint8).view(100, 1, 1, 1).expand(100, 3, 32, 32).contiguous()
-    source = ImageSet.in_memory(images, torch.arange(100), ("a", "b"))
+    source = ImageSet(images, torch.arange(100), ("a", "b"))
     seen: list[int] = []
     for rank in range(3):
         order = Order(100, 12, 3, seed=5)

@@ -5,7 +5,6 @@ Source: https://www.cs.toronto.edu/~kriz/cifar.html
 
 from __future__ import annotations
 
-import functools
 import http.client
 import os
 import pathlib
@@ -60,9 +59,14 @@ class Cifar10:
             with host_lock(self.root, "cifar10", "data.root"):
                 dataset = self._dataset(part)
             images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
-            fill = functools.partial(write_resized, images, size)
-            fingerprint = f"{_fingerprint(self.root)} {size}"
-            return file.write(fingerprint, torch.tensor(dataset.targets), fill)
+            about = f"{_fingerprint(self.root)} {size}", torch.tensor(dataset.targets)
+
+            def fill(target: pathlib.Path) -> tuple[str, Tensor]:
+                write_resized(images, size, target)
+                return about
+
+            with file.lock() as folder:  # another process may have been first
+                return file.read(*about) or file.write(folder, len(images), fill)
 
     def _dataset(self, part: str) -> torchvision.datasets.CIFAR10:
         dataset = _on_disk(self.root, part)

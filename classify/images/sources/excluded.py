@@ -38,9 +38,8 @@ def image_names(source: Any, part: str) -> Iterator[str]:
     if not listing.shards:
         yield from (listing.name(index).removeprefix(root) for index in range(len(listing.labels)))
         return
-    places = np.arange(len(listing.labels)) if listing.places is None else listing.places.numpy()
-    shards = np.searchsorted([shard.start for shard in listing.shards], places, side="right") - 1
-    for place, number in zip(places.tolist(), shards.tolist(), strict=True):
+    places = listing.places_of(np.arange(len(listing.labels)))
+    for place, number in zip(places.tolist(), listing.shards_of(places).tolist(), strict=True):
         shard = listing.shards[number]
         yield f"{shard.url.removeprefix(root)}#{place - shard.start}"
 

@@ -54,10 +54,10 @@ def _of_part(source: ListedSource, part: str, size: tuple[int, int], fit: str, k
     fingerprint = images.fingerprint  # raises if a file is missing
     file = file_of(source, part, size, fit)
     for folder in (file.root, stand_in(file.root)):
-        if (lines := _read(folder / f".{file.name}.unreadable", images)) is not None:
+        if (lines := _read(file.path(folder, "unreadable"), images)) is not None:
             return lines
     with file.lock() as folder:
-        target = folder / f".{file.name}.unreadable"
+        target = file.path(folder, "unreadable")
         if (lines := _read(target, images)) is not None:  # another process was first
             return lines
         found = dict[int, str]()
@@ -76,7 +76,7 @@ def _of_part(source: ListedSource, part: str, size: tuple[int, int], fit: str, k
         if file.read(fingerprint_of(images, size), images.labels) is not None:
             pass  # all have been decoded
         elif keeps:
-            file.write_some(folder, len(images.labels), fill)
+            file.write(folder, len(images.labels), fill)
         else:
             fill(None)
         with refused(str(target)):

@@ -37,7 +37,7 @@ def augmented(images, epoch=0, **how):
 
 
 def loader(images, augmentation, batch=16, parts=1, workers=0):
-    source, order = ImageSet.in_memory(images, torch.arange(COUNT), ("a",)), Order(COUNT, batch, parts, 5)
+    source, order = ImageSet(images, torch.arange(COUNT), ("a",)), Order(COUNT, batch, parts, 5)
     return MicroBatchLoader(source, order, augmenter(augmentation), workers)
 
 

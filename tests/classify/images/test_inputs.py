@@ -46,7 +46,7 @@ def test_inputs_are_normalised_by_the_statistics_of_the_dataset():
     random = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (50, 3, 8, 8), dtype=torch.uint8, generator=random)
     images[:, 1] //= 2
-    source = ImageSet.in_memory(images, torch.zeros(50, dtype=torch.int64), ("a",))
+    source = ImageSet(images, torch.zeros(50, dtype=torch.int64), ("a",))
     mean, std = statistics(source, torch.arange(50))
     inputs = as_inputs(images, mean, std)
     assert inputs.mean((0, 2, 3)).tolist() == pytest.approx([0, 0, 0], abs=1e-4)

@@ -21,7 +21,7 @@ from deepspeed_trial.errors import InvalidInput
 def all_values():
     """Every channel of an image has all 256 values."""
     values = np.random.default_rng(0).permuted(np.tile(np.arange(256, dtype=np.uint8), (7, 3, 4)), axis=2)
-    return ImageSet.in_memory(torch.from_numpy(values.reshape(7, 3, 32, 32)), torch.arange(7) * 11, ("a",))
+    return ImageSet(torch.from_numpy(values.reshape(7, 3, 32, 32)), torch.arange(7) * 11, ("a",))
 
 
 def test_batches_are_torchvisions_bit_for_bit(all_values):
@@ -133,9 +133,7 @@ def test_steps_are_the_same_for_any_parts(size, batch_size):
 def dealt(micro_batches=None, size=91, batch_size=24, parts=6, **how) -> list[list[int]]:
     """The images from Determined's loader; the pixels and the label of each are its number."""
     numbers = torch.arange(size)
-    source = ImageSet.in_memory(
-        numbers.to(torch.uint8)[:, None, None, None].expand(-1, 3, 32, 32), numbers, ("a",)
-    )
+    source = ImageSet(numbers.to(torch.uint8)[:, None, None, None].expand(-1, 3, 32, 32), numbers, ("a",))
     fetching = MicroBatchLoader(source, Order(size, batch_size, parts, seed=2)).get_data_loader(**how)
     given = []
     for images, labels in itertools.islice(fetching, micro_batches):
@@ -166,9 +164,7 @@ def test_ranks_share_an_epoch_and_resume_at_any_micro_batch(replicas):
 def test_a_thread_fetches_the_next_images_of_the_loader():
     """The prefetcher gives the augmented images of the loader."""
     torch.manual_seed(0)
-    source = ImageSet.in_memory(
-        torch.randint(0, 256, (50, 3, 8, 8), dtype=torch.uint8), torch.arange(50), ("one",)
-    )
+    source = ImageSet(torch.randint(0, 256, (50, 3, 8, 8), dtype=torch.uint8), torch.arange(50), ("one",))
 
     def epochs():
         augmenter = Augmenter(Augmentation(flip=True, crop=2), 50, (8, 8), (8, 8), 3)

@@ -63,8 +63,8 @@ def test_a_folder_of_photos_is_read_and_the_other_files_are_counted(photos, caps
     assert opened.classes == ("Bär", "Katze", "Öl")
     assert [opened.count(split) for split in ("train", "test")] == [15, 4]
     assert describe_passed_over(opened) == "passed over: 2 .txt, 1 without an extension, 1 .jpg, 1 .mov"
-    images = opened.load("train").pixels.images
-    assert images is not None and images.shape == (19, 3, 32, 32)
+    images = opened.load("train").images
+    assert images.shape == (19, 3, 32, 32)
     listing = opened.listing("train")
     assert listing is not None
     (first,) = (index for index in range(19) if listing.name(index).endswith("HEIC"))

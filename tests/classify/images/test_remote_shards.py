@@ -87,7 +87,7 @@ def test_looking_at_an_epoch_fetches_no_shard():
             asked.append(numbers)
 
     ahead = Asked(FileListing([], [], (), ""), 1)
-    images = ImageSet.in_memory(torch.zeros(60, 3, 2, 2, dtype=torch.uint8), torch.arange(60), ("a",))
+    images = ImageSet(torch.zeros(60, 3, 2, 2, dtype=torch.uint8), torch.arange(60), ("a",))
     loader = MicroBatchLoader(images, Order(60, 6, 2, windows=in_windows()), shards_ahead=ahead)
     seen = loader.seen_by(1, 2)
     assert not asked

@@ -9,6 +9,7 @@ from support import error_line
 
 import data
 from classify.images.order import Order
+from classify.images.pixels import ImageSet
 from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 
@@ -137,7 +138,7 @@ def test_a_repeated_image_is_augmented_differently_each_time():
     images = data.Images(DataPlan.resolve(settings), 3, CPU)
     kept = images.train
     skewed = torch.cat([torch.nonzero(kept.labels == 0)[:1, 0], torch.nonzero(kept.labels == 1)[:, 0]])
-    images.__dict__["train"] = kept.in_memory(kept.images[skewed], kept.labels[skewed], kept.classes)
+    images.__dict__["train"] = ImageSet(kept.images[skewed], kept.labels[skewed], kept.classes)
     count = len(skewed)
 
     def epoch(parts):
