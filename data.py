@@ -6,6 +6,7 @@ images.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping, Sequence
 
@@ -52,9 +53,9 @@ class Images:
         self._devices = dict(zip(splits, places, strict=True))
         self.gpu_bytes = sum(plan.bytes(split) for split, at in self._devices.items() if at.type == "cuda")
         augment, stored, seen = plan.settings.augment, plan.settings.stored_size, plan.settings.image_size
-        self._changes = augment, plan.count("train"), stored, seen, seed
-        changes = augment != Augmentation() or stored != seen
-        self.augmenter = Augmenter(*self._changes) if changes else None
+        self.augmenter: Augmenter | None = None
+        if augment != Augmentation() or stored != seen:
+            self.augmenter = Augmenter(augment, plan.count("train"), stored, seen, seed)
 
     @functools.cached_property
     def train(self) -> ImageSet:
@@ -118,10 +119,11 @@ class Images:
             most: the maximum of B; the images are evenly spaced.
         """
         images, chosen = self.train, self._spread(most)
-        pixels, labels = images.select(chosen), images.labels[chosen]
+        pixels = images.select(chosen)
         if self.augmenter is None:
-            return images.center_crop(pixels), labels
-        return Augmenter(*self._changes)(pixels, chosen, 0), labels  # another: an augmenter keeps its epoch
+            return images.center_crop(pixels), images.labels[chosen]
+        apart = copy.copy(self.augmenter)  # keeps its own epoch
+        return apart(pixels, chosen, 0), images.labels[chosen]
 
     def training_order(self, batch_size: int, micro_batches_per_step: int) -> Order:
         """Return the order of the training images, determined by (seed, epoch)."""

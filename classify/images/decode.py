@@ -113,15 +113,15 @@ def decode(
             with open_image(io.BytesIO(content)) as image:
                 pixels = _decode_any(image)
         return _fit(pixels, size, fit)
-    except MissingPackage as error:
-        shown = name if isinstance(name, str) else name()
-        raise MissingPackage(f"{shown}: {error.errors[0].removeprefix('image: ')}") from error
-    except UnidentifiedImageError as error:  # its text would name a buffer
-        raise UnreadableImage(_not_readable(name, "cannot identify image file")) from error
     except Exception as error:  # Pillow's formats raise different classes
+        shown = name if isinstance(name, str) else name()
+        if isinstance(error, MissingPackage):
+            raise MissingPackage(f"{shown}: {error.errors[0].removeprefix('image: ')}") from error
         if is_out_of_memory(error):  # perhaps no fault of the image's
-            raise InvalidInput(_not_readable(name, "no memory left to decode it")) from error
-        raise UnreadableImage(_not_readable(name, one_line(error))) from error
+            raise InvalidInput(_not_readable(shown, "no memory left to decode it")) from error
+        is_unknown = isinstance(error, UnidentifiedImageError)  # its text would name a buffer
+        reason = "cannot identify image file" if is_unknown else one_line(error)
+        raise UnreadableImage(_not_readable(shown, reason)) from error
 
 
 def _decode_jpeg(content: bytes, size: tuple[int, int]) -> np.ndarray | None:
@@ -198,6 +198,5 @@ def _fit(pixels: np.ndarray, size: tuple[int, int], fit: str) -> np.ndarray:
     return padded
 
 
-def _not_readable(name: str | Callable[[], str], reason: str) -> str:
-    name = name if isinstance(name, str) else name()
+def _not_readable(name: str, reason: str) -> str:
     return f"{name}: not a readable image ({reason}); repair or remove the file"

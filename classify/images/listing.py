@@ -300,28 +300,16 @@ class WithoutSome(ListedSource):
         left_out: the indices of the images to leave out, by part.
     """
 
+    classes: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    passed_over: Mapping[str, int] = {}
+
     def __init__(self, source: ListedSource, left_out: Mapping[str, Collection[int]]) -> None:
         super().__init__(source.location)
-        self._source = source
+        self.classes, self.parts, self.passed_over = source.classes, source.parts, source.passed_over
         self._listings = {part: source.listing(part) for part in source.parts}
-        self._listings |= {
-            part: Subset(self._listings[part], rows) for part, rows in left_out.items() if rows
-        }
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """The class names, in the order of the labels."""
-        return self._source.classes
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """``train`` with ``test``, ``val`` or both, or ``all`` alone."""
-        return self._source.parts
-
-    @property
-    def passed_over(self) -> Mapping[str, int]:
-        """The number of files in the folder that are no images of a class, by their extensions."""
-        return self._source.passed_over
+        for part, rows in left_out.items():
+            self._listings[part] = Subset(self._listings[part], rows) if rows else self._listings[part]
 
     def listing(self, part: str) -> Listing:
         """Return the remaining images of a part."""

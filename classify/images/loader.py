@@ -6,14 +6,14 @@ import atexit
 import collections
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from determined import pytorch
 from torch import Tensor
-from torch.utils.data import BatchSampler, Dataset
+from torch.utils.data import BatchSampler, Dataset, get_worker_info
 from torch.utils.data import DataLoader as TorchLoader
 from typing_extensions import override
 
@@ -40,47 +40,34 @@ class MicroBatchDataset(Dataset):
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitems__(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return images (B, 3, H, W) uint8 and labels (B,) int64."""
+    def __getitems__(self, micro_batch: MicroBatch) -> Any:
+        """Return images (B, 3, H, W) uint8 and labels (B,) int64; in a worker process an item for ``finish``.
+
+        A worker returns only the micro-batch if the file has its images now. A worker returns an error,
+        because a raised one would lose its class between processes.
+        """
+        if get_worker_info() is None:
+            return self._selected(micro_batch)
+        transforms = self.augmenter and self.augmenter.transform
+        try:
+            is_prepared = not transforms and self.images.prepare(micro_batch.indices)
+            return micro_batch if is_prepared else self._selected(micro_batch)
+        except InvalidInput as error:
+            return error
+
+    def finish(self, item: Any) -> tuple[Tensor, Tensor]:
+        """Return the images and labels of an item, in the process that trains; raise a worker's error."""
+        if isinstance(item, InvalidInput):
+            raise item
+        return self._selected(item) if isinstance(item, MicroBatch) else item
+
+    def _selected(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         indices = micro_batch.indices.to(self.images.device, non_blocking=True)
         images, labels = self.images.select(indices), self.images.labels.index_select(0, indices)
         if self.augmenter is None:
             return self.images.center_crop(images), labels
         draws = micro_batch.draws.to(indices.device, non_blocking=True)
         return self.augmenter(images, draws, micro_batch.epoch), labels
-
-
-class WorkerDataset(Dataset):
-    """The work of a worker process: decoding streamed images, or transforming images.
-
-    Args:
-        dataset: the dataset of micro-batches.
-    """
-
-    def __init__(self, dataset: MicroBatchDataset) -> None:
-        self.dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor] | MicroBatch | InvalidInput:
-        """Return images and labels; or only the micro-batch, if the file has its images now; or an error.
-
-        Errors are returned because a raised one would lose its class between processes.
-        """
-        transforms = self.dataset.augmenter and self.dataset.augmenter.transform
-        try:
-            if not transforms and self.dataset.images.prepare(micro_batch.indices):
-                return micro_batch
-            return self.dataset.__getitems__(micro_batch)
-        except InvalidInput as error:
-            return error
-
-    def finish(self, item: Any) -> tuple[Tensor, Tensor]:
-        """Return the images and labels of a worker's item, in the process that trains; raise its error."""
-        if isinstance(item, InvalidInput):
-            raise item
-        return self.dataset.__getitems__(item) if isinstance(item, MicroBatch) else item
 
 
 class RankBatches(BatchSampler):
@@ -136,16 +123,15 @@ class MicroBatchLoader(pytorch.DataLoader):
         self.order, self.shards_ahead = order, shards_ahead
         # Transforms draw from torch's generator, which a thread would share with the training
         self.prefetches = on_host and not (augmenter and augmenter.transform)
-        dataset = MicroBatchDataset(images, augmenter)
-        super().__init__(
-            WorkerDataset(dataset) if workers else dataset,
-            batch_sampler=RankBatches(order, shards_ahead, rank=0, ranks=1),
-            collate_fn=whole_micro_batch,
-            pin_memory=on_host,
-            num_workers=workers,
-            worker_init_fn=_ignore_signals,
-            multiprocessing_context="fork" if workers else None,
-        )
+        self.how: dict[str, Any] = {
+            "collate_fn": whole_micro_batch,
+            "pin_memory": on_host,
+            "num_workers": workers,
+            "worker_init_fn": _ignore_signals,
+            "multiprocessing_context": "fork" if workers else None,
+        }
+        batches = RankBatches(order, shards_ahead, rank=0, ranks=1)
+        super().__init__(MicroBatchDataset(images, augmenter), batch_sampler=batches, **self.how)
         if workers:
             atexit.register(_end_workers)
 
@@ -158,17 +144,8 @@ class MicroBatchLoader(pytorch.DataLoader):
         self, repeat: bool = False, skip: int = 0, num_replicas: int = 1, rank: int = 0
     ) -> Any:
         share = {"rank": rank, "ranks": num_replicas, "skip": skip, "repeats": repeat}
-        loader: Any = TorchLoader(
-            self.dataset,
-            batch_sampler=RankBatches(self.order, self.shards_ahead, **share),
-            collate_fn=whole_micro_batch,
-            pin_memory=self.pin_memory,
-            num_workers=self.num_workers,
-            worker_init_fn=self.worker_init_fn,
-            multiprocessing_context=self.multiprocessing_context,
-        )
-        if isinstance(self.dataset, WorkerDataset):
-            loader = Finished(loader, self.dataset.finish)
+        batches = RankBatches(self.order, self.shards_ahead, **share)
+        loader = FinishingLoader(self.dataset, batch_sampler=batches, **self.how)
         return Prefetcher(loader) if self.prefetches else loader
 
 
@@ -185,22 +162,14 @@ def _end_workers() -> None:
             process.kill()
 
 
-class Finished:
-    """A loader that finishes its workers' items in this process.
+class FinishingLoader(TorchLoader):
+    """A loader that finishes its workers' items in this process."""
 
-    Args:
-        loader: yields the workers' items.
-        finish: converts an item to a micro-batch.
-    """
+    dataset: MicroBatchDataset
 
-    def __init__(self, loader: TorchLoader, finish: Callable[[Any], Any]) -> None:
-        self.loader, self.finish = loader, finish
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(self.finish, iter(self.loader))  # this starts the workers
+    @override
+    def __iter__(self) -> Any:
+        return map(self.dataset.finish, super().__iter__())  # this starts the workers
 
 
 class Prefetcher:

@@ -24,11 +24,8 @@ def make_mixup(mixup: float | None, cutmix: float | None, num_classes: int) -> M
         cutmix: the same for the area of CutMix's patches.
         num_classes: number of classes.
     """
-    chosen: list[v2.Transform] = []
-    if mixup:
-        chosen.append(v2.MixUp(alpha=float(mixup), num_classes=num_classes))
-    if cutmix:
-        chosen.append(v2.CutMix(alpha=float(cutmix), num_classes=num_classes))
+    kinds = (v2.MixUp, mixup), (v2.CutMix, cutmix)
+    chosen = [kind(alpha=float(alpha), num_classes=num_classes) for kind, alpha in kinds if alpha]
     return v2.RandomChoice(chosen) if chosen else None
 
 

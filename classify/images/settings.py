@@ -24,6 +24,8 @@ from classify.config.rules import (
     elsewhere,
     is_count,
     is_number,
+    one_of,
+    optional,
     size_in_bytes,
     whole,
 )
@@ -36,10 +38,8 @@ from deepspeed_trial.errors import ErrorList, InvalidInput
 IMAGE_SIZE = 32  # of ``Net``, in pixels
 MOST_WORKERS = 64  # of a rank
 MOST_FOLDS = 1000
-DEVICES = ("auto", "cpu", "cuda")
 NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
 BALANCED = "balanced"
-SAMPLINGS = ("shuffle", BALANCED)
 ONCE, STREAM = "once", "stream"
 FAIL, SKIP = "fail", "skip"
 ALL = "all"
@@ -57,7 +57,7 @@ def _share(or_word: str = "") -> Rule:
 
 def _is_group(value: Any) -> bool:
     try:
-        return isinstance(value, str) and value != "" and re.compile(value).groups <= 1
+        return value is None or (isinstance(value, str) and value != "" and re.compile(value).groups <= 1)
     except (re.error, RecursionError, OverflowError):
         return False
 
@@ -138,7 +138,7 @@ class DataSettings(Keyed):
     )
     fit: str = key(
         CROP,
-        Rule(lambda value: value in FITS, f"must be one of {', '.join(FITS)}"),
+        one_of(*FITS),
         f"The fit of images of another shape; `{CROP}`: the middle of the image, `{PAD}`: the whole image"
         f" with a grey border, `{STRETCH}`: the whole image in another shape.",
     )
@@ -153,7 +153,7 @@ class DataSettings(Keyed):
     )
     device: str = key(
         "auto",
-        Rule(lambda value: value in DEVICES, f"must be one of {', '.join(DEVICES)}"),
+        one_of("auto", "cpu", "cuda"),
         "The place of decoded images; `auto`: the GPU, if they take less than half of its free memory.",
     )
     augment: Augmentation = key(
@@ -184,7 +184,7 @@ class DataSettings(Keyed):
     )
     sampling: str = key(
         "shuffle",
-        Rule(lambda value: value in SAMPLINGS, f"must be one of {', '.join(SAMPLINGS)}"),
+        one_of("shuffle", BALANCED),
         "`shuffle`: each training image once an epoch; `balanced`: equally many images of each class, by"
         " oversampling small classes and undersampling large ones.",
     )
@@ -202,13 +202,13 @@ class DataSettings(Keyed):
     split_seed: int = key(0, whole(0, 2**31), "The seed that chooses the held-out images.")
     exclude: str | None = key(
         None,
-        Rule(lambda value: value is None or PATH.is_valid(value), "must be the path of a file"),
+        optional(PATH._replace(message="must be the path of a file")),
         "A text file with the name of an image per line; the run ignores these images.",
     )
     group: str | None = key(
         None,
         Rule(
-            lambda value: value is None or _is_group(value),
+            _is_group,
             f"must be {PARENT}, a table's column, or a regular expression with one group, e.g. '/(.+)-[0-9]'",
         ),
         f"The group of each image, such as a person; it stays in one split. `{PARENT}`: the folder's name;"

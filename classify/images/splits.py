@@ -81,13 +81,9 @@ class Cut:
         Raises:
             InvalidInput: with a line for each class that has too few.
         """
-        if not self.shares:
-            return
-        if self.group is not None:
-            return self._check_groups(classes)
         splits, folds = len(self.splits), self.fold[1] if self.fold else 0
         errors = list[str]()
-        for name, size in zip(classes, sizes, strict=True):
+        for name, size in zip(classes, sizes, strict=True) if self.shares and self.group is None else ():
             has = f"the class {name!r} has {size} image{'s' * (size != 1)}, too few for"
             if not folds and size < splits:
                 remedy = "add some, or set data.validation to null"
@@ -96,7 +92,7 @@ class Cut:
                 errors.append(f"data.fold: {has} {folds} folds; add some, or use fewer folds")
         if errors:
             raise InvalidInput(errors)
-        if self.groups is not None:
+        if self.groups is not None and self.shares:
             self._check_groups(classes)
 
     def _first_of_fold(self, label: int) -> int:
