@@ -127,8 +127,8 @@ class Listing(abc.ABC):
         """A digest that changes if an image, a label or the order changes."""
 
     @abc.abstractmethod
-    def read(self, indices: Sequence[int]) -> list[bytes]:
-        """Return the encoded bytes of images; raise ``InvalidInput`` with the name of an unreadable image."""
+    def read(self, index: int) -> bytes:
+        """Return the encoded bytes of an image; raise ``InvalidInput`` with its name if it is unreadable."""
 
     @abc.abstractmethod
     def name(self, index: int) -> str:
@@ -194,9 +194,9 @@ class FileListing(Listing):
         raise_some(errors)
         return digest.hexdigest()
 
-    def read(self, indices: Sequence[int]) -> list[bytes]:
-        """Return the encoded bytes of images; raise ``InvalidInput`` with the path of an unreadable image."""
-        return [content_of(self.paths[index]) for index in indices]
+    def read(self, index: int) -> bytes:
+        """Return the bytes of a file; raise ``InvalidInput`` with its path if it is unreadable."""
+        return content_of(self.paths[index])
 
     def name(self, index: int) -> str:
         """Return the path of an image."""
@@ -231,9 +231,9 @@ class Subset(Listing):
         """A digest that changes if an image, a label or the order changes."""
         return hashlib.sha256(repr((self._images.fingerprint, self._without)).encode()).hexdigest()
 
-    def read(self, indices: Sequence[int]) -> list[bytes]:
-        """Return the encoded bytes of images; raise ``InvalidInput`` with the name of an unreadable image."""
-        return self._images.read(self._rows[list(indices)].tolist())
+    def read(self, index: int) -> bytes:
+        """Return the encoded bytes of an image; raise ``InvalidInput`` with its name if it is unreadable."""
+        return self._images.read(int(self._rows[index]))
 
     def name(self, index: int) -> str:
         """Return the name of an image in error lines."""

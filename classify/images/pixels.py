@@ -75,30 +75,33 @@ class Streamed:
         missing = wanted[~self.file.has(wanted)]
         for part in np.array_split(missing, -(-len(missing) // CHUNK) or 1):
             if self.file.has_room:
-                self.file.write(part, [image.numpy() for image in self._decode(part)])
+                self.file.write(part, self._decode(part))
         return bool(self.file.has(wanted).all())
 
-    def _decode(self, indices: np.ndarray) -> list[Tensor]:
+    def _decode(self, indices: np.ndarray) -> list[np.ndarray]:
         """Decode images with torch's number of threads, which is 1 in a loader's worker."""
         # Neighbours in a shard in turn: they may lie in one block
         order = self.listing.places_of(indices).argsort()
-        parts = np.array_split(order, -(-len(indices) // CHUNK) or 1)
+        parts = np.array_split(indices[order], -(-len(indices) // CHUNK) or 1)
         threads = min(torch.get_num_threads(), len(parts))
+
+        def decode_some(part: np.ndarray) -> list[np.ndarray]:
+            return [_decoded(self.listing, index, self.size, self.fit) for index in part.tolist()]
+
         try:
             if threads < 2:
-                decoded = [self._decode_some(indices[part]) for part in parts]
+                decoded = list(map(decode_some, parts))
             else:
                 with ThreadPoolExecutor(threads) as pool:
-                    decoded = list(pool.map(self._decode_some, (indices[part] for part in parts)))
+                    decoded = list(pool.map(decode_some, parts))
         except InvalidInput as error:
             raise UnreadableData(error.errors) from error
         images = [image for part in decoded for image in part]
         return [images[place] for place in order.argsort()]
 
-    def _decode_some(self, indices: np.ndarray) -> list[Tensor]:
-        names = [functools.partial(self.listing.name, index) for index in indices.tolist()]
-        contents = zip(self.listing.read(indices.tolist()), names, strict=True)
-        return [torch.from_numpy(decode(content, self.size, name, self.fit)) for content, name in contents]
+
+def _decoded(listing: Listing, index: int, size: tuple[int, int], fit: str) -> np.ndarray:
+    return decode(listing.read(index), size, functools.partial(listing.name, index), fit)
 
 
 @dataclass(frozen=True)
@@ -311,8 +314,7 @@ def _decode_chunk(indices: np.ndarray) -> dict[int, InvalidInput]:
         for index in indices.tolist():
             image = np.zeros((3, *size), dtype=np.uint8)
             try:
-                (content,) = listing.read([index])
-                image = decode(content, size, functools.partial(listing.name, index), fit)
+                image = _decoded(listing, index, size, fit)
             except MissingPackage:
                 raise  # of all such images at once
             except InvalidInput as error:

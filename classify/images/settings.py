@@ -302,9 +302,7 @@ class DataSettings(Keyed):
         parsed = cls(**{**values, "augment": Augmentation()})
         if net_size and "image_size" not in section and parsed.kind.of_any_size:
             parsed = dataclasses.replace(parsed, image_size=net_size)
-        if parsed.device == "cuda" and not torch.cuda.is_available():
-            errors.lines.append("data.device: 'cuda': this machine has no GPU with CUDA; use auto")
-        errors.lines += [*parsed._size_errors(section), *parsed._label_errors()]
+        errors.lines += parsed._errors(section)
         sides = parsed.image_size
         if not _are_sides(sides) or max(sides) > rules.MOST_PIXELS:
             sides = (IMAGE_SIZE, IMAGE_SIZE)
@@ -321,21 +319,11 @@ class DataSettings(Keyed):
         errors.raise_any()
         return dataclasses.replace(parsed, augment=augmentation)
 
-    def _label_errors(self) -> list[str]:
-        if self.several_labels is None:
-            return []
-        errors = []
-        if self.dataset != "table":
-            reason = f"{self.dataset} gives an image one label; set data.dataset to table, or remove it"
-            errors.append(f"data.several_labels: {self.several_labels!r}: {reason}")
-        if self.sampling == BALANCED:
-            reason = "needs one label for each image; use hyperparameters.class_weights: balanced"
-            errors.append(f"data.sampling: {BALANCED!r}: {reason}")
-        return errors
-
-    def _size_errors(self, section: Mapping[str, Any]) -> list[str]:
-        errors, sides = [], self.image_size
-        most = self.kind.most_pixels
+    def _errors(self, section: Mapping[str, Any]) -> list[str]:
+        """Return a line for each size that is invalid, and for each value that does not fit the others."""
+        errors, sides, most = [], self.image_size, self.kind.most_pixels
+        if self.device == "cuda" and not torch.cuda.is_available():
+            errors.append("data.device: 'cuda': this machine has no GPU with CUDA; use auto")
         if not _are_sides(sides) or max(sides) > most:
             must = f"must be a whole number of pixels of at most {most:,}, or [height, width]"
             errors.append(f"data.image_size: {section['image_size']!r}: {must}")
@@ -343,6 +331,12 @@ class DataSettings(Keyed):
         if self.resize is not None and not (is_count(self.resize, min(sides)) and self.resize <= most):
             must = f"must be a whole number of pixels from image_size ({min(sides)}) to {most:,}"
             errors.append(f"data.resize: {self.resize!r}: {must}")
+        if self.several_labels is not None and self.dataset != "table":
+            reason = f"{self.dataset} gives an image one label; set data.dataset to table, or remove it"
+            errors.append(f"data.several_labels: {self.several_labels!r}: {reason}")
+        if self.several_labels is not None and self.sampling == BALANCED:
+            reason = "needs one label for each image; use hyperparameters.class_weights: balanced"
+            errors.append(f"data.sampling: {BALANCED!r}: {reason}")
         return errors
 
 

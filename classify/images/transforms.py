@@ -106,27 +106,20 @@ def _entry(path: str, value: Any, size: tuple[int, int]) -> Entry:
         if key not in known:
             continue
         with errors.collecting():
-            choices = _choices(known[key])
-            if choices and not choices.is_valid(argument):
-                raise InvalidInput(f"{path}.{key}: {argument!r}: {choices.message}")
+            kind = type(known[key].default)
+            if issubclass(kind, enum.Enum):
+                choices = one_of(*(each.value for each in kind))
+                if not choices.is_valid(argument):
+                    raise InvalidInput(f"{path}.{key}: {argument!r}: {choices.message}")
             nested = key == "transforms"
             checked[key] = parse(f"{path}.{key}", argument, size) if nested else argument
-    missing = [
-        key
-        for key, parameter in known.items()
-        if parameter.default is parameter.empty and key not in arguments
-    ]
+    required = [key for key, parameter in known.items() if parameter.default is parameter.empty]
+    missing = [key for key in required if key not in arguments]
     errors.lines += [f"{path}.{key}: missing; give that argument" for key in missing]
     errors.raise_any()
     if reason := _refusal(name, checked, size):
         raise InvalidInput(f"{path}: {dict(arguments)!r}: {reason}")
     return {name: checked}
-
-
-def _choices(parameter: inspect.Parameter) -> Any:
-    """Return the rule of an argument that is an enumeration; None for other arguments."""
-    kind = type(parameter.default)
-    return one_of(*(each.value for each in kind)) if issubclass(kind, enum.Enum) else None
 
 
 def _made(entry: Entry) -> v2.Transform:

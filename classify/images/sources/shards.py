@@ -70,11 +70,9 @@ class ShardListing(Listing):
                 digest.update(repr(os.stat(shard.url).st_mtime_ns).encode())
         return digest.hexdigest()
 
-    def read(self, indices: Sequence[int]) -> list[bytes]:
-        """Return the encoded bytes of images; raise ``InvalidInput`` if a shard contradicts its index."""
-        return [self._read(*self.find(index)) for index in indices]
-
-    def _read(self, shard: Shard, place: int) -> bytes:
+    def read(self, index: int) -> bytes:
+        """Return the encoded bytes of an image; raise ``InvalidInput`` if its shard contradicts the index."""
+        shard, place = self.find(index)
         while True:
             file = self.local_file(shard)
             try:

@@ -256,7 +256,7 @@ def read_all(dataset: str, root: pathlib.Path) -> None:
             assert images.fingerprint and len(source.class_counts(part)) == len(source.classes)
             for index in range(len(images.labels)):
                 assert isinstance(images.name(index), str)
-                images.read([index])
+                images.read(index)
     except InvalidInput as error:
         assert all(error.errors) and not any("\n" in line or "pickle" in line for line in error.errors)
         assert max(map(len, error.errors)) < 20_000
