@@ -101,27 +101,25 @@ class Augmentation(Keyed):
             raise InvalidInput(f"data.augment: {section!r}: must be a mapping, e.g. {{flip: true, crop: 4}}")
         size, errors = min(sides), ErrorList()
         values = cls.read("data.augment.", section, errors)
+
+        def refuse(name: str, reason: str) -> None:
+            errors.lines.append(f"data.augment.{name}: {values[name]!r}: {reason}")
+
         for name in ("crop", "cutout"):
             value = values.get(name, 0)
             if type(value) is not int or not 0 <= value <= size:
-                must = f"must be a whole number of pixels from 0 to {size}"
-                errors.lines.append(f"data.augment.{name}: {value!r}: {must}")
+                refuse(name, f"must be a whole number of pixels from 0 to {size}")
+        entries = values.pop("transforms", None)
         with errors.collecting():
-            entries = values.get("transforms")
-            values["transforms"] = (
-                () if entries is None else transforms.parse("data.augment.transforms", entries, sides)
-            )
-        if "edge" in section and not section.get("crop"):
-            errors.lines.append(
-                f"data.augment.edge: {section['edge']!r}: has no effect without crop; set crop, too"
-            )
-        if section.get("edge") == "reflection" and section.get("crop") == size:
+            if entries is not None:
+                values["transforms"] = transforms.parse("data.augment.transforms", entries, sides)
+        if "edge" in values and not values.get("crop"):
+            refuse("edge", "has no effect without crop; set crop, too")
+        if values.get("edge") == "reflection" and values.get("crop") == size:
             most = f"an image of {size} pixels has a reflection of {size - 1}"
-            errors.lines.append(f"data.augment.crop: {size}: {most}; use less, or edge: zeros")
-        if section.get("crop") and section.get("resized_crop"):
-            errors.lines.append(
-                f"data.augment.crop: {section['crop']!r}: resized_crop also crops; remove one of the two"
-            )
+            refuse("crop", f"{most}; use less, or edge: zeros")
+        if values.get("crop") and values.get("resized_crop"):
+            refuse("crop", "resized_crop also crops; remove one of the two")
         errors.raise_any()
         part = values.get("resized_crop")
         return cls(**{**values, "resized_crop": tuple(part) if part else None})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import math
@@ -164,8 +163,8 @@ class DataPlan:
     def class_counts(self, split: str) -> list[int]:
         """Return the number of a split's images in each class."""
         part = self.part_of(split)
-        sizes = list(self.source.class_counts(part))
-        return self.cut.class_counts(split, sizes) if self._is_cut(part) else sizes
+        is_cut = self._is_cut(part)
+        return self.cut.class_counts(split, self._sizes) if is_cut else list(self.source.class_counts(part))
 
     def file_names(self, split: str, indices: Sequence[int]) -> list[str | None]:
         """Return the names of a split's images in error lines; None without files."""
@@ -363,7 +362,7 @@ def _cut(source: Source, settings: DataSettings) -> Cut:
             few images or groups.
     """
     part, shares = _training_part(source), _shares(source, settings)
-    cut = Cut(shares, settings.split_seed, settings.fold)
+    labels = groups = None
     if settings.group and not shares:
         reason = "the dataset has its splits, and none is drawn; set data.validation, or remove it"
         raise InvalidInput(f"data.group: {settings.group!r}: {reason}")
@@ -373,7 +372,7 @@ def _cut(source: Source, settings: DataSettings) -> Cut:
         assert listing is not None
         labels = listing.labels.numpy()
         groups = np.arange(len(labels)) if groups is None else groups
-        cut = dataclasses.replace(cut, labels=labels, groups=groups, group=settings.group)
+    cut = Cut(shares, settings.split_seed, settings.fold, labels, groups, settings.group)
     cut.check(source.classes, source.class_counts(part))
     return cut
 

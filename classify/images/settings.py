@@ -47,12 +47,13 @@ PARENT = "parent"
 AUTO = "auto"
 
 
-def _share(or_word: str = "") -> Rule:
-    """Return the rule: a share of the images, one of some words, or null."""
-    return Rule(
-        lambda value: value in (None, or_word or None) or (is_number(value) and 0 < value < 1),
-        f"must be {or_word}{or_word and ' or '}a share between 0 and 1, e.g. 0.1",
-    )
+SHARE = Rule(lambda value: is_number(value) and 0 < value < 1, "must be a share between 0 and 1, e.g. 0.1")
+SHARDS = Rule(lambda value: is_count(value, 1), "must be a number of shards")
+
+
+def _or(word: str, rule: Rule) -> Rule:
+    """Return the rule that also allows a word."""
+    return Rule(lambda value: value == word or rule.is_valid(value), f"must be {word} or {rule.values}")
 
 
 def _is_group(value: Any) -> bool:
@@ -167,18 +168,13 @@ class DataSettings(Keyed):
     )
     window: int | str | None = key(
         None,
-        Rule(
-            lambda value: value in (None, ALL) or is_count(value, 1), f"must be {ALL} or a number of shards"
-        ),
+        optional(_or(ALL, SHARDS)),
         "The shuffle window; by default 16 for streamed remote shards, else all.",
         unit="shards",
     )
     workers: int | str = key(
         "auto",
-        Rule(
-            lambda value: value == "auto" or (is_count(value, 0) and value <= MOST_WORKERS),
-            f"must be auto or a whole number from 0 to {MOST_WORKERS}",
-        ),
+        _or("auto", whole(0, MOST_WORKERS + 1)),
         "Data-loading processes of each rank; `auto`: one for each of its threads.",
         unit="processes",
     )
@@ -190,13 +186,13 @@ class DataSettings(Keyed):
     )
     validation: float | str | None = key(
         None,
-        _share(AUTO),
+        optional(_or(AUTO, SHARE)),
         "The share of each class of the training images that validations use; by default the folder `val`, or"
         f" without one the test images; `{AUTO}`: the folder `val`, or without one a tenth.",
     )
     test: float | None = key(
         None,
-        _share(),
+        optional(SHARE),
         "The share of each class in the test split, for a folder without `train` and `test`; by default 0.2.",
     )
     split_seed: int = key(0, whole(0, 2**31), "The seed that chooses the held-out images.")
@@ -248,9 +244,7 @@ class DataSettings(Keyed):
     def __post_init__(self) -> None:
         if is_count(self.image_size, 1):
             object.__setattr__(self, "image_size", (self.image_size, self.image_size))
-        elif isinstance(self.image_size, list):
-            object.__setattr__(self, "image_size", tuple(self.image_size))
-        for name in ("fold", "several_labels"):
+        for name in ("image_size", "fold", "several_labels"):
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
 

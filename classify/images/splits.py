@@ -173,8 +173,7 @@ def groups_of(listing: Listing | None, settings: DataSettings) -> np.ndarray:
     if without:
         reason = f"is not in the path {without[0]!r} and {len(without) - 1:,} others"
         raise InvalidInput(f"{key}: {reason}; correct it, or rename the files")
-    numbers = {name: number for number, name in enumerate(sorted({name for name in names if name}))}
-    return np.array([numbers[name] for name in names if name], np.int64)
+    return np.unique(np.array(names, object), return_inverse=True)[1]
 
 
 def _divided(size: int, shares: Mapping[str, float]) -> dict[str, int]:
