@@ -123,14 +123,18 @@ class Order:
 
     def rows(self, epoch: int) -> Tensor:
         """Return the indices of an epoch's images in their order, int64 (N,)."""
-        random = self._random(epoch)
+        return self._draw(epoch)[0]
+
+    def _draw(self, epoch: int) -> tuple[Tensor, deque[Window]]:
+        """Return the indices of an epoch's images, and its windows; without remote shards no windows."""
+        random = None if self.seed is None else np.random.default_rng((self.seed, epoch))
         if self.windows:
-            return torch.from_numpy(self.windows.order(random)[0])
+            order, windows = self.windows.order(random)
+            return torch.from_numpy(order), deque(windows if self.windows.are_remote else ())
         if random is None:
-            return torch.arange(self.size)
-        if self.labels is None:
-            return torch.from_numpy(random.permutation(self.size))
-        return torch.from_numpy(random.permutation(_balanced(self.labels.numpy(), random)))
+            return torch.arange(self.size), deque()
+        drawn = self.size if self.labels is None else _balanced(self.labels.numpy(), random)
+        return torch.from_numpy(random.permutation(drawn)), deque()
 
     def step_size(self, step: int) -> int:
         """Return the number of images in an optimizer step, counted from the start of training."""
@@ -147,8 +151,8 @@ class Order:
 
     def micro_batches(self, epoch: int) -> Iterator[MicroBatch]:
         """Yield an epoch's micro-batches: the first of each rank, then the second of each, and so on."""
-        windows, start = self._windows(epoch), 0
-        for step in self.rows(epoch)[: sum(self.step_sizes)].split(self.step_sizes):
+        (rows, windows), start = self._draw(epoch), 0
+        for step in rows[: sum(self.step_sizes)].split(self.step_sizes):
             for indices in step.tensor_split(self.micro_batches_per_step):
                 stop = start + len(indices)
                 draws = indices if self.labels is None else torch.arange(start, stop)
@@ -156,7 +160,7 @@ class Order:
                 while windows and windows[0].start < stop:
                     ahead += windows.popleft().shards
                 if ahead:
-                    ahead += (windows or self._windows(epoch + 1))[0].shards
+                    ahead += (windows or self._draw(epoch + 1)[1])[0].shards
                 yield MicroBatch(epoch, indices, draws, ahead)
                 start = stop
 
@@ -177,14 +181,6 @@ class Order:
                 if number >= first and number % ranks == rank:
                     yield micro_batch._replace(ahead=ahead)
                     ahead = ()
-
-    def _windows(self, epoch: int) -> deque[Window]:
-        """Return an epoch's windows in order; empty without remote shards."""
-        is_remote = self.windows and self.windows.are_remote
-        return deque(self.windows.order(self._random(epoch))[1] if self.windows and is_remote else ())
-
-    def _random(self, epoch: int) -> np.random.Generator | None:
-        return None if self.seed is None else np.random.default_rng((self.seed, epoch))
 
 
 def _balanced(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:

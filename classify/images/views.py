@@ -32,12 +32,11 @@ def views(inputs: Tensor, chosen: TestTimeAugmentation) -> Iterator[tuple[Tensor
         padded, far = F.pad(inputs, (chosen.shift,) * 4, mode="reflect"), 2 * chosen.shift
         up_left, down_right = padded[..., far:, far:], padded[..., :height, :width]
         places = [(inputs, 0.5), (up_left, 0.25), (down_right, 0.25)]
+    each = 1 + chosen.mirror
     for place, weight in places:
-        if not chosen.mirror:
-            yield place, weight
-            continue
-        yield place, weight / 2
-        yield place.flip(-1), weight / 2
+        yield place, weight / each
+        if chosen.mirror:
+            yield place.flip(-1), weight / each
 
 
 def view_scores(
