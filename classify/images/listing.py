@@ -144,7 +144,7 @@ class Listing(abc.ABC):
 
     @property
     def is_remote(self) -> bool:
-        """Whether a shard has to be fetched."""
+        """Whether a shard is remote."""
         return any(is_remote(shard.url) for shard in self.shards)
 
     def local_file(self, shard: Shard) -> pathlib.Path:

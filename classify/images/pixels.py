@@ -109,7 +109,7 @@ class ImageSet:
     """One split of a dataset.
 
     Attributes:
-        pixels: all images of the part from which the split is drawn: (N, 3, h, w) uint8, RGB, in memory or
+        pixels: all images of the split's part: (N, 3, h, w) uint8, RGB, in memory or
             mapped from a file; or streamed.
         labels: int64 (M,), indices into ``classes``.
         classes: the class names.
