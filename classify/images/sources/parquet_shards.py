@@ -15,7 +15,7 @@ import pyarrow
 import pyarrow.parquet
 
 from classify.images.listing import Shard
-from classify.images.sources.shard_index import ENTRY, MOST_CLASSES, Scanned, check_length
+from classify.images.sources.shard_index import ENTRY, Scanned, number_of
 from classify.images.sources.shards import ShardListing, ShardSource
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.input_files import parsed
@@ -57,24 +57,13 @@ class ParquetShards(ShardSource):
     part_listing = ParquetListing
     scan = staticmethod(lambda file, name: scan(file, name))
 
-    def names(self, file: pathlib.Path | None = None) -> list[str] | None:
-        """Return the class names in a file's schema; None if it has none."""
-        if file is None:
-            return None
-        with parsed(f"{file}: not a readable Parquet file", _REMEDY):
-            return _features(pyarrow.parquet.read_schema(file))[2]
-
 
 def scan(file: pathlib.Path, name: str) -> Scanned:
     """Read the labels of a file; raise ``InvalidInput`` if it is damaged or a label is missing."""
-    with parsed(f"{name}: not a readable Parquet file", _REMEDY):
-        return _scan(file, name)
-
-
-def _scan(file: pathlib.Path, name: str) -> Scanned:
-    with pyarrow.parquet.ParquetFile(file) as opened:
+    damaged = f"{name}: not a readable Parquet file"
+    with parsed(damaged, _REMEDY), pyarrow.parquet.ParquetFile(file) as opened:
         schema, count = opened.schema_arrow, opened.metadata.num_rows
-        image, label, _ = _features(schema)
+        image, label, classes = _features(schema)
         missing = [
             f"{kind} ({' or '.join(usual)})"
             for kind, usual, column in (("images", _IMAGES, image), ("labels", _LABELS, label))
@@ -86,14 +75,12 @@ def _scan(file: pathlib.Path, name: str) -> Scanned:
         twice = [each for each in (image, label) if schema.names.count(each) > 1]
         if twice:
             raise InvalidInput(f"{name}: has the column {twice[0]!r} more than once; rename one of them")
-        if not count:
-            raise InvalidInput(f"{name}: holds no image; remove it")
         if count > (size := file.stat().st_size):  # an image has a byte at least
             raise ValueError(f"{count:,} rows in {size:,} bytes")
         codes, texts = _labels(file, str(label), name, count)
     entries = np.zeros(count, ENTRY)
     entries["offset"], entries["label"] = np.arange(count), codes
-    return Scanned(name, texts, entries)
+    return Scanned(texts, entries, classes)
 
 
 def _labels(file: pathlib.Path, column: str, name: str, count: int) -> tuple[np.ndarray, dict[str, int]]:
@@ -109,13 +96,7 @@ def _labels(file: pathlib.Path, column: str, name: str, count: int) -> tuple[np.
                 raise InvalidInput(f"{name}: row {row:,} has no label; add it, or remove the row")
             if not isinstance(values, pyarrow.DictionaryArray):
                 values = values.dictionary_encode()
-            numbers = []
-            for value in values.dictionary:
-                text = str(value.as_py())
-                check_length(text, name)
-                if len(texts) > MOST_CLASSES:
-                    raise InvalidInput(f"{name}: has more than {MOST_CLASSES:,} classes; name fewer")
-                numbers.append(texts.setdefault(text, len(texts)))
+            numbers = [number_of(str(value.as_py()), texts, name) for value in values.dictionary]
             codes[start : start + len(values)] = np.array(numbers, np.uint32)[values.indices.to_numpy()]
             start += len(values)
     if start != count:
@@ -147,20 +128,19 @@ _Version = tuple[int, int, int]
 
 @functools.lru_cache(16)
 def _about(file: pathlib.Path, version: _Version) -> tuple[pyarrow.parquet.FileMetaData, str, np.ndarray]:
-    """Return a file's metadata, its column of images, and the row after each row group."""
+    """Return a file's metadata, its column of images, and the first row of each row group."""
     metadata = pyarrow.parquet.read_metadata(file)
     rows = [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
-    return metadata, str(_features(metadata.schema.to_arrow_schema())[0]), np.cumsum(rows)
+    return metadata, str(_features(metadata.schema.to_arrow_schema())[0]), np.cumsum([0, *rows])
 
 
 def _content(file: pathlib.Path, row: int) -> Any:
     """Return the bytes in a row of the column of images."""
     status = file.stat()
     version = (status.st_ino, status.st_mtime_ns, status.st_size)  # a replaced file is read again
-    _, _, ends = _about(file, version)
-    group = int(np.searchsorted(ends, row, side="right"))
-    images = _group(file, version, group)
-    value = images[row - (int(ends[group - 1]) if group else 0)].as_py()
+    _, _, starts = _about(file, version)
+    group = int(np.searchsorted(starts, row, side="right")) - 1
+    value = _group(file, version, group)[row - int(starts[group])].as_py()
     return value.get("bytes") if isinstance(value, dict) else value
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import importlib
 import pathlib
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +16,7 @@ from fsspec.callbacks import Callback
 from fsspec.registry import known_implementations
 
 from classify.images.listing import Shard
+from deepspeed_trial.checkpoints.files import sha256
 from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line
 
 ATTEMPTS = 5
@@ -80,34 +79,36 @@ class Storage:
                 raise InvalidInput(f"data.cache.folder: {target.parent}: {what}; {remedy}") from error
             if shard.size not in (0, size):
                 raise OSError(f"{size:,} bytes came; the index names {shard.size:,}")
-            if shard.sha256 and shard.sha256 != digest(target):
+            if shard.sha256 and shard.sha256 != sha256(target):
                 raise OSError("its bytes differ from the bytes that its index describes")
 
         _attempt(shard.url, work)
 
-    def read(self, url: str, most: int = MOST_OF_A_FILE) -> bytes:
-        """Return the bytes of a small file.
+    def read(self, url: str, most: int = MOST_OF_A_FILE) -> bytes | None:
+        """Return the bytes of a small file; None if there is no such file.
 
         Raises:
             InvalidInput: if it cannot be read, or has more than ``most`` bytes.
         """
         with tempfile.TemporaryDirectory() as folder:
             target = pathlib.Path(folder, "file")
-            _attempt(url, lambda: self._download(url, target, most))
+            try:
+                _attempt(url, lambda: self._download(url, target, most))
+            except InvalidInput as error:
+                if isinstance(error.__cause__, FileNotFoundError):
+                    return None
+                raise
             return target.read_bytes()
-
-    def read_if_there(self, url: str, most: int = MOST_OF_A_FILE) -> bytes | None:
-        """Return the bytes of a small file; None if there is no such file."""
-        try:
-            return self.read(url, most)
-        except InvalidInput as error:
-            if isinstance(error.__cause__, FileNotFoundError):
-                return None
-            raise
 
     def _download(self, url: str, target: pathlib.Path, most: int) -> int:
         """Download a file of at most ``most`` bytes to a local file; return its size."""
-        self.filesystem(url).get_file(url, str(target), callback=_Limit(url, most))
+
+        def stop(_: int | None, received: int, **__: object) -> None:
+            if received > most:
+                what = f"the server sends more than {most:,} bytes"
+                raise InvalidInput(f"{url}: {what}; check the file on the server")
+
+        self.filesystem(url).get_file(url, str(target), callback=Callback(hooks={"stop": stop}))
         return target.stat().st_size
 
     def about(self, url: str) -> tuple[int, str]:
@@ -122,46 +123,14 @@ class Storage:
     def find(self, root: str) -> dict[str, tuple[int, str]]:
         """Return the URLs of the files below a prefix, each with its size and its version."""
         files = self.filesystem(root)
-
-        def work() -> dict[str, tuple[int, str]]:
-            found = files.find(root, maxdepth=2, detail=True)
-            return {files.unstrip_protocol(name): _about(answer) for name, answer in found.items()}
-
-        return _attempt(root, work)
-
-
-class _Limit(Callback):
-    """Stops a transfer of more bytes than a file may have.
-
-    Args:
-        url: the file's URL.
-        most: maximum size of the file in bytes.
-    """
-
-    def __init__(self, url: str, most: int) -> None:
-        super().__init__()
-        self._url, self._most = url, most
-
-    def call(self, *_: object, **__: object) -> None:
-        """Count received bytes; raise ``InvalidInput`` above the maximum."""
-        if self.value > self._most:
-            what = f"the server sends more than {self._most:,} bytes"
-            raise InvalidInput(f"{self._url}: {what}; check the file on the server")
+        found = _attempt(root, lambda: files.find(root, maxdepth=2, detail=True))
+        return {files.unstrip_protocol(name): _about(answer) for name, answer in found.items()}
 
 
 def _about(answer: Mapping[str, Any]) -> tuple[int, str]:
     """Return the size and the version of a file, from the server's answer."""
     version = next((str(answer[key]) for key in _VERSIONS if answer.get(key)), "")
     return int(answer.get("size") or 0), version
-
-
-def digest(file: pathlib.Path) -> str:
-    """Return the SHA-256 of a file."""
-    counted = hashlib.sha256()
-    with open(file, "rb") as opened:
-        while block := opened.read(2**20):
-            counted.update(block)
-    return counted.hexdigest()
 
 
 def _attempt(url: str, work: Callable[[], _Result]) -> _Result:
@@ -205,10 +174,8 @@ def _may_pass(error: BaseException) -> bool:
 def _options(protocol: str) -> dict[str, Any]:
     """Return storage options with time limits, and without read-ahead, so that each byte is counted."""
     if protocol in ("http", "https"):
-        try:
-            aiohttp = importlib.import_module("aiohttp")
-        except ImportError:  # the file system says
-            return {}
+        import aiohttp
+
         limits = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
         headers = {"Accept-Encoding": "identity"}
         return {"client_kwargs": {"timeout": limits, "auto_decompress": False, "headers": headers}}

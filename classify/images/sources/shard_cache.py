@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import pathlib
@@ -43,60 +44,53 @@ class ShardCache:
 
     def __init__(self, folder: pathlib.Path, limit: int | None = None) -> None:
         self._wanted, self.limit = folder, limit
-        self._folder: pathlib.Path | None = None
 
-    @property
+    @functools.cached_property
     def folder(self) -> pathlib.Path:
         """The folder with the shards: the given one, or its substitute if that is read-only."""
-        if self._folder is None:
-            self._folder = writable_folder(self._wanted, _KEY)
-        return self._folder
+        return writable_folder(self._wanted, _KEY)
 
     def file(self, shard: Shard, fetch: Callable[[Shard, pathlib.Path], None]) -> pathlib.Path:
-        """Return the local file of a shard; fetch it if it is missing.
+        """Return the local file of a shard; fetch it if it is remote and not there.
 
         Args:
-            shard: a remote shard.
+            shard: a shard.
             fetch: a function that downloads it to a local file.
 
         Raises:
             InvalidInput: from ``fetch``, or if there is too little disk space.
         """
-        name = hashlib.sha256(repr(shard.identity).encode()).hexdigest()[:24]
-        target = self.folder / name
+        if not is_remote(shard.url):
+            return pathlib.Path(shard.url)
+        target = self.folder / hashlib.sha256(repr(shard.identity).encode()).hexdigest()[:24]
         if not _used(target):
-            with refused(f"{_KEY}: {self.folder}"), lock_of(self.folder, name):
+            with refused(f"{_KEY}: {self.folder}"), lock_of(self.folder, target.name):
                 if not _used(target):
-                    partial = self.folder / f"{name}.{shard.size}.partial"
-                    try:
-                        self._add(shard, fetch, partial, target)
-                    except BaseException:
-                        with self._room():
-                            partial.unlink(missing_ok=True)
-                        raise
+                    self._add(shard, fetch, target)
         return target
 
-    def _add(
-        self,
-        shard: Shard,
-        fetch: Callable[[Shard, pathlib.Path], None],
-        partial: pathlib.Path,
-        target: pathlib.Path,
-    ) -> None:
-        while not self._reserve(shard, partial):
-            time.sleep(PAUSE)
-        fetch(shard, partial)
-        with self._room():  # a process that counts must see it under one of its names
-            if not shard.size:  # the server did not tell it
-                self._make_room(shard.url, partial.stat().st_size, partial)
-            os.replace(partial, target)
+    def _add(self, shard: Shard, fetch: Callable[[Shard, pathlib.Path], None], target: pathlib.Path) -> None:
+        partial = target.with_name(f"{target.name}.{shard.size}.partial")
+        try:
+            while not self._reserve(shard, partial):
+                time.sleep(PAUSE)
+            fetch(shard, partial)
+            with self._room():  # a process that counts must see it under one of its names
+                if not shard.size:  # the server did not tell it
+                    self._make_room(shard.url, partial.stat().st_size, partial)
+                os.replace(partial, target)
+        except BaseException:
+            with self._room():
+                partial.unlink(missing_ok=True)
+            raise
 
     def _reserve(self, shard: Shard, partial: pathlib.Path) -> bool:
         """Reserve space for a new shard; return False while shards in transfer occupy it."""
         with self._room():
-            if self._make_room(shard.url, shard.size, partial, waits=True):
+            has_room = self._make_room(shard.url, shard.size, partial, waits=True)
+            if has_room:
                 partial.touch()
-        return partial.exists()
+        return has_room
 
     def _room(self) -> AbstractContextManager[object]:
         """Return the lock that protects counting, adding and removing shards."""
@@ -144,11 +138,10 @@ class ShardCache:
 
     def _is_left_over(self, partial: pathlib.Path) -> bool:
         """Return whether a partial shard is left over from a killed process."""
-        try:
-            with lock_of(self.folder, partial.name.partition(".")[0]).acquire(timeout=0):
-                return True
-        except filelock.Timeout:
-            return False
+        lock = lock_of(self.folder, partial.name.partition(".")[0])
+        with contextlib.suppress(filelock.Timeout), lock.acquire(timeout=0):
+            return True
+        return False
 
 
 def find(folders: Iterable[pathlib.Path]) -> dict[pathlib.Path, tuple[int, int]]:
@@ -175,11 +168,10 @@ def clear(folder: pathlib.Path) -> None:
 
 def _used(file: pathlib.Path) -> bool:
     """Return whether a file exists, and mark it as recently used."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         os.utime(file)
-    except FileNotFoundError:
-        return False
-    return True
+        return True
+    return False
 
 
 class ShardsAhead:
@@ -193,10 +185,9 @@ class ShardsAhead:
     """
 
     def __init__(self, listing: Listing, threads: int) -> None:
-        self._listing, self._threads = listing, threads
+        self._listing, self._not_started = listing, threads
         self._wanted: deque[Shard] = deque()
         self._changed = threading.Condition()
-        self._has_begun = False
 
     def fetch(self, numbers: Sequence[int]) -> None:
         """Replace the queue by the remote shards among these; transfers that have started are completed.
@@ -208,10 +199,9 @@ class ShardsAhead:
         with self._changed:
             self._wanted = deque(shard for shard in shards if is_remote(shard.url))
             self._changed.notify_all()
-            if not self._has_begun:
-                self._has_begun = True
-                for _ in range(self._threads):
-                    threading.Thread(target=self._work, daemon=True).start()
+            for _ in range(self._not_started):
+                threading.Thread(target=self._work, daemon=True).start()
+            self._not_started = 0
 
     def _work(self) -> None:
         while True:

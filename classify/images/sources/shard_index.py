@@ -6,20 +6,22 @@ part's shards. Each part has an array of ``ENTRY`` in the order of the shards.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import pathlib
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
 
 from classify.images.decode import MOST_BYTES
-from classify.images.listing import Shard
+from classify.images.listing import PARTS, WHOLE, Shard
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.input_files import parsed
 
@@ -30,8 +32,6 @@ _REMEDY = "write the shards again with shards.py, or remove the index, so that a
 MOST_CLASSES = 1_000_000
 MOST_OF_A_LABEL = 255  # characters, as of a folder's name
 MOST_TEXT = 2**25  # bytes of ``about``
-_PARTS = {"train", "val", "test", "all"}
-_TYPES = {"url": str, "size": int, "start": int, "stop": int, "sha256": str, "version": str}  # of a shard
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,8 @@ class Index:
         about = {"format": FORMAT, "source": self.source, "classes": self.classes, "parts": parts}
         text = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
         arrays = {f"part-{name}": part.entries for name, part in self.parts.items()}
-        partial = target.with_name(f"{target.name}.partial")
-        with open(partial, "wb") as file:
+        with replacing(target) as file:
             np.savez(file, about=text, **arrays)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
 
     @classmethod
     def read(cls, content: bytes, name: str) -> Index:
@@ -94,11 +90,11 @@ class Index:
                 if len(text) > MOST_TEXT:
                     raise ValueError(f"its list of shards has {len(text):,} bytes, more than {MOST_TEXT:,}")
                 about = json.loads(text.tobytes())
-                if not isinstance(about, dict) or about.get("format") != FORMAT:
+                if about["format"] != FORMAT:
                     raise ValueError(f"its format is not {FORMAT}")
                 classes, source, parts = about["classes"], about["source"], about["parts"]
-                if not isinstance(source, str) or not parts or not parts.keys() <= _PARTS:
-                    raise ValueError(f"it has no parts of {', '.join(sorted(_PARTS))}")
+                if not parts or not parts.keys() <= {*PARTS, WHOLE}:
+                    raise ValueError(f"it has no parts of {', '.join(sorted((*PARTS, WHOLE)))}")
                 if not isinstance(classes, list) or not all(isinstance(each, str) for each in classes):
                     raise ValueError("it has no list of class names")
                 if not 1 <= len(classes) <= MOST_CLASSES:
@@ -130,17 +126,14 @@ def _array(file: zipfile.ZipFile, name: str, kind: np.dtype) -> np.ndarray:
 
 def _shard(about: Mapping[str, object]) -> Shard:
     """Return a shard from JSON; raise ``ValueError`` for a field of the wrong type."""
-    if not isinstance(about, dict) or not about.keys() <= _TYPES.keys():
-        raise ValueError("the fields of a shard are unknown")
-    if not all(type(value) is _TYPES[key] for key, value in about.items()):
+    types = {key: type(value).__name__ for key, value in about.items()}
+    if not types.items() <= Shard.__annotations__.items():
         raise ValueError("the fields of a shard have the wrong types")
-    return Shard(**about)
+    return Shard(**about)  # type: ignore[arg-type]
 
 
 def _check(part: Part, classes: int) -> None:
     entries, count, stop = part.entries, len(part.entries), 0
-    if not count:
-        raise ValueError("it has no entries of images")
     if entries["label"].max() >= classes:
         raise ValueError(f"it has the label {entries['label'].max()}, but {classes} classes")
     if entries["size"].max() > MOST_BYTES:
@@ -149,16 +142,29 @@ def _check(part: Part, classes: int) -> None:
     if positions.max() >= count or (np.bincount(positions, minlength=count) != 1).any():
         raise ValueError("its positions do not name every image once")
     for shard in part.shards:
-        inside = entries[max(0, shard.start) : max(0, shard.stop)]
-        if shard.start != stop or not len(inside):
+        if not stop == shard.start < shard.stop:
             raise ValueError(f"the counts of images are wrong at {shard.url}")
-        if shard.size < 1:
-            raise ValueError(f"it has the size {shard.size:,} at {shard.url}")
-        if (inside["offset"] > shard.size).any() or (inside["size"] > shard.size - inside["offset"]).any():
+        inside, stop = entries[stop : shard.stop], shard.stop
+        begins_inside = shard.size > 0 and (inside["offset"] <= shard.size).all()
+        if not begins_inside or (inside["size"] > shard.size - inside["offset"]).any():
             raise ValueError(f"it has an image beyond the end of {shard.url}")
-        stop = shard.stop
     if stop != count:
         raise ValueError(f"its shards have {stop:,} images, its entries {count:,}")
+
+
+@contextlib.contextmanager
+def replacing(target: pathlib.Path) -> Iterator[BinaryIO]:
+    """Yield a new file, which replaces ``target`` if the block ends without an error."""
+    partial = target.with_name(f"{target.name}.partial")
+    partial.unlink(missing_ok=True)  # it may be a link
+    try:
+        with open(partial, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -166,14 +172,14 @@ class Scanned:
     """The contents of one shard, found by a scan.
 
     Attributes:
-        name: the shard's name in error lines.
         texts: the distinct labels in the shard, as written (numbers or names), each with a number.
         entries: ``ENTRY`` (N,), whose labels are the numbers in ``texts``.
+        classes: the class names that the shard lists, if it does.
     """
 
-    name: str
     texts: Mapping[str, int]
     entries: np.ndarray
+    classes: Sequence[str] | None = None
 
 
 def classes_of(texts: Mapping[str, str], given: Sequence[str] | None = None) -> tuple[str, ...]:
@@ -186,28 +192,39 @@ def classes_of(texts: Mapping[str, str], given: Sequence[str] | None = None) -> 
     Raises:
         InvalidInput: for a label that is not a class, or if names and numbers are mixed.
     """
-    for text in texts.keys() - set(given or ()):
-        _check_label(text, texts[text])
-    numbers = [text for text in texts if text.isdecimal()]
-    names = tuple(given or sorted(texts.keys() - set(numbers)))
+    listed = set(given or ())
+    for text, where in texts.items():
+        if text not in listed:
+            _check_label(text, where)
+    names = tuple(given or sorted(text for text in texts if not text.isdecimal()))
     if not names:
-        most = max(numbers, key=_number)
-        if _number(most) >= MOST_CLASSES:
+        most = max(texts, key=int)
+        if int(most) >= MOST_CLASSES:
             must = f"must be less than {MOST_CLASSES:,}; correct it"
             raise InvalidInput(f"{texts[most]}: the label {most}: {must}")
-        names = tuple(map(str, range(_number(most) + 1)))
+        names = tuple(map(str, range(int(most) + 1)))
     known = set(names)
     for text, where in texts.items():
-        if text not in known and not (given and text.isdecimal() and _number(text) < len(names)):
+        if text not in known and not (given and text.isdecimal() and int(text) < len(names)):
             what = f"the dataset names {len(names)} classes" if given else "other labels are names"
-            raise InvalidInput(
-                f"{where}: the label {text!r} is not a class: {what}; correct the label or the class names"
-            )
+            remedy = "correct the label or the class names"
+            raise InvalidInput(f"{where}: the label {text!r} is not a class: {what}; {remedy}")
     if len(names) < 2:
-        raise InvalidInput(
-            f"{next(iter(texts.values()))}: there is only the class {names[0]!r}; give two or more"
-        )
+        where = next(iter(texts.values()))
+        raise InvalidInput(f"{where}: there is only the class {names[0]!r}; give two or more")
     return names
+
+
+def number_of(text: str, texts: dict[str, int], where: str) -> int:
+    """Return the number of a label among the distinct labels of a shard; a new label gets the next number.
+
+    Raises:
+        InvalidInput: for a label that is too long for a class name, or too many labels.
+    """
+    check_length(text, where)
+    if len(texts) > MOST_CLASSES:
+        raise InvalidInput(f"{where}: has more than {MOST_CLASSES:,} classes; name fewer")
+    return texts.setdefault(text, len(texts))
 
 
 def check_length(text: str, where: str) -> None:
@@ -227,11 +244,6 @@ def _check_label(text: str, where: str) -> None:
         raise InvalidInput(f"{where}: the label {text!r}: is no text in UTF-8; give another")
 
 
-def _number(text: str) -> int:
-    """Convert decimal digits to a number, at most ``MOST_CLASSES``."""
-    return int(text) if len(text) < 20 else MOST_CLASSES
-
-
 def label_of(text: str, index: Mapping[str, int]) -> int:
     """Return the label of a class, by its name or its number."""
     return index[text] if text in index else int(text)
@@ -239,17 +251,14 @@ def label_of(text: str, index: Mapping[str, int]) -> int:
 
 def join(pairs: Sequence[tuple[Scanned, Shard]], classes: Sequence[str]) -> Part:
     """Combine scanned shards to a part, in their order."""
-    place, shards, entries = 0, [], []
+    start, shards = 0, list[Shard]()
+    entries = np.concatenate([scanned.entries for scanned, _ in pairs])
+    entries["position"] = np.arange(len(entries))
     index = {name: label for label, name in enumerate(classes)}
     for scanned, shard in pairs:
-        if not len(scanned.entries):
-            raise InvalidInput(f"{scanned.name}: holds no image; remove it")
+        shards.append(replace(shard, start=start, stop=start + len(scanned.entries)))
         labels = np.array([label_of(text, index) for text in scanned.texts], np.uint32)
-        rows = scanned.entries.copy()
-        rows["label"] = labels[rows["label"]]
-        entries.append(rows)
-        shards.append(replace(shard, start=place, stop=place + len(rows)))
-        place += len(rows)
-    whole = np.concatenate(entries)
-    whole["position"] = np.arange(len(whole))
-    return Part(shards, whole)
+        of_shard = entries["label"][start : shards[-1].stop]
+        of_shard[:] = labels[of_shard]
+        start = shards[-1].stop
+    return Part(shards, entries)

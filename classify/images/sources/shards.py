@@ -7,7 +7,6 @@ import contextlib
 import functools
 import glob
 import hashlib
-import itertools
 import os
 import pathlib
 import re
@@ -20,8 +19,9 @@ import torch
 
 from classify.images.listing import PARTS, WHOLE, ListedSource, Listing, Location, Shard, is_remote
 from classify.images.pixels import AHEAD
-from classify.images.sources import shard_cache, shard_index
+from classify.images.sources import shard_index
 from classify.images.sources.remote import MOST_OF_A_FILE, Storage
+from classify.images.sources.shard_cache import FOLDER, ShardCache
 from classify.images.sources.shard_index import Index, Part, Scanned
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.host_lock import host_lock
@@ -29,7 +29,7 @@ from deepspeed_trial.input_files import refused, regular_file, small_file
 from deepspeed_trial.redaction import text
 
 _SYNONYMS = {"training": "train", "validation": "val", "valid": "val", "testing": "test"}
-_PART = re.compile(r"(train|val|test|all|training|validation|valid|testing)(?=[-_./\d])", re.I)
+_PART = re.compile(rf"({'|'.join((*PARTS, WHOLE, *_SYNONYMS))})(?=[-_./\d])", re.I)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
@@ -48,7 +48,7 @@ class ShardListing(Listing):
 
     def __init__(self, part: Part, classes: Sequence[str], location: Location) -> None:
         self.shards, self.entries, self._classes = part.shards, part.entries, classes
-        self._storage, self._cache = Storage(location.storage), _cache(location)
+        self._local_file = _opener(location)
         positions = part.entries["position"].astype(np.int64)
         is_sorted = bool((positions == np.arange(len(positions))).all())
         self.places = None if is_sorted else torch.from_numpy(np.argsort(positions))
@@ -94,9 +94,7 @@ class ShardListing(Listing):
 
     def local_file(self, shard: Shard) -> pathlib.Path:
         """Return the local file of a shard; a remote shard is fetched once per host."""
-        if is_remote(shard.url):
-            return self._cache.file(shard, self._storage.fetch)
-        return pathlib.Path(shard.url)
+        return self._local_file(shard)
 
     def find(self, index: int) -> tuple[Shard, int]:
         """Return an image's shard, and the image's position among the images of all shards."""
@@ -125,25 +123,22 @@ class ShardSource(ListedSource):
     @property
     def classes(self) -> tuple[str, ...]:
         """The class names, in the order of the labels."""
-        return self._index.classes
+        return self.index.classes
 
     @property
     def parts(self) -> tuple[str, ...]:
         """``train`` with ``test``, ``val`` or both, or only ``all``."""
-        return tuple(self._index.parts)
+        return tuple(self.index.parts)
 
     def listing(self, part: str) -> ShardListing:
         """Return the images of a part, in the order of the index; without an index, of the shards."""
         if part not in self._listings:
-            self._listings[part] = self.part_listing(self._index.parts[part], self.classes, self.location)
+            self._listings[part] = self.part_listing(self.index.parts[part], self.classes, self.location)
         return self._listings[part]
 
     @functools.cached_property
-    def _index(self) -> Index:
-        return self.read_index()
-
-    def read_index(self) -> Index:
-        """Return the index of the shards. The first call on a host fetches all shards and stores the index.
+    def index(self) -> Index:
+        """The index of the shards. The first call on a host fetches all shards and stores the index.
 
         Raises:
             InvalidInput: if there are no shards, a shard cannot be read, or a label is not a class.
@@ -168,33 +163,32 @@ class ShardSource(ListedSource):
         return index
 
     def _scan_all(self, parts: Mapping[str, Sequence[Shard]], names: list[str] | None, source: str) -> Index:
-        cache = _cache(self.location)
-
-        def local_file(shard: Shard) -> pathlib.Path:
-            return cache.file(shard, self.storage.fetch) if is_remote(shard.url) else pathlib.Path(shard.url)
+        local_file = _opener(self.location)
 
         def scan(shard: Shard) -> tuple[Scanned, Shard]:
             file = local_file(shard)
-            return type(self).scan(file, shard.url), replace(shard, size=file.stat().st_size)
+            contents = type(self).scan(file, shard.url)
+            if not len(contents.entries):
+                raise InvalidInput(f"{shard.url}: holds no image; remove it")
+            return contents, replace(shard, size=file.stat().st_size)
 
         with ThreadPoolExecutor(AHEAD) as pool:
             scanned = {part: list(pool.map(scan, shards)) for part, shards in parts.items()}
         pairs = [pair for part in scanned.values() for pair in part]
-        labels = {label: contents.name for contents, _ in pairs for label in contents.texts}
-        classes = shard_index.classes_of(labels, names or self.names(local_file(pairs[0][1])))
-        return Index(
-            classes, {name: shard_index.join(part, classes) for name, part in scanned.items()}, source
-        )
+        labels = {label: shard.url for contents, shard in pairs for label in contents.texts}
+        classes = shard_index.classes_of(labels, names or pairs[0][0].classes)
+        joined = {name: shard_index.join(part, classes) for name, part in scanned.items()}
+        return Index(classes, joined, source)
 
-    def names(self, file: pathlib.Path | None = None) -> list[str] | None:
-        """Return the class names from the dataset's folder or a shard; None if there are none."""
+    def names(self) -> list[str] | None:
+        """Return the class names from the dataset's folder; None if there are none."""
         return None
 
     def beside(self, name: str, most: int = MOST_OF_A_FILE) -> bytes | None:
         """Return the bytes of a file in the shards' folder, at most ``most``; None if it does not exist."""
         file = join(self.location.base, name)
         if is_remote(self.location.root):
-            return self.storage.read_if_there(file, most)
+            return self.storage.read(file, most)
         with refused(f"data.root: {file}"):
             return small_file(file, most) if os.path.isfile(file) else None
 
@@ -251,30 +245,36 @@ def expand(pattern: str) -> Iterator[str]:
         yield from expand(pattern[: braces.start()] + choice + pattern[braces.end() :])
 
 
-def _cache(location: Location) -> shard_cache.ShardCache:
-    return shard_cache.ShardCache(location.cache_folder / shard_cache.FOLDER, location.limit)
+def _opener(location: Location) -> Callable[[Shard], pathlib.Path]:
+    """Return a function that returns the local file of a shard; it fetches a remote shard once per host."""
+    cache = ShardCache(location.cache_folder / FOLDER, location.limit)
+    return functools.partial(cache.file, fetch=Storage(location.storage).fetch)
 
 
 def _with_urls(index: Index, urls: Mapping[str, Sequence[str]]) -> Index:
     """Return the index with the given URLs; a stored index has URLs without credentials."""
-    parts = {
-        name: replace(
-            part, shards=[replace(s, url=url) for s, url in zip(part.shards, urls[name], strict=True)]
-        )
-        for name, part in index.parts.items()
-    }
+    parts = {}
+    for name, part in index.parts.items():
+        shards = [replace(shard, url=url) for shard, url in zip(part.shards, urls[name], strict=True)]
+        parts[name] = replace(part, shards=shards)
     return replace(index, parts=parts)
 
 
 def _files(location: Location, ending: str) -> dict[str, tuple[int, str]]:
     """Return the size and the version of each file."""
     root, storage = location.root, Storage(location.storage)
+    if not is_remote(root):
+        remedy = "give the names of existing files" if location.is_pattern else "give another folder"
+        with refused(f"data.root: {root}", remedy):
+            if location.is_pattern:
+                paths = [path for name in expand(root) for path in glob.glob(name) or [name]]
+            else:
+                folders = [root, *(entry.path for entry in os.scandir(root) if entry.is_dir())]
+                entries = (entry for folder in folders for entry in os.scandir(folder) if entry.is_file())
+                paths = [e.path for e in entries if e.name.endswith(ending) and not e.name.startswith(".")]
+            return {path: (regular_file(path).stat().st_size, "") for path in paths}
     if location.is_pattern:
         names = list(expand(root))
-        if not is_remote(root):
-            paths = itertools.chain.from_iterable(glob.glob(name) or [name] for name in names)
-            with refused(f"data.root: {root}", "give the names of existing files"):
-                return {path: (regular_file(path).stat().st_size, "") for path in paths}
         if "*" in root:
             files = storage.filesystem(root)
             names = [files.unstrip_protocol(path) for name in names for path in files.glob(name)]
@@ -283,25 +283,16 @@ def _files(location: Location, ending: str) -> dict[str, tuple[int, str]]:
         remedy = f"give their names, such as {join(root, 'train-{000..099}' + ending)}"
         remedy += ", or upload the files of shards.py, index.npz too" if ending == ".tar" else ""
         raise InvalidInput(f"data.root: {root}: a web server does not list its files; {remedy}")
-    if is_remote(root):
-        return {url: about for url, about in storage.find(root).items() if url.endswith(ending)}
-    with refused(f"data.root: {root}"):
-        folders = [root, *sorted(entry.path for entry in os.scandir(root) if entry.is_dir())]
-        entries = (entry for folder in folders for entry in os.scandir(folder))
-        return {
-            entry.path: (entry.stat().st_size, "")
-            for entry in entries
-            if entry.name.endswith(ending) and not entry.name.startswith(".") and entry.is_file()
-        }
+    return {url: about for url, about in storage.find(root).items() if url.endswith(ending)}
 
 
 def _part(url: str, location: Location) -> str:
     """Return the part that a file's name begins with, or its folder's name."""
     folder, _, name = url.rpartition("/")
-    within = (
-        folder.rpartition("/")[2] if location.is_pattern else folder.removeprefix(location.root.rstrip("/"))
-    )
-    for candidate in (name, within.strip("/") + "/"):
-        if match := _PART.match(candidate):
-            return _SYNONYMS.get(match[1].lower(), match[1].lower())
-    return WHOLE
+    if location.is_pattern:
+        within = folder.rpartition("/")[2]
+    else:
+        within = folder.removeprefix(location.root.rstrip("/")).strip("/")
+    match = _PART.match(name) or _PART.match(f"{within}/")
+    part = match[1].lower() if match else WHOLE
+    return _SYNONYMS.get(part, part)

@@ -6,12 +6,15 @@ Source: https://github.com/webdataset/webdataset
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import os
 import pathlib
 import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
+from tarfile import BLOCKSIZE
 from typing import NoReturn
 
 import numpy as np
@@ -25,13 +28,12 @@ from classify.images.sources.shard_index import (
     Index,
     Part,
     Scanned,
-    check_length,
+    number_of,
 )
 from classify.images.sources.shards import ShardListing, ShardSource, join
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.input_files import parsed, refused, regular_file
 
-BLOCK = 512  # bytes of a member's header
 _MOST_OF_A_HEADER = 2**14  # bytes of a pax header or a long name
 _MOST_HEADERS = 5  # before one member
 _MOST_GLOBAL = 100  # keys of the pax headers for all members
@@ -55,30 +57,30 @@ class TarListing(ShardListing):
         shard, place = self.find(index)
         offset = int(self.entries["offset"][place])
         with contextlib.suppress(OSError, tarfile.TarError, KeyError):  # the shard may be gone
-            with open(self.local[shard.url], "rb") as opened:
-                opened.seek(max(0, offset - BLOCK))
-                header = tarfile.TarInfo.frombuf(opened.read(BLOCK), "utf-8", "surrogateescape")
+            header, _ = _member(self.local[shard.url], offset)
             return f"{shard.url}, member {header.name}"
         return f"{shard.url}, byte {offset:,}"
 
     def read_one(self, shard: Shard, place: int, file: pathlib.Path) -> bytes:
         """Return the bytes of a member, if its header has the size from the index."""
         offset, size = int(self.entries["offset"][place]), int(self.entries["size"][place])
-        remedy = "the shard and its index differ; write both again"
         self.local[shard.url] = file
         try:
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                content = os.pread(descriptor, size + BLOCK, max(0, offset - BLOCK))
-            finally:
-                os.close(descriptor)
-            header = tarfile.TarInfo.frombuf(content[:BLOCK], "utf-8", "surrogateescape")
-            if header.size == size == len(content) - BLOCK:
-                return content[BLOCK:]
+            header, content = _member(file, offset, size)
+            if header.size == size == len(content):
+                return content
             reason = f"{header.size:,} bytes where its index says {size:,}"
         except (OSError, tarfile.TarError) as error:
             reason = one_line(error)
+        remedy = "the shard and its index differ; write both again"
         raise InvalidInput(f"{shard.url}: no image of {size:,} bytes at byte {offset:,} ({reason}); {remedy}")
+
+
+def _member(file: pathlib.Path, offset: int, size: int = 0) -> tuple[tarfile.TarInfo, bytes]:
+    """Return the header before an offset of a tar, and bytes from the offset on."""
+    with open(file, "rb", buffering=0) as opened:
+        content = os.pread(opened.fileno(), BLOCKSIZE + size, max(0, offset - BLOCKSIZE))
+    return tarfile.TarInfo.frombuf(content[:BLOCKSIZE], "utf-8", "surrogateescape"), content[BLOCKSIZE:]
 
 
 class TarShards(ShardSource):
@@ -88,32 +90,34 @@ class TarShards(ShardSource):
     part_listing = TarListing
     scan = staticmethod(lambda file, name: scan(file, name))
 
-    def read_index(self) -> Index:
-        """Return the index in the shards' folder; without one, scan the shards."""
-        if self.location.is_pattern:
-            return super().read_index()
+    @functools.cached_property
+    def index(self) -> Index:
+        """The index in the shards' folder; without one, the index from a scan."""
+        content = None if self.location.is_pattern else self.beside(FILE)
+        if content is None:
+            return super().index
         file = join(self.location.root, FILE)
-        if (content := self.beside(FILE)) is None:
-            return super().read_index()
         index = Index.read(content, file)
         return replace(index, parts={name: self._placed(part, file) for name, part in index.parts.items()})
 
     def _placed(self, part: Part, index: str) -> Part:
         """Return a part with complete URLs; check that local shards have the sizes in the index."""
+        shards = []
         for shard in part.shards:
             if os.path.basename(shard.url) != shard.url or "\0" in shard.url:
                 what = f"names the shard {shard.url!r}, which is not in its folder"
                 raise InvalidInput(f"{index}: {what}; do not use this file")
-        shards = [replace(shard, url=join(self.location.root, shard.url)) for shard in part.shards]
-        for shard in shards if not is_remote(self.location.root) else ():
-            with refused(f"data.root: {shard.url}", "put it there, or write the shards again"):
-                size = regular_file(shard.url).stat().st_size
-            if size != shard.size:
-                what = f"has {size:,} bytes, but its index {index} says {shard.size:,}"
-                raise InvalidInput(f"{shard.url}: {what}; write or fetch both again")
+            shard = replace(shard, url=join(self.location.root, shard.url))
+            if not is_remote(shard.url):
+                with refused(f"data.root: {shard.url}", "put it there, or write the shards again"):
+                    size = regular_file(shard.url).stat().st_size
+                if size != shard.size:
+                    what = f"has {size:,} bytes, but its index {index} says {shard.size:,}"
+                    raise InvalidInput(f"{shard.url}: {what}; write or fetch both again")
+            shards.append(shard)
         return replace(part, shards=shards)
 
-    def names(self, file: pathlib.Path | None = None) -> list[str] | None:
+    def names(self) -> list[str] | None:
         """Return the class names, the lines of ``classes.txt`` in the folder; None without that file."""
         content = self.beside("classes.txt", _MOST_OF_NAMES)
         if content is None:
@@ -132,44 +136,36 @@ def scan(file: pathlib.Path, name: str) -> Scanned:
     """
     texts: dict[str, int] = {}
     rows: list[tuple[int, int, int, int]] = []
-    key, image, text = "", (0, 0), ""
-
-    def finish() -> None:
-        if not key:
-            return
-        if not image[0]:
-            reason = f"the sample {key} has no image ({' '.join(EXTENSIONS)})"
-            raise InvalidInput(f"{name}: {reason}; add one, or remove the sample's other files")
-        if not text:
-            remedy = "add KEY.cls with its class, or KEY.json with the key label"
-            raise InvalidInput(f"{name}: the sample {key} has no label; {remedy}")
-        check_length(text, f"{name}: the sample {key}")
-        rows.append((*image, texts.setdefault(text, len(texts)), 0))
-        if len(texts) > MOST_CLASSES:
-            raise InvalidInput(f"{name}: has more than {MOST_CLASSES:,} classes; name fewer")
-
+    shown = (member for member in members(file, name) if os.path.basename(_key(member)))
     with refused(name), open(file, "rb") as opened:
-        for member, offset, size in members(file, name):
-            folder, base = os.path.split(member)
-            stem, _, ending = base.partition(".")
-            if not stem:
-                continue
-            if key != (new := os.path.join(folder, stem)):
-                finish()
-                key, image, text = new, (0, 0), ""
-            ending = f".{ending.rpartition('.')[2].lower()}"
-            is_image = ending in EXTENSIONS
-            if not is_image and ending not in (".cls", ".json"):
-                continue
-            if size > (most := MOST_BYTES if is_image else _MOST_OF_TEXT):
-                what = f"the member {member} has {size:,} bytes, more than {most:,}"
-                raise InvalidInput(f"{name}: {what}; remove or shorten it")
-            if is_image:
-                image = offset, size
-            else:
-                text = _label(os.pread(opened.fileno(), size, offset), ending) or text
-        finish()
-    return Scanned(name, texts, np.array(rows, ENTRY))
+        for key, files in itertools.groupby(shown, _key):
+            image, text = None, None
+            for member, offset, size in files:
+                ending = os.path.splitext(member)[1].lower()
+                is_image = ending in EXTENSIONS
+                if not is_image and ending not in (".cls", ".json"):
+                    continue
+                if size > (most := MOST_BYTES if is_image else _MOST_OF_TEXT):
+                    what = f"the member {member} has {size:,} bytes, more than {most:,}"
+                    raise InvalidInput(f"{name}: {what}; remove or shorten it")
+                if is_image:
+                    image = offset, size
+                else:
+                    text = _label(os.pread(opened.fileno(), size, offset), ending) or text
+            if not image:
+                reason = f"the sample {key} has no image ({' '.join(EXTENSIONS)})"
+                raise InvalidInput(f"{name}: {reason}; add one, or remove the sample's other files")
+            if not text:
+                remedy = "add KEY.cls with its class, or KEY.json with the key label"
+                raise InvalidInput(f"{name}: the sample {key} has no label; {remedy}")
+            rows.append((*image, number_of(text, texts, f"{name}: the sample {key}"), 0))
+    return Scanned(texts, np.array(rows, ENTRY))
+
+
+def _key(member: tuple[str, int, int]) -> str:
+    """Return a member's name up to the first dot after its folder."""
+    folder, base = os.path.split(member[0])
+    return os.path.join(folder, base.partition(".")[0])
 
 
 def _label(content: bytes, ending: str) -> str | None:
@@ -222,7 +218,7 @@ def members(file: pathlib.Path, name: str) -> Iterator[tuple[str, int, int]]:
     """
     with parsed(f"{name}: not a readable tar", "is it whole? write or fetch it again"):
         end, whole = -1, file.stat().st_size
-        with _Tar.open(file, "r:", tarinfo=_Member) as tar:
+        with open(file, "rb") as opened, _Tar.open(fileobj=opened, mode="r:", tarinfo=_Member) as tar:
             while (member := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # or it keeps them all
                 is_inside = 0 <= member.size <= whole - member.offset_data
@@ -233,7 +229,6 @@ def members(file: pathlib.Path, name: str) -> Iterator[tuple[str, int, int]]:
                 end = tar.offset
                 if member.isfile():
                     yield member.name, member.offset_data, member.size
-        with open(file, "rb") as opened:
             opened.seek(tar.offset)
-            if opened.read(BLOCK).strip(b"\0"):  # where tarfile ends without a word
+            if opened.read(BLOCKSIZE).strip(b"\0"):  # where tarfile ends without a word
                 raise tarfile.ReadError(f"no header at byte {tar.offset:,}")
