@@ -33,24 +33,19 @@ class DecodedSource(Protocol):
     @property
     def classes(self) -> tuple[str, ...]:
         """The class names, in the order of the labels."""
-        ...
 
     @property
     def parts(self) -> tuple[str, ...]:
         """``train`` with ``test``, ``val`` or both, or only ``all``."""
-        ...
 
     def count(self, part: str) -> int:
         """Return the number of images in a part, without decoding any."""
-        ...
 
     def class_counts(self, part: str) -> Sequence[int]:
         """Return the number of a part's images in each class."""
-        ...
 
     def load(self, part: str, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return images (N, 3, H, W) uint8 of the given height and width, and labels (N,) int64."""
-        ...
 
 
 Source = ListedSource | DecodedSource

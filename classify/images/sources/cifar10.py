@@ -57,7 +57,7 @@ class Cifar10:
             if (whole := file.read(f"{_fingerprint(self.root)} {size}")) is not None:
                 return whole
             with host_lock(self.root, "cifar10", "data.root"):
-                dataset = self._dataset(part)
+                dataset = _on_disk(self.root, part) or _fetched(self.root, part, self.may_download)
             images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
             about = f"{_fingerprint(self.root)} {size}", torch.tensor(dataset.targets)
 
@@ -67,16 +67,6 @@ class Cifar10:
 
             with file.lock() as folder:  # another process may have been first
                 return file.read(*about) or file.write(folder, len(images), fill)
-
-    def _dataset(self, part: str) -> torchvision.datasets.CIFAR10:
-        dataset = _on_disk(self.root, part)
-        if dataset is None:
-            _fetch(self.root, self.may_download)
-            dataset = _on_disk(self.root, part)
-        if dataset is None:
-            reason = f"{_CIFAR.base_folder} is damaged again after unpacking"
-            raise InvalidInput(f"data.root: {self.root}: {reason}; check the disk")
-        return dataset
 
 
 def _fingerprint(root: pathlib.Path) -> str:
@@ -92,12 +82,9 @@ def _on_disk(root: pathlib.Path, part: str) -> torchvision.datasets.CIFAR10 | No
         return _CIFAR(str(root), train=part == "train", download=False)
     except RuntimeError:
         return None
-    except OSError as error:
-        reason = f"cannot be read ({one_line(error)}); give another folder"
-        raise InvalidInput(f"data.root: {root}: {reason}") from error
 
 
-def _fetch(root: pathlib.Path, may_download: bool) -> None:
+def _fetched(root: pathlib.Path, part: str, may_download: bool) -> torchvision.datasets.CIFAR10:
     """Download or unpack CIFAR-10 in a temporary folder, and move it to its final place when complete."""
     archive, unpacked, partial = root / _CIFAR.filename, root / _CIFAR.base_folder, root / ".cifar10-partial"
     remedy = f"put {_CIFAR.filename} (MD5 {_CIFAR.tgz_md5}) there, or use data.dataset: imagefolder or digits"
@@ -116,6 +103,7 @@ def _fetch(root: pathlib.Path, may_download: bool) -> None:
         if unpacked.exists():
             shutil.rmtree(unpacked)
         os.replace(partial / _CIFAR.base_folder, unpacked)
+        return _CIFAR(str(root), train=part == "train")
     except (OSError, RuntimeError, http.client.HTTPException) as error:  # RuntimeError: for a wrong checksum
         reason = f"{missing}, and getting it failed ({one_line(error)}); {remedy}"
         raise InvalidInput(f"data.root: {root}: {reason}") from error

@@ -23,9 +23,8 @@ def image_names(source: Any, part: str) -> Iterator[str]:
     """Yield the names of a part's images, in the order of their indices.
 
     A file's name is its path relative to ``data.root``. An image in a shard is named by the shard and its
-    place
-    there, from 0: ``train-000.tar#17``. An image of a ``DecodedSource`` is named by part and index:
-        ``train/17``.
+    place there, from 0: ``train-000.tar#17``. An image of a ``DecodedSource`` is named by part and index:
+    ``train/17``.
 
     Args:
         source: a ``ListedSource`` or ``DecodedSource``.
@@ -59,36 +58,32 @@ def excluding(source: Any, file: str, size: tuple[int, int]) -> tuple[Any, str |
             class of a part would have no images.
     """
     lines = _lines(file)
-    left_out: dict[str, list[int]] = {}
-    unknown = dict(lines)
+    left_out, known = dict[str, list[int]](), set[str]()
     for part in source.parts:
-        names = enumerate(image_names(source, part))
-        found = [(index, name) for index, name in names if name in lines]
-        left_out[part] = [index for index, _ in found]
-        for _, name in found:
-            unknown.pop(name, None)
+        found = {index: name for index, name in enumerate(image_names(source, part)) if name in lines}
+        left_out[part] = list(found)
+        known.update(found.values())
     errors = [
         f"data.exclude: {file}, line {number}: {printable(name)}: the dataset has no such image; remove it"
-        for name, number in unknown.items()
+        for name, number in lines.items()
+        if name not in known
     ]
     if len(errors) > _SHOWN:
         more = f"{len(errors) - _SHOWN:,} more lines name no image of the dataset; write the list again"
         errors = [*errors[:_SHOWN], f"data.exclude: {file}: {more}"]
     if errors:
         raise InvalidInput(errors)
-    excluded: Any = ExcludedPixels(source, left_out, size)
-    if isinstance(source, ListedSource):
-        excluded = WithoutSome(source, left_out)
-    empty = [
-        f"data.exclude: {file}: leaves no image of the class {name!r} in {part!r}; remove some lines"
-        for part in source.parts
-        for name, before, after in zip(
-            source.classes, source.class_counts(part), excluded.class_counts(part), strict=True
-        )
-        if before and not after
-    ]
-    if empty:
-        raise InvalidInput(empty)
+    is_listed = isinstance(source, ListedSource)
+    excluded: Any = WithoutSome(source, left_out) if is_listed else ExcludedPixels(source, left_out, size)
+    for part in source.parts:
+        counts = zip(source.classes, source.class_counts(part), excluded.class_counts(part), strict=True)
+        errors += [
+            f"data.exclude: {file}: leaves no image of the class {name!r} in {part!r}; remove some lines"
+            for name, before, after in counts
+            if before and not after
+        ]
+    if errors:
+        raise InvalidInput(errors)
     return excluded, _identity(left_out)
 
 

@@ -7,7 +7,6 @@ import errno
 import functools
 import os
 import pathlib
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 
 from classify.images.listing import EXTENSIONS, PARTS, WHOLE, FileListing, ListedSource, Location
@@ -16,7 +15,6 @@ from deepspeed_trial.input_files import refused
 
 _LIKE_PARTS = ("train", "training", "test", "testing", "val", "valid", "validation")
 _NEEDS = "it needs train/<class>/* with test/<class>/* or val/<class>/*, or only <class>/*, to be split"
-Files = list[tuple[str, int]]  # path and label
 
 
 class ImageFolder(ListedSource):
@@ -54,8 +52,7 @@ class ImageFolder(ListedSource):
             folder = self.folder_of(part)
             with refused(f"data.root: {self.root}"):
                 files, self._passed_over[part] = _find_files(folder, self.classes)
-            paths, labels = [path for path, _ in files], [label for _, label in files]
-            self._parts[part] = FileListing(paths, labels, self.classes, str(folder))
+            self._parts[part] = FileListing(list(files), list(files.values()), self.classes, str(folder))
         return self._parts[part]
 
     @property
@@ -84,12 +81,10 @@ def find_images(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
     remedy = "give image files or folders of them"
     for path in paths:
         with errors.collecting(), refused(str(path), remedy):
-            try:
-                is_folder = stat.S_ISDIR(path.stat().st_mode)
-            except FileNotFoundError:
-                raise InvalidInput(f"{path}: no such file or folder; {remedy}") from None
-            others = collections.Counter[str]()
-            images = sorted(map(pathlib.Path, _images_in(path, others))) if is_folder else [path]
+            if not path.exists():
+                raise InvalidInput(f"{path}: no such file or folder; {remedy}")
+            found = _images_in(path, collections.Counter()) if path.is_dir() else [path]
+            images = sorted(map(pathlib.Path, found))
             if not images:
                 raise InvalidInput(f"{path}: holds no image ({' '.join(EXTENSIONS)}); give another folder")
             files += images
@@ -114,7 +109,7 @@ def _images_in(folder: str | os.PathLike[str], others: collections.Counter[str])
     for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
-            if os.path.islink(link := os.path.join(place, name)) and _lies_in(link, place, folder):
+            if os.path.islink(link := os.path.join(place, name)) and _is_circular(link):
                 raise OSError(errno.ELOOP, "a circular link", link)
         for name in names:
             if name.startswith("."):
@@ -122,30 +117,29 @@ def _images_in(folder: str | os.PathLike[str], others: collections.Counter[str])
             if name.lower().endswith(tuple(EXTENSIONS)):
                 yield os.path.join(place, name)
             else:
-                others[extension_of(name)] += 1
+                others[_extension_of(name)] += 1
 
 
 def _others_in(folder: pathlib.Path) -> collections.Counter[str]:
     """Count the files in a folder, except hidden ones, by extension; images directly in it have no class."""
     names = [entry.name for entry in os.scandir(folder) if not entry.is_dir()]
-    return collections.Counter(extension_of(name) for name in names if not name.startswith("."))
+    return collections.Counter(_extension_of(name) for name in names if not name.startswith("."))
 
 
-def extension_of(name: str) -> str:
-    """Return the extension of a file's name in lower case, with the dot; empty if it has none."""
+def _extension_of(name: str) -> str:
     return os.path.splitext(name)[1].lower()
 
 
-def _lies_in(link: str, place: str, folder: str | os.PathLike[str]) -> bool:
-    """Return whether a link is circular: it points to its folder, or to a parent of it."""
+def _is_circular(link: str) -> bool:
+    """Return whether a link points to a folder that it lies in, perhaps through other links."""
     target = pathlib.Path(link).resolve()
-    parents = [pathlib.Path(place), *pathlib.Path(place).parents]
-    parents = parents[: parents.index(pathlib.Path(folder)) + 1]
-    return any(parent.resolve().is_relative_to(target) for parent in parents)
+    return any(parent.resolve().is_relative_to(target) for parent in pathlib.Path(link).parents)
 
 
 def _find_parts(root: pathlib.Path) -> tuple[str, ...]:
-    folders = _subfolders(root) if root.is_dir() else []
+    if not root.is_dir():
+        raise InvalidInput(f"data.root: {root}: no such folder; {_NEEDS}")
+    folders = _subfolders(root)
     parts = tuple(part for part in PARTS if part in folders)
     if "train" in parts and len(parts) > 1:
         return parts
@@ -155,8 +149,6 @@ def _find_parts(root: pathlib.Path) -> tuple[str, ...]:
             reason = f"holds the folder {like[0]!r}; rename it to train, val or test"
             raise InvalidInput(f"data.root: {root}: {reason}, or, if it is a class, to another name")
         return (WHOLE,)
-    if not root.is_dir():
-        raise InvalidInput(f"data.root: {root}: no such folder; {_NEEDS}")
     lacks = "'test' nor 'val'" if "train" in parts else "'train'"
     raise InvalidInput(f"data.root: {root}: has no folder {lacks}; {_NEEDS}")
 
@@ -172,7 +164,7 @@ def _find_classes(folders: dict[str, pathlib.Path], root: pathlib.Path) -> list[
         needs = "it needs a folder for each class, and at least two classes"
         raise InvalidInput(f"data.root: {folder}: holds {shown}; {needs}")
     for part, other in others:
-        here, there = (set(classes), set(_subfolders(other)))
+        here, there = set(classes), set(_subfolders(other))
         if here != there:
             only = {first: sorted(here - there), part: sorted(there - here)}
             shown = "; ".join(f"only in {name}: {', '.join(some) or 'none'}" for name, some in only.items())
@@ -185,16 +177,15 @@ def _subfolders(folder: pathlib.Path) -> list[str]:
     return sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
 
 
-def _find_files(folder: pathlib.Path, classes: Iterable[str]) -> tuple[Files, collections.Counter[str]]:
-    """Return the images of each class, sorted, and the number of other files by extension."""
-    others = _others_in(folder)
-    index = {name: label for label, name in enumerate(classes)}
-    files = sorted(
-        (path, label) for name, label in index.items() for path in _images_in(folder / name, others)
-    )
-    used = {label for _, label in files}
-    empty = [name for name, label in index.items() if label not in used]
-    if empty:
-        reason = f"holds no image ({' '.join(EXTENSIONS)}); add some or remove the folder"
-        raise InvalidInput(f"data.root: {folder / empty[0]}: {reason}")
-    return files, others
+def _find_files(
+    folder: pathlib.Path, classes: Iterable[str]
+) -> tuple[dict[str, int], collections.Counter[str]]:
+    """Return the label of each image by its path, sorted, and the number of other files by extension."""
+    others, labels = _others_in(folder), dict[str, int]()
+    for label, name in enumerate(classes):
+        images = dict.fromkeys(_images_in(folder / name, others), label)
+        if not images:
+            reason = f"holds no image ({' '.join(EXTENSIONS)}); add some or remove the folder"
+            raise InvalidInput(f"data.root: {folder / name}: {reason}")
+        labels |= images
+    return dict(sorted(labels.items())), others

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import csv
 import functools
-import importlib.util
 import io
 import json
 import os
 import pathlib
+import runpy
 import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from deepspeed_trial.input_files import parsed, refused
 _PATHS, _LABELS = ("path", "file_name", "image", "url"), ("label", "class")  # columns
 _NO_URL = "download the images, or write them as shards (shards.py)"
 _TABLES = ("{}.csv", "{}.jsonl", "{}/metadata.csv", "{}/metadata.jsonl")
+_Numbered = tuple[int, Mapping[str, Any]]  # a row of a table, and its line
 
 
 class Row(NamedTuple):
@@ -84,26 +85,19 @@ class NamedFiles(ListedSource):
     def listing(self, part: str) -> FileListing:
         """Return the files of a part, in the order of their names in the table."""
         if part not in self._listings:
-            index = {name: label for label, name in enumerate(self.classes)}
-            rows = self._rows[part]
+            rows, index = self._rows[part], {name: label for label, name in enumerate(self.classes)}
             labels: Any = [[label_of(label, index) for label in row.labels] for row in rows]
-            paths = [row.path for row in rows]
             if self.location.several_labels:
-                labels = _indicators(labels, len(index))
+                of_images, labels = labels, np.zeros((len(rows), len(index)), np.uint8)
+                for indicators, of_image in zip(labels, of_images, strict=True):
+                    indicators[of_image] = 1
             else:
                 labels = [label for (label,) in labels]
-            self._listings[part] = FileListing(paths, labels, self.classes, self.location.root)
+            listing = FileListing([row.path for row in rows], labels, self.classes, self.location.root)
             if any(row.group for row in rows):
-                self._listings[part].column = [row.group for row in rows]
+                listing.column = [row.group for row in rows]
+            self._listings[part] = listing
         return self._listings[part]
-
-
-def _indicators(labels: list[list[int]], classes: int) -> np.ndarray:
-    """Return 1 for each label of an image, uint8 (N, C), of the labels of each image."""
-    rows = np.zeros((len(labels), classes), np.uint8)
-    for row, of_image in zip(rows, labels, strict=True):
-        row[of_image] = 1
-    return rows
 
 
 def table(location: Location) -> NamedFiles:
@@ -119,15 +113,12 @@ def table(location: Location) -> NamedFiles:
         raise InvalidInput(f"data.root: {root}: a table must be in a folder; {_NO_URL}")
     rows: dict[str, list[Row]] = {}
     for part in (*PARTS, WHOLE):
-        for form in _TABLES:
-            file = os.path.join(root, form.format(part))
-            if part in rows:
-                break
+        files = [os.path.join(root, form.format(part)) for form in _TABLES]
+        if file := next(filter(os.path.isfile, files), None):
             with refused(f"data.root: {file}"):
-                content = pathlib.Path(file).read_bytes() if os.path.isfile(file) else None
-            if content is not None:
-                with parsed(f"{file}: not a readable table", "write CSV in UTF-8, or JSON lines"):
-                    rows[part] = _rows(content, file, location)
+                content = pathlib.Path(file).read_bytes()
+            with parsed(f"{file}: not a readable table", "write CSV in UTF-8, or JSON lines"):
+                rows[part] = _rows(content, file, location)
     if "train" not in rows and set(rows) != {WHOLE}:
         needs = "it needs train.csv or train.jsonl, and may have the same of val and test"
         raise InvalidInput(f"data.root: {root}: holds no table of training images; {needs}")
@@ -137,16 +128,17 @@ def table(location: Location) -> NamedFiles:
 def _rows(content: bytes, file: str, location: Location) -> list[Row]:
     """Return the images of a table; raise ``InvalidInput`` with the first bad row."""
     text = io.StringIO(content.decode("utf-8-sig", errors="replace"), newline="")
-    several, rows = location.several_labels, []
-    columns = several if isinstance(several, tuple) else None
-    for number, row in _csv_rows(text, file, columns) if file.endswith(".csv") else _json_rows(text, file):
-        rows.append(_row(row, f"{file}, line {number}", os.path.dirname(file), location))
+    several = location.several_labels
+    columns = [(name,) for name in several] if isinstance(several, tuple) else [_LABELS]
+    numbered = _csv_rows(text, file, columns) if file.endswith(".csv") else _json_rows(text, file)
+    folder = os.path.dirname(file)
+    rows = [_row(row, f"{file}, line {number}", folder, location) for number, row in numbered]
     if not rows:
         raise InvalidInput(f"{file}: has no rows; add some, or remove it")
     return rows
 
 
-def _row(row: Any, where: str, folder: str, location: Location) -> Row:
+def _row(row: Mapping[str, Any], where: str, folder: str, location: Location) -> Row:
     path, several = _value(row, "path", _PATHS, where), location.several_labels
     if isinstance(several, tuple):
         labels = tuple(name for name in several if _is_one(row, name, where))
@@ -160,10 +152,10 @@ def _row(row: Any, where: str, folder: str, location: Location) -> Row:
     return Row(os.path.join(folder, path), labels, where, group)
 
 
-def _separated(row: Any, separator: str, where: str) -> tuple[str, ...]:
+def _separated(row: Mapping[str, Any], separator: str, where: str) -> tuple[str, ...]:
     """Return the labels of a row: of a text with separators, or of a list of JSON."""
-    name = next((name for name in _LABELS if isinstance(row, dict) and name in row), None)
-    value = row[name] if name else None
+    name = next((name for name in _LABELS if name in row), "label")
+    value = row.get(name)
     if value is None:
         raise InvalidInput(f"{where}: has no label ({', '.join(_LABELS)}); add it, empty for no label")
     parts = value if isinstance(value, list) else str(value).split(separator) if value != "" else []
@@ -178,9 +170,9 @@ def _separated(row: Any, separator: str, where: str) -> tuple[str, ...]:
     return labels
 
 
-def _is_one(row: Any, name: str, where: str) -> bool:
+def _is_one(row: Mapping[str, Any], name: str, where: str) -> bool:
     """Return whether an image has the label of a column; an empty cell is no label."""
-    value = row.get(name) if isinstance(row, dict) else None
+    value = row.get(name)
     if value is None:
         raise InvalidInput(f"{where}: has no {name}; add 0 or 1")
     if str(value) not in ("0", "1", ""):
@@ -188,13 +180,11 @@ def _is_one(row: Any, name: str, where: str) -> bool:
     return str(value) == "1"
 
 
-def _csv_rows(
-    text: io.StringIO, file: str, label_columns: tuple[str, ...] | None
-) -> Iterator[tuple[int, dict[str, Any]]]:
+def _csv_rows(text: io.StringIO, file: str, label_columns: list[tuple[str, ...]]) -> Iterator[_Numbered]:
     """Yield the line number of each row, and its values by their columns."""
     rows = csv.DictReader(text)
     columns = list(rows.fieldnames or ())
-    for names in (_PATHS, *([(name,) for name in label_columns] if label_columns else [_LABELS])):
+    for names in (_PATHS, *label_columns):
         named = [column for column in columns if column in names]
         if columns and not named:
             shown = ", ".join(column[:50] for column in columns[:20])
@@ -207,18 +197,18 @@ def _csv_rows(
         yield rows.line_num, row
 
 
-def _json_rows(text: io.StringIO, file: str) -> Iterator[tuple[int, Any]]:
+def _json_rows(text: io.StringIO, file: str) -> Iterator[_Numbered]:
     for number, line in enumerate(text, 1):
         if line.strip():
             with parsed(f"{file}, line {number}: is no JSON", "write an object a line, with path and label"):
                 row = json.loads(line)
-            yield number, row
+            yield number, row if isinstance(row, dict) else {}
 
 
-def _value(row: Any, kind: str, names: tuple[str, ...], where: str) -> str:
+def _value(row: Mapping[str, Any], kind: str, names: tuple[str, ...], where: str) -> str:
     """Return the path or the label of a row."""
-    name = next((name for name in names if isinstance(row, dict) and name in row), kind)
-    value = row.get(name) if isinstance(row, dict) else None
+    name = next((name for name in names if name in row), kind)
+    value = row.get(name)
     if value is None or value == "":
         raise InvalidInput(f"{where}: has no {kind} ({', '.join(names)}); add it, or remove the row")
     if not isinstance(value, (str, int)):
@@ -236,15 +226,12 @@ def own_source(file: str, location: Location) -> Any:
         InvalidInput: if the file cannot be run, or returns anything else.
     """
     key = f"data.dataset: {file}"
-    path = pathlib.Path(file)
+    path = pathlib.Path(file).absolute()
     if not path.is_file():
         raise InvalidInput(f"{key}: no such file; paths are relative to the working directory")
-    specification = importlib.util.spec_from_file_location(f"own_source_{path.stem}", path)
-    assert specification and specification.loader  # as it ends in .py
-    module = importlib.util.module_from_spec(specification)
     try:
-        specification.loader.exec_module(module)
-        if not callable(make := getattr(module, "source", None)):
+        make = runpy.run_path(str(path), run_name=f"own_source_{path.stem}").get("source")
+        if not callable(make):
             raise InvalidInput(f"{key}: has no source; define source(root)")
         result = make(location.root)
         if not isinstance(result, Mapping):
@@ -257,7 +244,7 @@ def own_source(file: str, location: Location) -> Any:
         raise
     except Exception as error:  # the user's code
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [each.lineno for each in frames if each.filename == specification.origin]
+        lines = [each.lineno for each in frames if each.filename == str(path)]
         place = f" in line {lines[-1]}" if lines else ""
         reason = f"fails{place} ({type(error).__name__}: {one_line(error)}); correct it"
         raise InvalidInput(f"{key}: {reason}") from error
@@ -273,13 +260,8 @@ def own_source(file: str, location: Location) -> Any:
 
 
 def _checked(source: Any, key: str) -> Any:
-    members = (
-        "classes",
-        "parts",
-        "count",
-        "class_counts",
-        "listing" if isinstance(source, ListedSource) else "load",
-    )
+    images = "listing" if isinstance(source, ListedSource) else "load"
+    members = ("classes", "parts", "count", "class_counts", images)
     missing = [name for name in members if not hasattr(source, name)]
     if missing:
         reason = f"source(root) gives {printable(type(source).__name__)} without {', '.join(missing)}"

@@ -117,7 +117,6 @@ class ShardSource(ListedSource):
 
     def __init__(self, location: Location) -> None:
         super().__init__(location)
-        self.storage = Storage(location.storage)
         self._listings: dict[str, ShardListing] = {}
 
     @property
@@ -183,14 +182,6 @@ class ShardSource(ListedSource):
     def names(self) -> list[str] | None:
         """Return the class names from the dataset's folder; None if there are none."""
         return None
-
-    def beside(self, name: str, most: int = MOST_OF_A_FILE) -> bytes | None:
-        """Return the bytes of a file in the shards' folder, at most ``most``; None if it does not exist."""
-        file = join(self.location.base, name)
-        if is_remote(self.location.root):
-            return self.storage.read(file, most)
-        with refused(f"data.root: {file}"):
-            return small_file(file, most) if os.path.isfile(file) else None
 
 
 def find(location: Location, ending: str) -> dict[str, list[Shard]]:

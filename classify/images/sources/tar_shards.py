@@ -15,12 +15,13 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
 from tarfile import BLOCKSIZE
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 import numpy as np
 
 from classify.images.decode import MOST_BYTES
 from classify.images.listing import EXTENSIONS, Shard, is_remote
+from classify.images.sources.remote import MOST_OF_A_FILE, Storage
 from classify.images.sources.shard_index import (
     ENTRY,
     FILE,
@@ -32,7 +33,7 @@ from classify.images.sources.shard_index import (
 )
 from classify.images.sources.shards import ShardListing, ShardSource, join
 from deepspeed_trial.errors import InvalidInput, one_line
-from deepspeed_trial.input_files import parsed, refused, regular_file
+from deepspeed_trial.input_files import parsed, refused, regular_file, small_file
 
 _MOST_OF_A_HEADER = 2**14  # bytes of a pax header or a long name
 _MOST_HEADERS = 5  # before one member
@@ -93,7 +94,7 @@ class TarShards(ShardSource):
     @functools.cached_property
     def index(self) -> Index:
         """The index in the shards' folder; without one, the index from a scan."""
-        content = None if self.location.is_pattern else self.beside(FILE)
+        content = None if self.location.is_pattern else self._beside(FILE, MOST_OF_A_FILE)
         if content is None:
             return super().index
         file = join(self.location.root, FILE)
@@ -119,7 +120,7 @@ class TarShards(ShardSource):
 
     def names(self) -> list[str] | None:
         """Return the class names, the lines of ``classes.txt`` in the folder; None without that file."""
-        content = self.beside("classes.txt", _MOST_OF_NAMES)
+        content = self._beside("classes.txt", _MOST_OF_NAMES)
         if content is None:
             return None
         if content.count(b"\n") > MOST_CLASSES:
@@ -127,17 +128,26 @@ class TarShards(ShardSource):
             raise InvalidInput(f"{where}: names more than {MOST_CLASSES:,} classes; is it the right file?")
         return [line.strip() for line in content.decode(errors="replace").split("\n") if line.strip()]
 
+    def _beside(self, name: str, most: int) -> bytes | None:
+        """Return the bytes of a file in the shards' folder, at most ``most``; None if it does not exist."""
+        file = join(self.location.base, name)
+        if is_remote(file):
+            return Storage(self.location.storage).read(file, most)
+        with refused(f"data.root: {file}"):
+            return small_file(file, most) if os.path.isfile(file) else None
+
 
 def scan(file: pathlib.Path, name: str) -> Scanned:
     """Read the names and the labels of the members of a tar.
 
     Raises:
-        InvalidInput: if the tar is incomplete, or a member has no label or no image.
+        InvalidInput: if the tar is damaged or incomplete, or a sample has no label or no image.
     """
     texts: dict[str, int] = {}
     rows: list[tuple[int, int, int, int]] = []
-    shown = (member for member in members(file, name) if os.path.basename(_key(member)))
-    with refused(name), open(file, "rb") as opened:
+    damaged = parsed(f"{name}: not a readable tar", "is it whole? write or fetch it again")
+    with damaged, refused(name), open(file, "rb") as opened:
+        shown = (member for member in _members(opened) if os.path.basename(_key(member)))
         for key, files in itertools.groupby(shown, _key):
             image, text = None, None
             for member, offset, size in files:
@@ -206,29 +216,20 @@ class _Member(tarfile.TarInfo):
     _proc_sparse = _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse
 
 
-def members(file: pathlib.Path, name: str) -> Iterator[tuple[str, int, int]]:
-    """Yield the name, the first byte and the size of each regular file in a tar, in order.
-
-    Args:
-        file: the tar.
-        name: the tar's name in error lines.
-
-    Raises:
-        InvalidInput: if the tar is damaged or incomplete.
-    """
-    with parsed(f"{name}: not a readable tar", "is it whole? write or fetch it again"):
-        end, whole = -1, file.stat().st_size
-        with open(file, "rb") as opened, _Tar.open(fileobj=opened, mode="r:", tarinfo=_Member) as tar:
-            while (member := tar.next()) is not None:
-                tar.members.clear()  # type: ignore[attr-defined]  # or it keeps them all
-                is_inside = 0 <= member.size <= whole - member.offset_data
-                if member.isfile() and not is_inside:
-                    raise tarfile.ReadError("unexpected end of data")
-                if tar.offset <= end:
-                    raise tarfile.ReadError("its members overlap")
-                end = tar.offset
-                if member.isfile():
-                    yield member.name, member.offset_data, member.size
-            opened.seek(tar.offset)
-            if opened.read(BLOCKSIZE).strip(b"\0"):  # where tarfile ends without a word
-                raise tarfile.ReadError(f"no header at byte {tar.offset:,}")
+def _members(opened: BinaryIO) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, the first byte and the size of each regular file in a tar, in order."""
+    end, whole = -1, os.fstat(opened.fileno()).st_size
+    with _Tar.open(fileobj=opened, mode="r:", tarinfo=_Member) as tar:
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # type: ignore[attr-defined]  # or it keeps them all
+            is_inside = 0 <= member.size <= whole - member.offset_data
+            if member.isfile() and not is_inside:
+                raise tarfile.ReadError("unexpected end of data")
+            if tar.offset <= end:
+                raise tarfile.ReadError("its members overlap")
+            end = tar.offset
+            if member.isfile():
+                yield member.name, member.offset_data, member.size
+    opened.seek(tar.offset)
+    if opened.read(BLOCKSIZE).strip(b"\0"):  # where tarfile ends without a word
+        raise tarfile.ReadError(f"no header at byte {tar.offset:,}")
