@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("serve", help="serve a local web page that classifies dropped images")
     add = command.add_argument
     add("net", metavar="NET", **path)
-    add("--port", type=int, default=7860, metavar="N", help="of 127.0.0.1 (%(default)s)")
+    add("--port", type=int, default=7860, metavar="N", help="of 127.0.0.1 (%(default)s); 0: a free one")
 
     command = commands.add_parser("evaluate", help="validate a network")
     add = command.add_argument

@@ -49,20 +49,20 @@ def run(classifier: Classifier, net: pathlib.Path, port: int) -> None:
     Args:
         classifier: the network.
         net: its file; the page has images of the run in the same folder as examples.
-        port: of 127.0.0.1.
+        port: of 127.0.0.1; 0 takes a free one.
 
     Raises:
         InvalidInput: if the port is invalid or taken.
     """
-    if not 1 <= port <= 65535:
-        raise InvalidInput(f"--port: {port}: must be from 1 to 65535; give another")
+    if not 0 <= port <= 65535:
+        raise InvalidInput(f"--port: {port}: must be from 0 to 65535; give another")
     try:
         server = Server(classifier, net, port)
     except OSError as error:
         what = f"cannot be served on ({one_line(error)})"
         raise InvalidInput(f"--port: {port}: {what}; give another") from error
     with server:
-        print(f"http://{HOST}:{port}  (Ctrl+C ends it)", flush=True)
+        print(f"http://{HOST}:{server.server_address[1]}  (Ctrl+C ends it)", flush=True)
         server.serve_forever()
 
 

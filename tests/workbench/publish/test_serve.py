@@ -51,8 +51,8 @@ def ask(
 
 def test_invalid_and_taken_ports_are_one_line(network, port, capsys):
     for number, line in (
-        (0, "must be from 1 to 65535"),
-        (70000, "must be from 1"),
+        (-1, "must be from 0 to 65535"),
+        (70000, "must be from 0"),
         (port, "cannot be served on ("),
     ):
         assert checkpoint.main(["serve", str(network), "--port", str(number)]) == 2
@@ -60,11 +60,16 @@ def test_invalid_and_taken_ports_are_one_line(network, port, capsys):
         assert said.startswith(f"checkpoint.py: --port: {number}: {line}")
 
 
-def test_the_command_serves_until_it_is_interrupted(network):
-    number = free_port()
+@pytest.mark.parametrize("is_given", [True, False])
+def test_the_command_serves_until_it_is_interrupted(network, is_given):
+    """Port 0 takes a free port, and the line names it."""
+    number = free_port() if is_given else 0
     with started(["checkpoint.py", "serve", str(network), "--port", str(number)]) as page:
-        wait_until(lambda: page.stdout.startswith(f"http://127.0.0.1:{number} "), page)
-        assert ask(number, "GET")[0] == 200
+        wait_until(lambda: page.stdout.endswith("\n"), page)
+        address, said = page.stdout.split(maxsplit=1)
+        taken = int(address.removeprefix("http://127.0.0.1:"))
+        assert said == "(Ctrl+C ends it)\n" and taken == (number or taken)
+        assert ask(taken, "GET")[0] == 200
         page.send_signal(signal.SIGINT)
         assert page.wait(time_limit()) == 130
         assert page.stderr == "checkpoint.py: interrupted\n"
