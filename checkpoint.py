@@ -297,6 +297,7 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> No
 
 def evaluate(args: argparse.Namespace) -> None:
     """Validate a network as the trial does, on the test images or another split."""
+    from classify.config import experiment_file
     from classify.reports.summary import scores
     from workbench.publish import forms, scoring
 
@@ -315,7 +316,9 @@ def evaluate(args: argparse.Namespace) -> None:
     scaled = "" if after is None else f", at temperature {classifier.temperature:.3f} {after:.4f}"
     print(f"calibration error {before:.4f}{scaled}")
     print(f"loss {validation['loss']:.4f}  images {validation['images']:,}")
-    print(*scores(validation), sep="\n")
+    searcher = experiment_file.read(args.config, args.overrides).get("searcher")
+    chosen = searcher.get("metric") if isinstance(searcher, dict) else None
+    print(*scores(validation, str(chosen or "")), sep="\n")
 
 
 def report(args: argparse.Namespace) -> None:

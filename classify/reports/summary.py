@@ -62,7 +62,9 @@ def scores(metrics: Mapping[str, Any], chosen: str = "accuracy", which: str = ""
     """Return a line for each of the accuracies, and the chosen metric as the last."""
     names = [name for name in (TTA_METRIC, MAP_METRIC, "accuracy") if name != chosen]
     values = {name: value_of(metrics, name) for name in (*names, chosen)}
-    return [f"{which}{printable(name)} {value:.4f}" for name, value in values.items() if value is not None]
+    return [
+        f"{which}{printable(name)} {value:.4f}" for name, value in values.items() if isinstance(value, float)
+    ]
 
 
 def network_file(write_network: Callable[[pathlib.Path], Any], is_chief: bool) -> list[pathlib.Path]:

@@ -82,6 +82,10 @@ def test_predict_agrees_with_evaluate(root, run, main, tmp_path):
     assert all(sum(row["probabilities"].values()) == pytest.approx(1, abs=1e-5) for row in rows)
     validation = main("evaluate", net, *DIGITS, *data, "--json")
     assert validation["accuracy"] == right(rows) == run.summary["validation"]["accuracy"]
+    chosen = "macro_recall"  # of the experiment file
+    said = main("evaluate", net, *DIGITS, *data, *overrides(searcher__metric=chosen)).splitlines()
+    scores = {name: run.summary["validation"][name] for name in ("accuracy", chosen)}
+    assert said[-2:] == [f"{name} {score:.4f}" for name, score in scores.items()]
     said = main("predict", net, picture)
     assert "digit" in said and "augmentation" not in said
     views = ["--tta", "mirror,shift=2"]
