@@ -215,13 +215,17 @@ def predict(args: argparse.Namespace) -> None:
         InvalidInput: after printing, with a line for each file that is not a readable image.
     """
     from classify.images.sources.image_folder import find_images
+    from classify.reports.overview import describe_passed_over
     from workbench.publish import forms, scoring
 
     classifier = forms.read(args.net)
     how = scoring.views_of(args.tta, classifier.description)
     asks = args.unknown is not None
     threshold = scoring.threshold_of(classifier, args.unknown, args.net) if asks else 0.0
-    files, found, errors = scoring.answers(classifier, find_images(args.images), how, threshold)
+    images, others = find_images(args.images)
+    if passed_over := describe_passed_over(others):
+        print(f"{command_line.called('checkpoint')}: {passed_over}", file=sys.stderr)
+    files, found, errors = scoring.answers(classifier, images, how, threshold)
     if args.heat and files:
         from workbench.publish import heat_page
 

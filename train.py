@@ -159,7 +159,7 @@ def check(args: argparse.Namespace) -> int:
     if config.tries:
         print_notes([f"{MICRO_BATCH}: 'auto': found by trying before the first step; the largest is shown"])
     say(f"images {printable(describe_images(config))}")
-    if passed_over := describe_passed_over(config.source):
+    if passed_over := describe_passed_over(config.source.passed_over):
         say(f"files {passed_over}")
     if config.hyper.minutes:
         say(f"length {describe_length(config)}")

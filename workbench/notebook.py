@@ -61,7 +61,7 @@ class Network:
             InvalidInput: with a line for each file that cannot be read as an image.
         """
         paths = [images] if isinstance(images, str | os.PathLike) else images
-        found = find_images(map(pathlib.Path, paths))
+        found, _ = find_images(map(pathlib.Path, paths))
         files, answers, errors = scoring.answers(self._classifier, found)
         errors.raise_any()
         rows = [dict(zip(self.classes, row.tolist(), strict=True)) for row in answers.probabilities]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,9 +44,9 @@ def describe_images(config: TrialConfig) -> str:
     )
 
 
-def describe_passed_over(source: DataPlan) -> str:
-    """Describe the ignored files, the most frequent extensions first; empty if there are none."""
-    counts = sorted(source.passed_over.items(), key=lambda each: (-each[1], each[0]))
+def describe_passed_over(files: Mapping[str, int]) -> str:
+    """Describe ignored files, counted by extension, the most frequent first; empty if there are none."""
+    counts = sorted(files.items(), key=lambda each: (-each[1], each[0]))
     rest = sum(count for _, count in counts[KINDS:])
     kinds = [f"{count:,} {extension or 'without an extension'}" for extension, count in counts[:KINDS]]
     shown = ", ".join([*kinds, *([f"{rest:,} others"] if rest else [])])
@@ -83,7 +84,7 @@ def describe(
         f" x accumulation {engine[ACCUMULATION]:,} x {replicas}",
         "length": "1 step: a test" if is_test else describe_length(config),
     }
-    if passed_over := describe_passed_over(config.source):
+    if passed_over := describe_passed_over(config.source.passed_over):
         lines["files"] = passed_over
     if how := config.hyper.weight_average:
         kind = "lookahead, " if how.lookahead else ""

@@ -177,14 +177,18 @@ def test_predict_classifies_the_rest_of_a_folder_and_names_what_it_cannot_read(r
     good = [
         str(save(tmp_path / name, Image.open(root / "test/digit 2/119.png"))) for name in ("a.png", "d.png")
     ]
-    for name, content in ("b.png", b"no image"), ("c.jpg", b""):
+    stray = ("notes.txt", "folder/MORE.TXT", "clip.mov", ".DS_Store")
+    (tmp_path / "folder").mkdir()
+    for name, content in ("b.png", b"no image"), ("c.jpg", b""), *((name, b"") for name in stray):
         (tmp_path / name).write_bytes(content)
     arguments = ["predict", str(run.output / "net.pt"), str(tmp_path)]
     capsys.readouterr()
     assert checkpoint.main([*arguments, "--json"]) == 2
     said = capsys.readouterr()
     assert [row["image"] for row in json.loads(said.out)] == good
-    assert [line.partition(": not a readable image (")[0] for line in said.err.splitlines()] == [
+    passed_over, *errors = said.err.splitlines()
+    assert passed_over == "checkpoint.py: passed over: 2 .txt, 1 .mov"
+    assert [line.partition(": not a readable image (")[0] for line in errors] == [
         f"checkpoint.py: {tmp_path}/b.png",
         f"checkpoint.py: {tmp_path}/c.jpg",
     ]

@@ -69,27 +69,30 @@ class ImageFolder(ListedSource):
         return self.root if part == WHOLE else self.root / part
 
 
-def find_images(paths: Iterable[pathlib.Path]) -> list[pathlib.Path]:
+def find_images(paths: Iterable[pathlib.Path]) -> tuple[list[pathlib.Path], collections.Counter[str]]:
     """Find image files: the paths that are files, and all images in the paths that are folders.
+
+    Returns:
+        The image files, and the number of the folders' other files by extension.
 
     Raises:
         InvalidInput: with a line for each path that does not exist, cannot be read, or is a folder without
             images.
     """
-    files: list[pathlib.Path] = []
+    files, others = list[pathlib.Path](), collections.Counter[str]()
     errors = ErrorList()
     remedy = "give image files or folders of them"
     for path in paths:
         with errors.collecting(), refused(str(path), remedy):
             if not path.exists():
                 raise InvalidInput(f"{path}: no such file or folder; {remedy}")
-            found = _images_in(path, collections.Counter()) if path.is_dir() else [path]
+            found = _images_in(path, others) if path.is_dir() else [path]
             images = sorted(map(pathlib.Path, found))
             if not images:
                 raise InvalidInput(f"{path}: holds no image ({' '.join(EXTENSIONS)}); give another folder")
             files += images
     errors.raise_any()
-    return files
+    return files, others
 
 
 def _images_in(folder: str | os.PathLike[str], others: collections.Counter[str]) -> Iterator[str]:

@@ -62,7 +62,7 @@ def test_a_folder_of_photos_is_read_and_the_other_files_are_counted(photos, caps
     opened = plan(photos)
     assert opened.classes == ("Bär", "Katze", "Öl")
     assert [opened.count(split) for split in ("train", "test")] == [15, 4]
-    assert describe_passed_over(opened) == "passed over: 2 .txt, 1 without an extension, 1 .jpg, 1 .mov"
+    assert describe_passed_over(opened.passed_over) == "passed over: 2 .txt, 1 without an extension, 1 .jpg, 1 .mov"
     images = opened.load("train").images
     assert images.shape == (19, 3, 32, 32)
     listing = opened.listing("train")
@@ -70,7 +70,7 @@ def test_a_folder_of_photos_is_read_and_the_other_files_are_counted(photos, caps
     (first,) = (index for index in range(19) if listing.name(index).endswith("HEIC"))
     for colour, column in ((LEFT, 4), (RIGHT, 28)):
         assert np.abs(images[first, :, 16, column].numpy().astype(int) - colour).max() < 12
-    assert describe_passed_over(plan(photos, unreadable="skip")).startswith("passed over: 2 .txt")
+    assert describe_passed_over(plan(photos, unreadable="skip").passed_over).startswith("passed over: 2 .txt")
     data = overrides(data__dataset="imagefolder", data__root=photos, data__image_size=32)
     assert program.main(["--config", "experiments/digits.yaml", *NET, *BATCH, *data, "--check"]) == 0
     assert "train.py: files passed over: 2 .txt, 1 with" in capsys.readouterr().err
@@ -84,7 +84,7 @@ def test_files_beside_parts_are_counted_and_kinds_are_limited(folder):
         *(f"train/b/x.{kind}x" for kind in "abcdefghi"),
     ):
         (folder / path).write_bytes(b"no image")
-    shown = describe_passed_over(DataPlan.resolve(DataSettings("imagefolder", str(folder))))
+    shown = describe_passed_over(DataPlan.resolve(DataSettings("imagefolder", str(folder))).passed_over)
     assert shown.startswith("passed over: 2 .csv, 1 .ax, ") and shown.endswith("1 .gx, 3 others")
 
 
