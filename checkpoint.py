@@ -62,12 +62,8 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--format", choices=FORMATS, help="(by FILE's ending, else pt); hf: a folder for the Hugging Face Hub"
     )
-    add(
-        "--checkpoint",
-        default="latest",
-        metavar="latest|best|UUID",
-        help="the run's checkpoint (%(default)s)",
-    )
+    meaning = "the run's checkpoint; final: the weights of predict, report and serve (%(default)s)"
+    add("--checkpoint", default="final", metavar="final|latest|best|UUID", help=meaning)
     add("--int8", action="store_true", help="write the ONNX file in 8-bit integers")
     command_line.add_experiment_options(command, CONFIG, "whose training images scale --int8")
 

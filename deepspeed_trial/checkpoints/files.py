@@ -135,12 +135,13 @@ def sha256(path: pathlib.Path, flush: bool = False) -> str:
     return digest.hexdigest()
 
 
-def locate(source: pathlib.Path, which: str = "latest") -> pathlib.Path:
+def locate(source: pathlib.Path, which: str = "final") -> pathlib.Path:
     """Return the folder of an undamaged checkpoint.
 
     Args:
         source: the folder of a run, or of a checkpoint, e.g. one downloaded from a cluster.
-        which: the checkpoint of a run: ``latest``, ``best`` (by ``searcher.metric``) or a UUID.
+        which: the checkpoint of a run: ``final`` (the weights that the run tested and reported; during the
+            run the latest), ``latest``, ``best`` (by ``searcher.metric``) or a UUID.
 
     Raises:
         InvalidInput: if there is none, or a file of it is missing, damaged or does not belong to it.
@@ -151,6 +152,7 @@ def locate(source: pathlib.Path, which: str = "latest") -> pathlib.Path:
     elif checkpoints.is_dir():
         found = known(checkpoints)
         choose: dict[str, Callable[[], str | None]] = {
+            "final": lambda: _final(source) or next(iter(found), None),
             "best": lambda: _best(source, found),
             "latest": lambda: next(iter(found), None),
         }
@@ -171,6 +173,17 @@ def locate(source: pathlib.Path, which: str = "latest") -> pathlib.Path:
 def in_words(found: dict[str, dict[str, Any]]) -> str:
     """Return the remedy of an error line: the checkpoints to choose from."""
     return f"it holds {', '.join(found)}" if found else "it holds no checkpoint"
+
+
+def _final(run: pathlib.Path) -> str | None:
+    """Return the checkpoint of a run's final weights; None before the end of the run."""
+    file = run / "summary.json"
+    try:
+        name = json.loads(file.read_text())["checkpoint"] if file.exists() else None
+        return None if name is None else str(name)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = f"{file} cannot be read ({one_line(error)}); give latest, best or a UUID"
+        raise InvalidInput(f"--checkpoint: final: {reason}") from error
 
 
 def _best(run: pathlib.Path, found: dict[str, dict[str, Any]]) -> str | None:

@@ -237,6 +237,20 @@ def test_a_model_card_has_the_results_of_its_checkpoint(which, steps, run, main,
     assert f"| accuracy | {wanted:.4f} |" in card.text and f"| steps | {steps}, of 32 images" in card.text
 
 
+def test_an_export_has_the_weights_that_the_run_reports(run, main, tmp_path):
+    """The final weights; ``best_weights`` makes these the best, which an earlier checkpoint holds."""
+    copy = shutil.copytree(run.output, tmp_path / "copy")
+    best = support.checkpoints(run)[20].name
+    for chosen, steps in ((run.summary["checkpoint"], 60), (best, 20)):
+        change(copy / "summary.json", "checkpoint", value=chosen)
+        assert f": checkpoint {chosen}, {steps} steps\n" in main("export", copy, tmp_path / "net.pt")
+    (copy / "summary.json").unlink()  # the run trains again
+    assert ", 60 steps\n" in main("export", copy, tmp_path / "net.pt")
+    (copy / "summary.json").write_text("{")
+    (said,) = main("export", copy, tmp_path / "net.pt", code=2)
+    assert said.startswith(f"checkpoint.py: --checkpoint: final: {copy}/summary.json cannot be read (")
+
+
 def test_a_report_is_one_page_without_links_to_other_files(run, main, tmp_path):
     other, page = tmp_path / "other <run>", tmp_path / "page.html"
     shutil.copytree(run.output, other)
