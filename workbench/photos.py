@@ -17,6 +17,8 @@ import torch
 from ruamel.yaml import YAML
 
 from classify.config import command_line, experiment_file
+from classify.images.plan import DataPlan
+from classify.images.settings import DataSettings
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import InvalidInput, printable
 from deepspeed_trial.input_files import refused
@@ -99,8 +101,9 @@ def prepare(folder: pathlib.Path, argv: Sequence[str]) -> Training:
     images = Images.of(folder)
     settings = defaults.choose(images, minutes or defaults.MINUTES, args.net)
     config = _experiment(folder, settings, args)
+    plan = DataPlan.resolve(DataSettings.parse(config.get("data")))  # decodes the images once
     written = _write(output, config)
-    print(*_first_lines(folder, images, settings, output), sep="\n", flush=True)
+    print(*_first_lines(folder, images, plan, settings, output), sep="\n", flush=True)
     return Training(output, [*_options(str(written), [], None), *arguments], written, bool(args.check))
 
 
@@ -178,22 +181,23 @@ def _write(output: pathlib.Path, config: dict[str, Any]) -> pathlib.Path:
     return path
 
 
-def _first_lines(folder: pathlib.Path, images: Images, settings: Settings, output: pathlib.Path) -> list[str]:
+def _first_lines(
+    folder: pathlib.Path, images: Images, plan: DataPlan, settings: Settings, output: pathlib.Path
+) -> list[str]:
     """Describe the images, their split, the network, the length and the files of a run."""
-    counts, splits = images.counts, images.splits
+    counts = images.counts
     ranked = sorted(counts, key=lambda name: -counts[name])
     named = [f"{name} {counts[name]:,}" for name in ranked[:MOST_CLASSES]]
     more = f" ... {ranked[-1]} {counts[ranked[-1]]:,}" if len(ranked) > MOST_CLASSES else ""
-    chooser = "val" if "val" in splits else "test"
-    tested = f", {splits['test']:,} test it at the end" if chooser == "val" and "test" in splits else ""
+    tested = f", {plan.count('test'):,} test it at the end" if plan.has_test else ""
     machine = "the GPU" if torch.cuda.is_available() else f"{joblib.cpu_count()} cores"
     net, pixels = settings.net or defaults.NET, f"{settings.side}x{settings.side} pixels"
     minutes = f"{settings.minutes:g} minute{'s' * (settings.minutes != 1)}"
     lines = {
         "images": f"{folder}: {sum(counts.values()):,} in {len(counts)} classes ({', '.join(named)}{more}),"
         f" most about {images.size[0]}x{images.size[1]} pixels",
-        "split": f"{splits['train']:,} train the network, {splits[chooser]:,} choose its best weights by"
-        f" {settings.metric}{tested}",
+        "split": f"{plan.count('train'):,} train the network, {plan.count(plan.validation):,} choose its best"
+        f" weights by {settings.metric}{tested}",
         "network": f"{net} from random weights, on {pixels}, {settings.batch:,} images a step",
         "length": f"at most {minutes}: on {machine} about {settings.passes:,.3g} passes"
         " over the training images",
