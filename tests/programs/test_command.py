@@ -131,6 +131,14 @@ def test_bad_input_is_a_line(home, monkeypatch, capsys, argv, line):
     assert (home / "used/experiment.yaml").read_text() == "name: mine"
 
 
+def test_a_check_prints_no_warning(home):
+    """Every line on stderr is the command's; torch's tracker of memory warned of a network with frozen weights."""
+    made = in_folder(home, "Bücher", "--check")
+    said = [line for line in made.stderr.splitlines() if " are stored decoded in " not in line]
+    assert made.code == 0 and all(line.startswith("classify: ") for line in said), made.stderr
+    assert any(": base 820, weights " in line and ", activations " in line for line in said)
+
+
 def test_a_refused_training_leaves_no_folder(home):
     before = sorted(home.glob("runs/*"))
     made = in_folder(home, "Bücher", "--net", "nonet")
