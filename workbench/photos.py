@@ -101,10 +101,15 @@ def prepare(folder: pathlib.Path, argv: Sequence[str]) -> Training:
     images = Images.of(folder)
     settings = defaults.choose(images, minutes or defaults.MINUTES, args.net)
     config = _experiment(folder, settings, args)
-    plan = DataPlan.resolve(DataSettings.parse(config.get("data")))  # decodes the images once
     written = _write(output, config)
+    training = Training(output, [*_options(str(written), [], None), *arguments], written, bool(args.check))
+    try:
+        plan = DataPlan.resolve(DataSettings.parse(config.get("data")))  # decodes the images once
+    except InvalidInput:
+        training.undo()
+        raise
     print(*_first_lines(folder, images, plan, settings, output), sep="\n", flush=True)
-    return Training(output, [*_options(str(written), [], None), *arguments], written, bool(args.check))
+    return training
 
 
 def _minutes(args: argparse.Namespace) -> float | None:

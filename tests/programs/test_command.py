@@ -141,10 +141,15 @@ def test_a_check_prints_no_warning(home):
 
 def test_a_refused_training_leaves_no_folder(home):
     before = sorted(home.glob("runs/*"))
-    made = in_folder(home, "Bücher", "--net", "nonet")
-    assert made.code == 2
-    assert made.stderr.splitlines()[-1].startswith("classify: hyperparameters.net: 'nonet': no such network")
-    assert sorted(home.glob("runs/*")) == before
+    refused = {
+        "hyperparameters.net: 'nonet': no such network": ["--net", "nonet"],
+        "data.validation: 2: ": ["--set", "data.validation=2"],
+    }
+    for line, options in refused.items():
+        made = in_folder(home, "Bücher", *options)
+        assert made.code == 2
+        assert made.stderr.splitlines()[-1].startswith(f"classify: {line}")
+        assert sorted(home.glob("runs/*")) == before
 
 
 def test_every_subcommand_of_checkpoint_is_a_command(capsys):
