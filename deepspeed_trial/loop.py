@@ -121,7 +121,7 @@ class Loop:
             self._set_up(ends)
             ends.callback(self.services.progress.close)
             total = self.context.plan.total if self.budget else self.total
-            self.services.progress.begin(total, self.data.epoch, self.first_step, self.budget)
+            self.services.progress.begin(total, self.data.epoch, self.first_step, self._work(), self.budget)
             if self.context.tracking.names:
                 self.context.tracking.start(self.services.metrics())
             with self.services.stoppable():
@@ -356,10 +356,12 @@ class Loop:
             if not self.settings.test_mode:
                 self.context.plan.fix(self.total)
             return
+        self.budget.begin(self.steps, self._work())
+
+    def _work(self) -> time_budget.Work:
         size = self.engines[0].train_micro_batch_size_per_gpu()
         trained = size * self.context.get_num_micro_batches_per_slot()
-        work = self.settings.work(self.data, trained, self.saving.hooks.stages())
-        self.budget.begin(self.steps, work)
+        return self.settings.work(self.data, trained, self.saving.hooks.stages())
 
     def _correct_plan(self) -> None:
         """For a length in minutes, correct the plan when that is due, by the chief's clock on all ranks."""

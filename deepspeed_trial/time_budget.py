@@ -164,15 +164,7 @@ class TimeBudget:
 
     def _rest(self, done: int, total: int) -> float:
         """Return the remaining seconds after step ``done``, if the training has ``total`` steps."""
-        step, work = self._costs[STEP], self.work
-        guessed = step * work.validation_steps
-        validation = self._costs.get(VALIDATION, guessed)
-        checkpoint = self._costs.get(CHECKPOINT, 0.0)
-        validations = _periods(work.validation_period, done, total)
-        checkpoints = _periods(work.checkpoint_period, done, total)
-        rest = step * work.duration(total - done, self._fraction(done), 1.0) + work.test_share * validation
-        rest += (validations - 1) * self._costs.get(WITHIN, 0.0)
-        return rest + validations * validation + checkpoints * checkpoint
+        return seconds_left(done, total, self._fraction(done), self._costs, self.work)
 
     def _fraction(self, done: int) -> float:
         """Return the fraction of the training after ``done`` steps."""
@@ -232,7 +224,26 @@ class TimeBudget:
             self.plan.make(done, total)
 
 
-def _periods(period: int | None, done: int, total: int) -> int:
+def seconds_left(done: int, total: int, fraction: float, costs: Mapping[str, float], work: Work) -> float:
+    """Return the remaining seconds after step ``done`` of a training.
+
+    Args:
+        done: optimizer steps done.
+        total: optimizer steps of the whole training.
+        fraction: fraction of the training that is done.
+        costs: seconds by kind of work; those of a full step are among them.
+        work: work in addition to the steps.
+    """
+    step = costs[STEP]
+    validation, checkpoint = costs.get(VALIDATION, step * work.validation_steps), costs.get(CHECKPOINT, 0.0)
+    validations = periods(work.validation_period, done, total)
+    checkpoints = periods(work.checkpoint_period, done, total)
+    rest = step * work.duration(total - done, fraction, 1.0) + work.test_share * validation
+    rest += (validations - 1) * costs.get(WITHIN, 0.0)
+    return rest + validations * validation + checkpoints * checkpoint
+
+
+def periods(period: int | None, done: int, total: int) -> int:
     """Count the ends of a period from step ``done`` (included) to the last step, which counts as one."""
     return 1 if period is None else -(-total // period) - (done - 1) // period
 
@@ -242,3 +253,10 @@ def clock_text(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def about_text(seconds: float) -> str:
+    """Return seconds as ``40 seconds``, ``12 minutes`` or ``3.5 hours``."""
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"

@@ -19,7 +19,16 @@ from typing_extensions import override
 from deepspeed_trial import machine, redaction
 from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.local import metrics_log
-from deepspeed_trial.time_budget import TimeBudget, clock_text
+from deepspeed_trial.time_budget import (
+    STEP,
+    VALIDATION,
+    TimeBudget,
+    Work,
+    about_text,
+    clock_text,
+    periods,
+    seconds_left,
+)
 
 # Label and format of the metrics that come first
 FORMS = {
@@ -32,7 +41,8 @@ SHOWN = 6  # metrics
 NOT_SHOWN = ("batches", "epochs")  # Determined adds them to a validation's
 # Seconds without a report after which a step is shown, on a terminal (True) and elsewhere; a GPU waits for it
 SHOWN_EVERY = {True: 1.0, False: 60.0}
-WATCHED = 5  # least seconds of a measurement of threads
+WATCHED = 5  # least seconds of a measurement of threads or of steps
+TIMED_STEPS = 3  # least steps of a measurement
 LONGEST_WAIT = 0.2  # share of the time without a core above which a note is shown
 # Without steps a second: unlike images a second, they would count the time of validations
 BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
@@ -48,7 +58,7 @@ class Progress:
     validation: Mapping[str, Any] = MappingProxyType({})
 
     def begin(
-        self, steps: int | None, steps_per_epoch: int, done: int, budget: TimeBudget | None = None
+        self, steps: int | None, steps_per_epoch: int, done: int, work: Work, budget: TimeBudget | None = None
     ) -> None:
         """Start showing the training.
 
@@ -56,6 +66,7 @@ class Progress:
             steps: total optimizer steps; None if not known yet.
             steps_per_epoch: optimizer steps in an epoch.
             done: steps done before this run resumed.
+            work: work in addition to the steps.
             budget: the time budget, if the training's length is a time.
         """
 
@@ -94,13 +105,17 @@ class LocalMetrics(core.DummyTrainContext, Progress):
         self._reported: dict[str, Any] = {}
         self._shown_at = 0.0  # seconds
         self._watched_since: tuple[float, float] | None = None  # time, and machine.waited_for_cores() then
+        self._work: Work | None = None  # until the forecast is shown
+        self._timed_since: tuple[int, float] | None = None  # step and time; validations are left out
+        self._costs: dict[str, float] = {}  # seconds of a validation
 
     @override
     def begin(
-        self, steps: int | None, steps_per_epoch: int, done: int, budget: TimeBudget | None = None
+        self, steps: int | None, steps_per_epoch: int, done: int, work: Work, budget: TimeBudget | None = None
     ) -> None:
         self._budget = budget
         self.steps, self.steps_per_epoch = steps, steps_per_epoch
+        self._work = None if budget else work
         self._forget_after(done)
         run = {
             "config": self.experiment.shown,
@@ -152,6 +167,9 @@ class LocalMetrics(core.DummyTrainContext, Progress):
 
     @override
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
+        if self._timed_since:
+            took = self._costs[VALIDATION] = time.monotonic() - self._shown_at  # of the report before it
+            self._timed_since = self._timed_since[0], self._timed_since[1] + took
         metrics = metrics_log.scalars(metrics)
         self._remember(steps_completed, metrics)
         self._keep("validation", steps_completed, metrics)
@@ -228,6 +246,26 @@ class LocalMetrics(core.DummyTrainContext, Progress):
         self._line(steps_completed, _line_of(shown))
         self._shown_at = time.monotonic()
         self._say_if_threads_wait()
+        if self._work and self.steps:
+            self._say_how_long(steps_completed, self.steps, self._work)
+
+    def _say_how_long(self, done: int, total: int, work: Work) -> None:
+        """Show once how long the rest of the training takes, by the steps after the first, slow ones.
+
+        A shown step has waited for the GPU, so the time between two shown steps is the time of the steps.
+        """
+        first, since = self._timed_since = self._timed_since or (done, self._shown_at)
+        passed = self._shown_at - since
+        if done - first < TIMED_STEPS or passed < WATCHED:
+            return
+        self._work, fraction = None, done / total
+        step = passed / work.duration(done - first, first / total, fraction)
+        left = seconds_left(done, total, fraction, {STEP: step, **self._costs}, work)
+        if left >= WATCHED:
+            number = periods(work.validation_period, done, total)
+            parts = f"{total - done:,} steps, {number:,} validation{'s' * (number != 1)}"
+            self._bar.write(f"time: about {about_text(left)} left: {parts}", file=sys.stdout)
+            sys.stdout.flush()
 
     def _say_if_threads_wait(self) -> None:
         """Show once that this run's threads wait for cores, which other programs use."""

@@ -13,6 +13,8 @@ from support import all_at_once
 from deepspeed_trial import machine
 from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.local import progress
+from deepspeed_trial.plan import Plan
+from deepspeed_trial.time_budget import TimeBudget, Work
 
 
 class Terminal(io.StringIO):
@@ -22,7 +24,7 @@ class Terminal(io.StringIO):
 
 def begun(folder, done, **config):
     metrics = progress.LocalMetrics(folder, Experiment(config, {}))
-    metrics.begin(steps=90, steps_per_epoch=45, done=done)
+    metrics.begin(90, 45, done, Work(validation_period=45, validation_steps=10.0, test_share=0.5))
     return metrics
 
 
@@ -51,7 +53,7 @@ def test_the_first_steps_have_epoch_and_loss_without_a_report(tmp_path, monkeypa
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_the_chosen_metric_is_of_the_validation_alone(tmp_path, monkeypatch, terminal):
-    """The bar says so; lines of the training do not have it."""
+    """The bar names the validation; lines of the training lack the metric."""
     out, err = io.StringIO(), Terminal() if terminal else io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
@@ -80,6 +82,37 @@ def test_a_note_says_once_that_threads_wait_for_cores(tmp_path, monkeypatch, cap
         metrics.report_training_metrics(step, {"loss": 1.0})
     err = capsys.readouterr().err
     assert err.count("\n") == says and ("had no core for 40% of the time; OMP_NUM_THREADS=1" in err) == says
+
+
+def test_one_line_forecasts_the_time_left_by_the_steps_alone(tmp_path, monkeypatch, capsys):
+    """The first step takes 60 s, the others 4 s; a validation takes 30 s, or as long as 10 steps if none has ended."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+
+    def forecasts(done, *events):
+        metrics = begun(tmp_path, done)
+        for seconds, event, step in events:
+            now[0] += seconds
+            getattr(metrics, f"report_{event}_metrics")(step, {"loss": 1.0})
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("time: ")]
+
+    steps = [(60, "training", 1), (8, "training", 3), (4, "training", 4), (4, "training", 5)]
+    # 86 steps, 2 validations and a test of half a validation: 444 s
+    assert forecasts(0, *steps) == ["time: about 7 minutes left: 86 steps of 4 s, 2 validations"]
+    around = [(60, "training", 44), (4, "training", 45), (30, "validation", 45), (8, "training", 47)]
+    assert forecasts(43, *around) == ["time: about 4 minutes left: 43 steps of 4 s, 1 validation"]
+    assert not forecasts(0, *steps[:2])  # too few steps
+    assert not forecasts(0, (1, "training", 1), (0.1, "training", 80))  # too little time
+
+
+def test_a_length_in_minutes_needs_no_forecast(tmp_path, monkeypatch, capsys):
+    metrics = progress.LocalMetrics(tmp_path, Experiment({}, {}))
+    metrics.begin(90, 45, 0, Work(), TimeBudget(15, Plan()))
+    for step in (1, 10, 20):
+        now = progress.time.monotonic()
+        monkeypatch.setattr(progress.time, "monotonic", lambda now=now: now + 100)
+        metrics.report_training_metrics(step, {"loss": 1.0})
+    assert "time: " not in capsys.readouterr().out
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/schedstat").exists(), reason="not on Linux")
