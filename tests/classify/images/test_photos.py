@@ -62,7 +62,10 @@ def test_a_folder_of_photos_is_read_and_the_other_files_are_counted(photos, caps
     opened = plan(photos)
     assert opened.classes == ("Bär", "Katze", "Öl")
     assert [opened.count(split) for split in ("train", "test")] == [15, 4]
-    assert describe_passed_over(opened.passed_over) == "passed over: 2 .txt, 1 without an extension, 1 .jpg, 1 .mov"
+    assert (
+        describe_passed_over(opened.passed_over)
+        == "passed over: 2 .txt, 1 without an extension, 1 .jpg, 1 .mov"
+    )
     images = opened.load("train").images
     assert images.shape == (19, 3, 32, 32)
     listing = opened.listing("train")
