@@ -388,7 +388,7 @@ def rows(text: str | bytes, name: str = "train.csv"):
     own_empty=("own.py", "def source(root):\n    return {'train': []}\n", ["data.dataset: own.py: source(root) gives train (0); must give images"]),
     own_other=("own.py", "def source(root):\n    return 5\n", ["data.dataset: own.py: source(root) gives int without classes, parts"]),
     own_none=("own.py", "def sauce(root):\n    return 5\n", ["data.dataset: own.py: has no source; define source(root)"]),
-    unknown=("tfrecord", None, ["data.dataset: 'tfrecord': must be one of cifar10, digits, imagefolder, webdataset, parquet, table, or a file FILE.py of yours"]),
+    unknown=("tfrecord", None, ["data.dataset: 'tfrecord': must be one of cifar10, digits, ", ", or a file FILE.py of yours"]),
     library=("webdataset", "az://box/set", ["az://box/set/index.npz: az:// needs adlfs; pip install adlfs"]),
     protocol=("webdataset", "nfs9://box/set", ["nfs9://box/set/index.npz: cannot be opened (Protocol not known: nfs9"]),
 )  # fmt: skip
