@@ -18,6 +18,7 @@ from classify.config.sections import nearest_or, unknown_keys
 from deepspeed_trial.errors import ErrorList, InvalidInput, nearest, one_line
 
 CROSS_ENTROPY, BALANCED = "cross_entropy", "balanced"
+OF_ONE_LABEL = (CROSS_ENTROPY,)  # losses of a softmax, which ``data.several_labels`` refuses
 KEY, WEIGHTS = "hyperparameters.loss", "hyperparameters.class_weights"
 
 LossFunction = Callable[..., Tensor]
@@ -72,7 +73,7 @@ def check(choice: Any, class_weights: Any, classes: Sequence[str], several_label
     errors = ErrorList()
     with errors.collecting():
         name = _check_loss(choice, len(classes))
-        if several_labels and name == CROSS_ENTROPY:
+        if several_labels and name in OF_ONE_LABEL:
             reason = "is of one label an image, and data.several_labels gives several"
             errors.lines.append(f"{KEY}: {name!r}: {reason}; use bce or focal")
         elif several_labels and class_weights and name != "bce":

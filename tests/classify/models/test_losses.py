@@ -8,7 +8,7 @@ from support import error_line
 from torch.nn import functional as F
 
 import net
-from classify.config.hyperparameters import Hyperparameters
+from classify.config.hyperparameters import RULES, Hyperparameters
 from classify.models import losses
 
 CLASSES = ("cat", "dog", "owl")
@@ -35,6 +35,10 @@ def test_cross_entropy_is_torchs_to_the_bit_and_the_others_take_the_same_targets
     alpha = torch.where(F.one_hot(LABELS, 3) == 1, 0.25, 0.75)
     wanted = (-alpha * (1 - right) ** 3 * right.log()).sum(1).mean()
     torch.testing.assert_close(loss(loss={"focal": {"gamma": 3}}), wanted)
+
+
+def test_the_reference_names_every_loss():
+    assert all(name in RULES["loss"].values for name in losses.losses().keys() - net.LOSSES.keys())
 
 
 @pytest.mark.parametrize("name", ["cross_entropy", "bce", "focal"])
