@@ -90,7 +90,7 @@ def sleep_while_waiting() -> None:
 
 
 def choose_accelerator() -> None:
-    """Select the CPU for DeepSpeed and torch if there is no GPU; a Mac's GPU is for one process alone."""
+    """Select the CPU for DeepSpeed and torch if there is no GPU, or a Mac's GPU for several processes."""
     import torch
 
     if not torch.cuda.is_available():

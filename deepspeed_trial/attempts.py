@@ -49,7 +49,8 @@ class Attempt:
     """Result of a few steps; equal on all ranks.
 
     Attributes:
-        micro_batch_seconds: duration of a micro-batch without an optimizer step; 0 if all have a step.
+        micro_batch_seconds: duration of a micro-batch without an optimizer step, in seconds; 0 if every
+            micro-batch has an optimizer step.
         last_seconds: duration of a micro-batch with the optimizer step, in seconds.
         peak_memory: largest memory of a rank in MiB.
         reason: reason why the steps failed; empty if they did not.
@@ -69,7 +70,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of an attempt that this process starts.
+    """The ranks that this process starts for an attempt.
 
     Attributes:
         environments: environment variables of each rank, in addition to this process's variables.
@@ -81,7 +82,7 @@ class Group:
 
 
 def rank_of_all() -> Group:
-    """Return this process's rank of an attempt of all ranks. Every rank calls it."""
+    """Return the one rank that this process starts for an attempt on all ranks. Every rank calls it."""
     if int(os.environ.get("WORLD_SIZE") or 1) == 1:
         return Group([{}])
     meet()
@@ -90,7 +91,7 @@ def rank_of_all() -> Group:
 
 
 def local_ranks(count: int) -> Group:
-    """Return the ranks of an attempt on this host, without a launcher."""
+    """Return all ranks of an attempt on this host, without a launcher."""
     if count == 1:
         return Group([{}])
     store = serve(0)
@@ -175,7 +176,7 @@ def _fork_has_gradients() -> bool:
 
 
 def _answer(started: Sequence[tuple[Any, Connection]]) -> Attempt:
-    """Return the answer of the first rank that fails; if none fails, of the last rank that ends."""
+    """Return the first failing rank's answer; if no rank fails, the answer of the rank that ends last."""
     answer, left = Attempt(reason="no process"), {child.sentinel: (child, mine) for child, mine in started}
     while left:
         for sentinel in wait(list(left)):

@@ -43,9 +43,9 @@ def broadcast_buffers(engine: deepspeed.DeepSpeedEngine) -> None:
 def keep_configured_hyperparameters(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
     """Keep the configured values of the optimizer and the schedule while the body loads a checkpoint.
 
-    DeepSpeed replaces them and the gradient clipping by the checkpoint's values, so a resume could not change
-    a learning rate; it fails if the checkpoint has no schedule. After the block, learning rate and momentum
-    have the values of the configured schedule at the checkpoint's step.
+    DeepSpeed replaces these values and the gradient clipping by the checkpoint's values, so a resume could
+    not change a learning rate. DeepSpeed also fails if the checkpoint has no schedule. After the block,
+    learning rate and momentum have the values of the configured schedule at the checkpoint's step.
     """
     optimizer, schedule = engine.basic_optimizer, engine.lr_scheduler
     if optimizer is None or (schedule and not hasattr(schedule, "last_batch_iteration")):

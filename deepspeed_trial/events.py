@@ -101,7 +101,7 @@ class TrialHooks(Callback):
 
 
 def steps_done(context: Any) -> int:
-    """Return the optimizer steps done at the last report; the context may also be Determined's."""
+    """Return the optimizer steps done at the last report; accept Determined's context, too."""
     done: int | None = getattr(context, "steps_done", None)
     if done is None:  # Determined's own, which does not know before its first step
         with contextlib.suppress(det.errors.InternalException):
@@ -213,7 +213,7 @@ class NonFiniteLossMonitor(pytorch.PyTorchCallback):
         tolerance: number of consecutive bad steps to accept; fp16 skips steps while its loss scale falls.
 
     Attributes:
-        checkpoint: UUID of this run's last checkpoint; before the first, of the one that it resumed from.
+        checkpoint: UUID of the last checkpoint that this run saved or, before that, resumed from.
 
     Raises:
         TrainingStopped: naming the step, the learning rate and the last checkpoint before it.
@@ -251,7 +251,7 @@ class NonFiniteLossMonitor(pytorch.PyTorchCallback):
         self.skipped_in_a_row = self.skipped_in_a_row + skips if all_skipped else 0
         if self.skipped_in_a_row > self.tolerance:
             since = self.steps - self.skipped_in_a_row + 1
-            raise self.stopped(f"no gradient is finite since step {since}{_rate(batch_metrics[-1])}")
+            raise self.stopped(f"no gradient has been finite since step {since}{_rate(batch_metrics[-1])}")
 
     def _skips(self) -> int:
         """Return the number of steps that every engine skipped."""
@@ -264,7 +264,7 @@ class NonFiniteLossMonitor(pytorch.PyTorchCallback):
             self.bad_steps = 0
             return
         if not self.bad_steps:
-            self.first_bad = f"the loss is {bad[0]} since step {self.steps}{_rate(step[0])}"
+            self.first_bad = f"the loss has been {bad[0]} since step {self.steps}{_rate(step[0])}"
         self.bad_steps += 1
 
     @contextlib.contextmanager
@@ -276,7 +276,7 @@ class NonFiniteLossMonitor(pytorch.PyTorchCallback):
             if "loss scale already at minimum" not in str(error):
                 raise
             where = f"in step {step} (learning rate {learning_rate(self.engines[0]):g})"
-            raise self.stopped(f"the gradients overflow at the least loss scale {where}") from error
+            raise self.stopped(f"the gradients overflow at the minimum loss scale {where}") from error
 
     def stopped(self, reason: str) -> TrainingStopped:
         """Return the exception that ends the training."""

@@ -144,7 +144,7 @@ class Experiment:
         if chosen is not None or self.metric in ("", "loss"):
             return []
         what = f"not given, so a smaller {self.metric} is better, as in Determined"
-        return [f"searcher.smaller_is_better: None: {what}; if larger is better, set it to false"]
+        return [f"searcher.smaller_is_better: {what}; if larger is better, set it to false"]
 
     def length_notes(self, steps: int, epoch_steps: int, batch_size: int) -> list[str]:
         """Return a note if the last validation comes shortly after another.
@@ -210,8 +210,8 @@ def unit_errors(field: str, value: Any, units: tuple[str, ...], least: int) -> l
     if isinstance(value, Mapping) and len(value) > 1 and value.keys() <= known:
         unit, *others = list(value)[::-1]
         one = json.dumps({unit: value[unit], **dict.fromkeys(others)}, default=str)
-        what = "has several units, perhaps by a merge of det's --config with the file; give null for all but"
-        return [f"{field}: {dict(value)!r}: {what} one, e.g. --config {field}='{one}'"]
+        what = "has several units, perhaps because det merged --config into the file"
+        return [f"{field}: {dict(value)!r}: {what}; set all but one to null: --config {field}='{one}'"]
     if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in units:
         return [f"{field}: {value!r}: must be {form}"]
     unit, number = next(iter(value.items()))

@@ -27,8 +27,8 @@ def gather_full_state_dict(
 
     Args:
         engine: the engine.
-        stage_layers: the plain network's names of a pipeline's layers.
-        buffers: replace the engine's buffers in the result, by the engine's names.
+        stage_layers: the names of a pipeline's layers in the plain network; None without a pipeline.
+        buffers: values by the engine's names, which replace the engine's buffers in the result.
 
     Returns:
         The weights and buffers by name, in the order of the names.

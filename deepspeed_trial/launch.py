@@ -48,7 +48,7 @@ def main(command: Cmd) -> int:
 
 
 def in_each_slot(info: det.ClusterInfo, command: Cmd) -> Cmd:
-    """The command that runs ``command`` in each slot of this container, as ranks of the whole trial."""
+    """Return the command that runs ``command`` in every slot of this container, as ranks of the trial."""
     slots = [list[int | str](range(count)) for count in info.container_slot_counts]
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         slots[info.container_rank] = [*visible.split(",")]

@@ -86,7 +86,7 @@ def build(trial: Any, context: Any, steps: int) -> Data:
     _warn_if_unequal(context, "training data", counts)
     epoch = min(counts) // accumulation
     if not epoch:
-        what = f"fewer than the {accumulation} micro-batches of one optimizer step a rank"
+        what = f"a rank has fewer than the {accumulation} micro-batches of an optimizer step"
         raise InvalidInput(f"training data: {what}; use more data, fewer processes or a smaller batch")
     return Data(training, epoch, validation, _test(trial, context, builds))
 
@@ -118,7 +118,7 @@ def _training(trial: Any, context: Any, skip: int) -> Any:
 
 
 def _evaluated(what: str, build: Callable[[], Any], builds: bool, context: Any) -> Batches:
-    """Return data to evaluate on; every rank uses as many batches as the rank with the fewest.
+    """Return data to evaluate on; the rank with the fewest batches sets the number for every rank.
 
     Args:
         what: name of the data in error lines.

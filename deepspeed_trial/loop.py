@@ -303,7 +303,7 @@ class Loop:
             self.validate()
 
     def choose_weights(self) -> None:
-        """Load the best checkpoint if the settings require it; otherwise print a better earlier one."""
+        """Load the best checkpoint if the settings require it; otherwise print a note about a better one."""
         best = None if self.settings.test_mode else self.services.best_checkpoint()
         best = self.context.distributed.broadcast(best)
         if best is None or best[1] == self.steps:

@@ -120,7 +120,7 @@ def serve(port: int) -> TCPStore:
 def meet_in_chief(purpose: str, is_chief: bool) -> TCPStore:
     """Return this rank's connection to a new store in rank 0's process, which outlives its launcher.
 
-    Every rank calls it equally often for a purpose.
+    Every rank calls it the same number of times for a purpose.
     """
     _stores[purpose] += 1
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") if is_launchers_store() else 0

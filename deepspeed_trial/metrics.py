@@ -17,7 +17,7 @@ NOT_A_DICTIONARY = "{method} must return a dictionary mapping string names to Te
 
 
 def kept(metrics: Any) -> dict[str, Any]:
-    """Return a micro-batch's metrics in the form that waits for the next report.
+    """Return a micro-batch's metrics in a form to store until the next report.
 
     Scalars stay on the device, without their graph; other tensors are copied to the host.
 
@@ -56,12 +56,12 @@ def fetched(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def averaged_over_ranks(
     metrics: list[dict[str, Any]], distributed: core.DistributedContext
 ) -> list[dict[str, Any]]:
-    """Return the mean of each micro-batch's metrics over the ranks that report metrics; only on rank 0.
+    """Return, on rank 0, the mean of each micro-batch's metrics over the ranks that report metrics.
 
-    Every rank calls it. Arrays become one number, their mean.
+    Every rank calls it; other ranks get an empty list. Arrays become one number, their mean.
 
     Args:
-        metrics: metrics of this rank's micro-batches; the same number on all ranks that have metrics.
+        metrics: this rank's metrics of each micro-batch; equally many on all ranks that report metrics.
         distributed: the ranks.
     """
     if distributed.size == 1:

@@ -24,7 +24,7 @@ class Minutes(pytorch.Batch):
 
 
 def least_rest(done: int) -> int:
-    """Return the number of steps to end a schedule in when the time is up: 1 % of ``done``, at least 1."""
+    """Return the number of steps that end a schedule when the time is up: 1 % of ``done``, at least 1."""
     return max(1, done // 100)
 
 
@@ -37,7 +37,7 @@ class Plan:
     Attributes:
         total: optimizer steps of the whole training; None before the first plan.
         plans: pairs of the steps done at a plan and the plan's total.
-        followers: called after each plan.
+        followers: functions to call after each plan.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Plan:
         return passed + (1 - passed) * max(0, index - start) / max(1, self.total - 1 - start)
 
     def position(self, index: int) -> float:
-        """Return the fraction in steps of ``total``: exactly ``index`` without a correction."""
+        """Return the fraction times the last step's index: exactly ``index`` without a correction."""
         if self.total is None:
             return 0.0
         return index if self._from == (0, 0.0) else self.fraction(index) * (self.total - 1)
@@ -92,7 +92,7 @@ class Plan:
         """Continue a saved plan.
 
         Args:
-            state: of ``state_dict``.
+            state: the result of ``state_dict``.
             done: optimizer steps done.
             longer: length of this training, as a multiple of the saved one.
 

@@ -32,7 +32,7 @@ def device_type() -> str:
 
 
 def share_cores() -> None:
-    """Limit each local process to its share of the cores; with all cores each is several times slower."""
+    """Limit each local process to its share of the cores: with all cores each is several times slower."""
     check_ranks()
     if local_size() > 1 and not _user_chose_threads():
         torch.set_num_threads(threads_per_process(local_size()))

@@ -20,7 +20,7 @@ def profiled(context: Any, services: Services, is_wanted: bool) -> Iterator[None
 
     Args:
         context: the trial's context.
-        services: store the table of operators.
+        services: the services that store the table of operators.
         is_wanted: whether to profile.
     """
     if not (is_wanted and services.is_chief):

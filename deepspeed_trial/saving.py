@@ -139,8 +139,9 @@ class Saving:
         """
         file, plan = path / identity.FILE, identity.read(path, name)["progress"].get(BUDGET)
         if plan is None:
-            what = f"has no plan of minutes, but a length of {steps:,} steps or more"
-            raise InvalidInput(f"--resume: {name}: {what}; use that length, or start a new run")
+            what = f"its training had no length in minutes ({steps:,} steps are done)"
+            remedy = "set max_length to epochs or batches, or start a new run"
+            raise InvalidInput(f"--resume: {name}: {what}; {remedy}")
         try:
             budget.load_state_dict(plan, steps)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
@@ -193,7 +194,7 @@ class Saving:
                 callback.load_state_dict(states[name])
             elif det.util.is_overridden(callback.load_state_dict, pytorch.PyTorchCallback):
                 logger.warning(
-                    f"callback {name!r}: the checkpoint has no state of it; it starts from scratch"
+                    f"callback {name!r}: the checkpoint lacks its state, so the callback starts from scratch"
                 )
 
 

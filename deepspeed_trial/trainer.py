@@ -33,11 +33,11 @@ class FitResult:
         steps: optimizer steps since the start of training, including steps before a resume.
         epochs: complete epochs in these steps.
         checkpoint: UUID of the checkpoint with the final weights.
-        validation: metrics of the last validation, with ``best_weights`` of the best; empty on a cluster and
-            on other ranks than 0.
+        validation: metrics of the last validation, or with ``best_weights`` of the best one; empty on a
+            cluster and on ranks other than 0.
         test: metrics of the final test, on rank 0; empty without test data or after an interruption.
         interrupted: whether a signal stopped a local run.
-        budget: seconds used, and the plans, of a length in minutes; else empty.
+        budget: for a length in minutes, the seconds used and the plans; else empty.
     """
 
     steps: int

@@ -62,7 +62,7 @@ def joining(hang_after: float) -> Iterator[None]:
         if not done.wait(first):
             _say(f"{me} waits for {others} at {address} for {first:.0f} s: {JOIN}")
         if not done.wait(hang_after - first):
-            _say(f"{me} has waited for {others} for {hang_after:g} s; so this ends")
+            _say(f"{me} has waited for {others} for {hang_after:g} s, so the run ends")
             os._exit(1)
 
     threading.Thread(target=limit, daemon=True, name="deepspeed_trial.joining").start()
@@ -116,7 +116,7 @@ class _Watch:
         self._heartbeats.close()
 
     def find_lost(self) -> str:
-        """Wait until the lost rank is known, and return a line about it: its loss made a collective fail."""
+        """Wait until it is known which rank has made a collective fail, and return a line about that rank."""
         if self._stuck:
             return "no rank has moved, and another has ended the run"
         deadline = time.monotonic() + SILENT_AFTER + 2 * TICK
@@ -174,7 +174,7 @@ class _Watch:
         if still >= self._hang_after + (0 if self._reports else GRACE):
             processes = self._heartbeats.processes.items()
             silent = [process for rank, process in processes if ranks[rank].missing == SILENT]
-            line = f"{moved}: {self._first_line(ranks)}; so this ends; {RESUME}"
+            line = f"{moved}: {self._first_line(ranks)}; the run ends; {RESUME}"
             self._end(line if self._reports else "", silent)
 
     def _first_line(self, ranks: list[Beat]) -> str:

@@ -1,13 +1,13 @@
 """Chooses the settings of ``classify FOLDER`` by the images, the minutes and the machine.
 
-They are changes of ``experiments/photos-scratch.yaml``, whose recipe is airbench94_muon's
-(https://github.com/KellerJordan/cifar10-airbench). The rule:
+The settings change ``experiments/photos-scratch.yaml``, which has the recipe of airbench94_muon
+(https://github.com/KellerJordan/cifar10-airbench). The rule (a pass is an epoch):
 
 | setting | value |
 |---|---|
-| side of the images | the largest of ``SIDES`` up to the photos' own that leaves time for enough passes |
+| side of the images | the largest of ``SIDES`` up to the photos' size that leaves time for enough passes |
 | enough passes | 10 over the training images, and 60,000 images in all |
-| minutes | the given ones, but at most enough for 300 passes |
+| minutes | the given minutes, but at most the time of 300 passes |
 | batch | a 24th of the training images, from 48 to 2,000 |
 | smaller images at first | 0.75 of the side; if whole images leave time for fewer than 8 passes, 0.625 |
 | validations | 20, at least 3 passes apart |
@@ -54,7 +54,7 @@ class Images:
     """The images of a folder.
 
     Attributes:
-        counts: all images of each class.
+        counts: the number of images of each class.
         splits: the number of images in ``train``, ``val`` and ``test``.
         size: the median width and height, in pixels.
     """
@@ -65,7 +65,7 @@ class Images:
 
     @classmethod
     def of(cls, folder: pathlib.Path) -> Images:
-        """Look at a folder, as ``data.dataset: imagefolder``.
+        """Count the images of a folder, which is read as with ``data.dataset: imagefolder``.
 
         Raises:
             InvalidInput: if it has no classes, or too few images.
@@ -89,11 +89,11 @@ class Settings:
 
     Attributes:
         side: height and width of the network's images, in pixels.
-        batch: images of an optimizer step.
+        batch: the number of images of an optimizer step.
         minutes: the length of the training.
-        scale: side of the images in the first ``SMALLER_UNTIL`` of the steps, over ``side``.
-        passes: over the training images, by an estimate of the machine's speed.
-        metric: chooses the best weights.
+        scale: the side of the images in the first ``SMALLER_UNTIL`` of the steps, over ``side``.
+        passes: the estimated number of epochs on this machine.
+        metric: the metric that chooses the best weights.
         net: the network; None for ``NET``.
         bf16: whether convolutions compute in bfloat16.
     """
@@ -140,7 +140,7 @@ def choose(images: Images, minutes: float = MINUTES, net: str | None = None) -> 
     """Choose the settings by the rule.
 
     Args:
-        images: of the folder.
+        images: the images of the folder.
         minutes: the time limit of the training.
         net: a network in place of ``NET``; the estimate still uses the speed of ``NET``.
     """

@@ -1,7 +1,7 @@
-"""``train.py --find-lr``: train a short ramp of the learning rate, and write a file with one rate.
+"""``train.py --find-lr``: train with a short ramp of the learning rate, and write a file with one rate.
 
 The rate rises by the same factor from step to step, as in https://arxiv.org/abs/1506.01186. The ramp is a
-training in a temporary folder, with the images, first weights, engine and ranks of the experiment.
+training in a temporary folder, with the images, initial weights, engine and ranks of the experiment.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 class Ramp(NamedTuple):
-    """A trained ramp.
+    """Learning rates and losses of a ramp.
 
     Attributes:
-        rates: learning rates of the steps up to the first loss that is not finite; only on the chief.
-        losses: losses of the same steps, means over all ranks.
+        rates: the learning rate of each step before the first loss that is not finite; only on the chief.
+        losses: the loss of each of these steps, the mean over all ranks.
         is_chief: whether this rank is the chief.
         processes: the number of ranks.
     """
@@ -59,16 +59,16 @@ def find_lr(trial_class: Callable[..., Any], experiment: Experiment, output: pat
     """Train the ramp, draw it, and write an experiment file with one rate; every rank calls it.
 
     Args:
-        trial_class: the trial's.
+        trial_class: the class of the trial.
         experiment: the experiment.
-        output: the folder of the file and the drawing.
+        output: the folder for the file and the drawing.
 
     Raises:
         InvalidInput: if the configuration is wrong, or the folder has the file of another ``--find-lr``.
         TrainingStopped: if the loss falls at no rate.
     """
     if on_cluster():
-        raise InvalidInput("--find-lr: is not for a trial of a cluster; run it on a machine")
+        raise InvalidInput("--find-lr: does not work on a cluster; run it on one machine")
     if (output / FOUND).exists():
         raise InvalidInput(f"--output: {output / FOUND}: exists; give another folder")
     found = train_ramp(trial_class, experiment)
@@ -78,7 +78,7 @@ def find_lr(trial_class: Callable[..., Any], experiment: Experiment, output: pat
     with locked_folder(output, "search of a learning rate"):
         draw(found.rates, found.losses, rate, output / PLOT)
         print(f"loss:    {bars(smoothed(found.losses))} from rate {LEAST:g} to {found.rates[-1]:.2g}")
-        print(f"rate:    {rate:g}, a quarter of the rate with the least loss")
+        print(f"rate:    {rate:g}, a quarter of the rate with the lowest loss")
         print(f"drawing: {printable(shown(output / PLOT))}")
         hyperparameters = with_rate(experiment.hyperparameters, rate)
         config = {**experiment.config, "hyperparameters": hyperparameters}
@@ -93,7 +93,7 @@ def train_ramp(trial_class: Callable[..., Any], experiment: Experiment) -> Ramp:
     """Train the ramp; every rank calls it.
 
     Args:
-        trial_class: the trial's.
+        trial_class: the class of the trial.
         experiment: the experiment, before it was resolved.
 
     Raises:
@@ -147,9 +147,9 @@ def smoothed(losses: np.ndarray) -> np.ndarray:
 
 
 def choose(rates: np.ndarray, losses: np.ndarray) -> float:
-    """Return a quarter of the rate with the least smoothed loss, rounded to two digits.
+    """Return a quarter of the rate with the lowest smoothed loss, rounded to two digits.
 
-    The loss still falls at that rate. At the rate of the least loss it is about to grow.
+    At this quarter the loss still falls. At the rate with the lowest loss, the loss is about to grow.
 
     Raises:
         TrainingStopped: if the loss does not fall.
@@ -165,7 +165,7 @@ def choose(rates: np.ndarray, losses: np.ndarray) -> float:
 
 
 def bars(curve: np.ndarray, width: int = 48) -> str:
-    """Draw a curve in a line of text, as high as its first value at most."""
+    """Draw a curve in a line of text; values above the first one are drawn like the first one."""
     chosen = curve[np.linspace(0, len(curve) - 1, width).round().astype(int)]
     share = (chosen.clip(max=curve[0]) - curve.min()) / max(curve[0] - curve.min(), 1e-12)
     return "".join(BARS[int(each)] for each in (share * (len(BARS) - 1)).round())
@@ -193,7 +193,7 @@ def with_rate(
     """Return hyperparameters with a given learning rate; Muon's ``adam_lr`` keeps its ratio to ``lr``.
 
     Args:
-        hyperparameters: the experiment's; DeepSpeed's keys may be inline, or in a file with overrides.
+        hyperparameters: the experiment's hyperparameters; DeepSpeed's keys are inline or in a file.
         rate: ``optimizer.params.lr``, and the peak of the file's schedule.
         scheduler: a schedule in place of the file's.
 

@@ -1,4 +1,4 @@
-"""``train.py --folds K``: K trainings, each tested on another K-th of the images; their mean and spread.
+"""``train.py --folds K``: cross-validation by K trainings, each tested on another K-th of the images.
 
 Each fold is a run of train.py in OUTPUT/folds/NUMBER. OUTPUT also holds folds.html, and folds.csv with a row
 for each fold. After an interrupt the same command with the same OUTPUT trains the remaining folds.
@@ -41,13 +41,13 @@ class Fold:
     """A finished fold.
 
     Attributes:
-        number: from 1.
+        number: the fold's number, from 1.
         score: the experiment's metric on the fold's images.
         per_class: the accuracy of each class.
-        images: their number.
-        epochs: of the training.
-        seconds: of the training.
-        folder: in the cross-validation's folder.
+        images: the number of the fold's images.
+        epochs: the epochs of the training.
+        seconds: the duration of the training.
+        folder: the run's folder, relative to the cross-validation's folder.
     """
 
     number: int
@@ -60,13 +60,13 @@ class Fold:
 
 
 def run(experiment: Experiment, folds: int, slots: int, output: pathlib.Path) -> None:
-    """Train the folds that have not finished, one after another; print, and write the table and the page.
+    """Train the folds that have not finished, one after another, and write the table and the page.
 
     Args:
         experiment: the experiment.
-        folds: their number.
-        slots: processes of each training.
-        output: the folder.
+        folds: the number of folds.
+        slots: the number of processes of each training.
+        output: the folder of the cross-validation.
 
     Raises:
         InvalidInput: if the configuration or the data is wrong, or the folder has another cross-validation.
@@ -101,7 +101,7 @@ def run(experiment: Experiment, folds: int, slots: int, output: pathlib.Path) ->
 
 
 def _write_config(config: dict[str, Any], output: pathlib.Path) -> tuple[pathlib.Path, str]:
-    """Write the experiment without credentials; refuse a folder with another one.
+    """Write the experiment file without credentials; refuse a folder with another experiment.
 
     Returns:
         The file, and the whole experiment if the file hides credentials.
@@ -154,7 +154,7 @@ def _mean_and_spread(done: list[Fold]) -> str:
 
 
 def _write_table(done: list[Fold], metric: str, file: pathlib.Path) -> None:
-    """Write a row for each fold, whole or not at all."""
+    """Write a row for each fold into a file, atomically."""
     partial = file.with_name(f".{file.name}")
     with open(partial, "w", newline="") as out:
         writer = csv.writer(out)
@@ -175,7 +175,7 @@ def _table(done: list[Fold], metric: str) -> Table:
 
 
 def _values(done: list[Fold], part: str, experiment: Experiment, output: pathlib.Path) -> dict[str, Any]:
-    """Return the template's values."""
+    """Return the values of the page's template."""
     classes = dict[str, list[float]]()
     for fold in done:
         for name, value in fold.per_class.items():

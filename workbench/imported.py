@@ -1,6 +1,6 @@
-"""A checkpoint of a Determined cluster as the folder of a run, which ``train.py --resume latest`` continues.
+"""Turns a checkpoint of a Determined cluster into a run's folder, for ``train.py --resume latest``.
 
-The trial has saved it with this package, or with Determined's own trainer, whose files DeepSpeed reads.
+This package or Determined's own trainer has saved the checkpoint; DeepSpeed reads the files of the latter.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def import_checkpoint(source: pathlib.Path, output: pathlib.Path) -> int:
 
 
 def _identity_of(checkpoint: pathlib.Path) -> identity.Identity:
-    """Return the mode of a checkpoint that Determined's own trainer saved; the rest is not known."""
+    """Return the known settings of a checkpoint of Determined's own trainer: processes and ZeRO stages."""
     ranks = len(list(checkpoint.glob("det_state_dict_rank*.pth")))
     mode: dict[str, Any] = {identity.PROCESSES: ranks}
     for index in range(len(list(checkpoint.glob("model*/")))):
@@ -72,7 +72,7 @@ def _stage_of(folder: pathlib.Path) -> int:
     file = next(iter(sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"))), None)
     if file is None:
         return 0
-    with parsed(f"{file}: is no optimizer's state of DeepSpeed", REMEDY):
+    with parsed(f"{file}: is not an optimizer state of DeepSpeed", REMEDY):
         return int(safe_load.read(file)["optimizer_state_dict"]["zero_stage"])
 
 

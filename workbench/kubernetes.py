@@ -3,8 +3,9 @@
     python3 -m workbench.kubernetes --config FILE --image IMAGE [--nodes N] [--claim NAME] > job.yaml
     kubectl apply -f job.yaml
 
-The manifest has the experiment file and the command, and replaces lost pods. Several pods need --claim: the
-PersistentVolumeClaim of a folder that they share. `checkpoint_storage` keeps checkpoints in S3 or GCS.
+The manifest contains the experiment file and the command, and lets Kubernetes replace lost pods. Several
+pods need --claim: the PersistentVolumeClaim of a folder that they share. `checkpoint_storage` keeps
+checkpoints in S3 or GCS.
 Manual: docs/kubernetes.md. Exit codes: 0 done, 2 invalid value.
 
 Sources: https://kubernetes.io/docs/concepts/workloads/controllers/job,
@@ -46,14 +47,14 @@ class Request:
     """A training under Kubernetes.
 
     Attributes:
-        name: the objects' name.
+        name: the name of the Kubernetes objects.
         image: container image with the project in ``workdir``, and its packages.
         workdir: working directory of the command.
         config: the experiment configuration.
         nodes: minimum and maximum number of pods.
-        processes: of each pod.
+        processes: number of processes in each pod.
         restarts: maximum number of restarts.
-        claim: PersistentVolumeClaim of the shared folder; without it the folder ends with the pod.
+        claim: PersistentVolumeClaim of the shared folder; without a claim the folder is deleted with the pod.
         secret: Secret with environment variables; empty for none.
         on_cpu: whether a process takes a core instead of a GPU.
     """
@@ -71,7 +72,7 @@ class Request:
 
     @property
     def program(self) -> list[str]:
-        """The training's words after the launcher's."""
+        """The command that trains, without the launcher."""
         output = f"{SHARED}/runs/{self.name}"
         return ["train.py", "--config", f"{FILES}/experiment.yaml", "--output", output, "--resume", "auto"]
 
@@ -81,7 +82,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.parser(__doc__, "const.yaml")
     add = parser.add_argument
     add("--kind", choices=KINDS, default="job", help="(%(default)s)")
-    add("--name", help="name of the objects (the experiment's name)")
+    add("--name", help="name of the Kubernetes objects (the experiment's name)")
     add("--image", required=True, help="container image with the project and its packages")
     add(
         "--workdir",
@@ -127,7 +128,7 @@ def request_of(args: argparse.Namespace, experiment: Experiment) -> Request:
     errors, slots = ErrorList(), experiment.slots
     name = args.name or re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-")
     if not _NAME.fullmatch(name):
-        what = "must be up to 52 small letters, digits and hyphens, from a letter on"
+        what = "must be at most 52 lower-case letters, digits and hyphens, and begin with a letter"
         errors.lines.append(f"--name: {name!r}: {what}; give --name")
     found = re.fullmatch(r"(?:(\d{1,4}):)?(\d{1,4})", args.nodes)
     least, most = (int(found[1] or found[2]), int(found[2])) if found else (0, 0)
@@ -143,7 +144,7 @@ def request_of(args: argparse.Namespace, experiment: Experiment) -> Request:
         what = f"{most} pods need a folder that all share"
         errors.lines.append(f"--claim: {args.claim!r}: {what}; give a claim with access mode ReadWriteMany")
     for path in _credentials(experiment.config):
-        what = "may be a credential, which a manifest shows"
+        what = "may be a credential, and the manifest shows it"
         errors.lines.append(f"{path}: {redaction.MARK}: {what}; remove it, and give it by --secret NAME")
     restarts = experiment.config.get("max_restarts")
     restarts = RESTARTS if restarts is None else restarts
@@ -187,9 +188,9 @@ def config_map(request: Request) -> dict[str, Any]:
 
 
 def job(request: Request) -> list[dict[str, Any]]:
-    """Return an indexed Job, and a Service: the first pod's address for the others.
+    """Return an indexed Job, and a Service that gives the other pods the first pod's address.
 
-    A pod that Kubernetes evicts costs no restart. Exit code 2, bad input, ends the Job.
+    A pod that Kubernetes evicts does not count as a restart. Exit code 2 (bad input) ends the Job.
     """
     name, most = request.name, request.nodes[1]
     container = {**_container(request), "command": _command(request, f"{name}-0.{name}"), "env": _ENVIRONMENT}
@@ -256,7 +257,7 @@ def train_job(request: Request) -> list[dict[str, Any]]:
 
 
 def _command(request: Request, first: str) -> list[str]:
-    """Return the command of a pod; ``first`` is the host name of the first one, where all meet."""
+    """Return the command of a pod; ``first`` is the host name of the first pod, where all pods meet."""
     least, most = request.nodes
     if most == request.processes == 1:
         return ["python3", *request.program]

@@ -23,11 +23,11 @@ class Prediction(NamedTuple):
     """The class of an image.
 
     Attributes:
-        image: its file.
+        image: the image's file.
         label: the most probable class.
-        probability: of that class, 0 to 1.
-        probabilities: of each class.
-        labels: the class; or the labels that reach their thresholds, if the network gives an image several.
+        probability: the probability of ``label``, 0 to 1.
+        probabilities: the probability of each class.
+        labels: ``label`` alone, or for a network of several labels the labels that reach their thresholds.
     """
 
     image: pathlib.Path
@@ -85,10 +85,10 @@ def load(run: Path) -> Network:
 def train(
     folder: Path, *arguments: str, minutes: float | None = None, output: Path | None = None
 ) -> pathlib.Path:
-    """Train on a folder of images in a new process, by the command ``classify FOLDER``, and print its lines.
+    """Train on a folder of images with ``classify FOLDER`` in a new process, and print the output.
 
     Args:
-        folder: ``FOLDER/<class>/*``, or ``train/`` with ``val/``, ``test/`` or both in it.
+        folder: a folder with ``<class>/*``, or with ``train/`` and ``val/``, ``test/`` or both.
         arguments: more options of the command, e.g. ``"--net", "resnet18"``.
         minutes: the time limit of the training.
         output: the folder of the run; by default a new one in ``runs/``.

@@ -1,4 +1,4 @@
-"""A training of ``classify FOLDER``: its settings, its first lines, and the arguments of ``train.py``."""
+"""The training of ``classify FOLDER``: the settings, the first lines, and the arguments of ``train.py``."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Training:
 
     Attributes:
         output: the folder of the run.
-        arguments: of ``train.py``.
+        arguments: the arguments of ``train.py``.
         written: the experiment file that was made for the run; None if the run takes an existing file.
-        only_checks: whether ``train.py`` trains nothing.
+        only_checks: whether ``train.py`` only checks the settings.
     """
 
     output: pathlib.Path
@@ -47,7 +47,7 @@ class Training:
     only_checks: bool
 
     def undo(self) -> None:
-        """Remove the written file and a folder that holds nothing else."""
+        """Remove the written file, and the run's folder if it is empty then."""
         if self.written is None:
             return
         self.written.unlink(missing_ok=True)
@@ -83,7 +83,7 @@ def prepare(folder: pathlib.Path, argv: Sequence[str]) -> Training:
         argv: the options after the folder.
 
     Raises:
-        InvalidInput: if an option, the folder or the place of the run is not usable.
+        InvalidInput: if an option, the folder or ``--output`` cannot be used.
     """
     args, others = parser().parse_known_args(argv)
     minutes = _minutes(args)
@@ -156,7 +156,7 @@ def _options(config: str, overrides: Sequence[str], args: argparse.Namespace | N
 
 
 def _experiment(folder: pathlib.Path, settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the experiment of chosen settings and the given overrides."""
+    """Return the experiment with the chosen settings and the given overrides."""
     args.net = None  # the settings have it
     config = experiment_file.read(
         settings.file,
@@ -165,7 +165,7 @@ def _experiment(folder: pathlib.Path, settings: Settings, args: argparse.Namespa
     )
     if redaction.experiment(config) != config:
         raise InvalidInput(
-            f"--set: {EXPERIMENT} of the run would hold a credential; write a file, and give --config"
+            f"--set: {EXPERIMENT} of the run would hold a credential; write your own file, and give --config"
         )
     return config
 

@@ -1,4 +1,4 @@
-"""``train.py --tune``: try configurations of an experiment file, and write the file of the fastest."""
+"""``train.py --tune``: benchmark configurations, and write the experiment file of the fastest one."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ TUNED, TRIED = "tuned.yaml", "tried.json"
 
 
 def tune(trial_class: Callable[..., Any], experiment: Experiment, slots: int, output: pathlib.Path) -> None:
-    """Try configurations, print a table, and write the tries and the file of the fastest into a folder.
+    """Benchmark configurations, print a table, and write the benchmarks and the fastest experiment file.
 
     Args:
-        trial_class: the trial's.
+        trial_class: the class of the trial.
         experiment: the experiment.
-        slots: processes, all on this host.
-        output: the folder.
+        slots: the number of processes, all on this host.
+        output: the folder to write into.
 
     Raises:
         InvalidInput: if the configuration is wrong, or the folder has the files of another ``--tune``.
         TrainingStopped: if no configuration trains.
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        raise InvalidInput("--tune: starts the processes; run python3 train.py --tune --slots N")
+        raise InvalidInput("--tune: starts the processes itself; run python3 train.py --tune --slots N")
     threads = processes.threads_of_each(slots)
     with attempts.forking(), locked_folder(output, "run"):
         for file in (output / TUNED, output / TRIED):
@@ -72,7 +72,7 @@ def write_experiment(file: pathlib.Path, config: Mapping[str, Any], slots: int) 
     Args:
         file: the file.
         config: the experiment configuration.
-        slots: processes of the command.
+        slots: the number of processes that the command starts.
     """
     shared = redaction.experiment(config)
     with open(file, "w") as written:
@@ -100,7 +100,7 @@ def _cells(tried: Try, config: TrialConfig) -> list[str]:
 
 
 def _table(tries: Tries, best: Try) -> Table:
-    """Return the table of the tries, the fastest first."""
+    """Return the table of the benchmarks, the fastest first."""
     table = Table(box=box.SIMPLE)
     for name in ("ZeRO", "micro-batch", "accumulation", "with", "images/s", "MiB a rank"):
         table.add_column(name, justify="left" if name == "with" else "right")

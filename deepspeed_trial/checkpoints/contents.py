@@ -88,14 +88,12 @@ def _check_steps(path: pathlib.Path, steps: int, trial_id: int) -> None:
     if state.trial_id == trial_id and done != steps:
         raise InvalidInput(_differ(file, "batches_trained", done, "the run", steps))
     if state.trial_id != trial_id and steps:  # a cluster starts another trial's weights at step 0
-        what = f"{file}: trial_id: {state.trial_id}: is of a trial of a cluster"
-        raise InvalidInput(
-            f"{what}, so this run cannot continue at its place in the data; start a run with its weights"
-        )
+        what = f"{file}: trial_id: {state.trial_id}: a trial of a cluster saved this checkpoint"
+        raise InvalidInput(f"{what}, so this run cannot resume from it; start a new run with its weights")
 
 
 def _differ(file: pathlib.Path, key: str, value: Any, other: str, there: Any) -> str:
-    return f"{file}: {key}: {value!r}: but {other} has {there!r}; {REMEDY}"
+    return f"{file}: {key}: {value!r}: differs from {there!r} in {other}; {REMEDY}"
 
 
 def _check_rank_state(file: pathlib.Path) -> None:

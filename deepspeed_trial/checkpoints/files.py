@@ -90,7 +90,7 @@ def known(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 
 def unreadable(folder: pathlib.Path) -> list[str]:
-    """Return the names of checkpoints without readable metadata, the latest by their folders' times first."""
+    """Return the names of checkpoints without readable metadata, the last modified folder first."""
     readable = known(folder)
     paths = [path for path in _folders(folder) if path.name not in readable]
     return [path.name for path in sorted(paths, key=lambda path: path.stat().st_mtime_ns, reverse=True)]
@@ -187,7 +187,7 @@ def _final(run: pathlib.Path) -> str | None:
 
 
 def _best(run: pathlib.Path, found: dict[str, dict[str, Any]]) -> str | None:
-    """Return the checkpoint of the best validation; of a tie the earlier."""
+    """Return the checkpoint of the best validation; in a tie, the earliest one."""
     try:
         experiment = Experiment(json.loads((run / "run.json").read_text())["config"], {})
         metric, sign = experiment.metric, -1 if experiment.smaller_is_better else 1
@@ -201,7 +201,7 @@ def _best(run: pathlib.Path, found: dict[str, dict[str, Any]]) -> str | None:
 
 
 def ranked(found: dict[str, dict[str, Any]], score: Callable[[int], float | None]) -> list[str]:
-    """Return the names of ``known`` checkpoints with a score, the highest first; of equals the earlier."""
+    """Return the names of ``known`` checkpoints with a score, best first; in a tie, the earliest first."""
     scores = {name: score(found[name]["steps_completed"]) for name in reversed(found)}
     judged = {name: value for name, value in scores.items() if value is not None}
     return sorted(judged, key=judged.__getitem__, reverse=True)

@@ -56,7 +56,7 @@ def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Identity) -
 
 
 def _kept_states(optimizer: torch.optim.Optimizer | None) -> dict[str, bool]:
-    """Return whether the optimizer keeps each optional state, by its setting."""
+    """Return, by the key of each optional state's setting, whether the optimizer keeps that state."""
     if optimizer is None:
         return {}
     settings = {"amsgrad", "centered"}
@@ -121,7 +121,7 @@ def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
         path: the checkpoint's folder.
         name: the checkpoint's name in error lines.
         mine: the trial's identity.
-        trial_id: the trial's number; from another trial's checkpoint it takes the weights, not the position.
+        trial_id: the trial's number; a trial takes only the weights from another trial's checkpoint.
 
     Raises:
         InvalidInput: with a line for each key that differs.
@@ -148,6 +148,7 @@ def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
             )
     if errors:
         if is_other_mode and not converts:
-            made = "made by an earlier version, on NVMe, or by a trial's own save"
-            errors.append(f"--resume: {name}: its files fit only one mode ({made}); resume in that mode")
+            made = "of an earlier version, an optimizer on NVMe, or a trial's own save"
+            what = f"its files ({made}) fit only the settings that saved them"
+            errors.append(f"--resume: {name}: {what}; resume with those settings")
         raise InvalidInput(errors)

@@ -37,8 +37,8 @@ class Piece(NamedTuple):
         first: the part's first element in the owner, if the owner is a flat tensor of many parameters.
         group: the number of the optimizer's parameter group; None if the parameter is frozen.
         is_shared: whether other ranks hold the same part.
-        matrix: where ZeRO 1 or 2 keeps Muon's momentum in whole matrices: the first element of the
-            parameter in the momentum, and the number of elements of the momentum.
+        matrix: the first element of the parameter in Muon's momentum, and the number of elements of the
+            momentum, if ZeRO 1 or 2 keeps this momentum in whole matrices; else None.
     """
 
     owner: Tensor
@@ -62,7 +62,7 @@ class Piece(NamedTuple):
 
 
 def named(engine: DeepSpeedEngine, layers: LayerNames) -> Iterator[tuple[str, tuple[int, ...], Piece, bool]]:
-    """Yield this rank's part of each parameter of the network; of a pipeline, of the rank's stage.
+    """Yield this rank's part of each parameter of the network, or in a pipeline of the rank's stage.
 
     Yields:
         The parameter's name in the plain network; its shape; the piece; whether this rank writes the piece
@@ -186,13 +186,13 @@ def is_first_replica(engine: DeepSpeedEngine, name: str) -> bool:
 
 
 def name_in_stage(name: str, layers: Sequence[str]) -> str:
-    """Translate a pipeline's name of a weight, which begins with a layer's number, to the plain network's."""
+    """Return the plain network's name of a pipeline's weight, whose name begins with a layer's number."""
     index, _, rest = name.partition(".")
     return f"{layers[int(index)]}.{rest}"
 
 
 def plain_name(engine: DeepSpeedEngine, name: str, layers: LayerNames) -> str:
-    """Translate a rank's name of a weight, with numbers of layers or experts, to the plain network's."""
+    """Return the plain network's name of a rank's weight, whose name may count layers or experts."""
     if layers:
         return name_in_stage(name, layers)
     found = _EXPERT.match(name)
@@ -207,8 +207,9 @@ def plain_name(engine: DeepSpeedEngine, name: str, layers: LayerNames) -> str:
 def are_known(engine: DeepSpeedEngine) -> bool:
     """Return whether this module can locate the complete state of an engine.
 
-    It cannot with NVMe, tensor parallelism, data efficiency, or layers that override ``get_extra_state``; nor
-    with an optimizer in ``UNKNOWN``, or one with states that are neither numbers nor shaped as the weights.
+    The result is False if the engine uses NVMe, tensor parallelism or DeepSpeed's data efficiency, or if a
+    layer overrides ``get_extra_state``. It is also False for an optimizer in ``UNKNOWN``, and for a state
+    that is neither a number nor of the shape of its weight.
     """
     zero, optimizer, grid = engine.optimizer, engine.basic_optimizer, getattr(engine, "grid", None)
     away = ("swap_optimizer", "params_in_nvme_and_cpu", "save_muon_momentum_buffer_in_memory")
@@ -226,7 +227,7 @@ def are_known(engine: DeepSpeedEngine) -> bool:
 
 
 def _has_known_states(engine: DeepSpeedEngine) -> bool:
-    """Return whether each state of the optimizer is a number, or fractions in the shape of its weight."""
+    """Return whether each state of the optimizer is a number, or floats in the shape of its weight."""
     states = engine.basic_optimizer.state if engine.basic_optimizer else {}
     return all(
         _is_known(piece, kind, value)

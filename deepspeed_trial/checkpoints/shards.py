@@ -38,9 +38,9 @@ class Part(NamedTuple):
     """The part of a tensor that one rank writes.
 
     Attributes:
-        values: of any shape.
+        values: the values, of any shape.
         start: the part's first element in the flattened tensor.
-        shape: of the tensor.
+        shape: the tensor's shape.
     """
 
     values: Tensor
@@ -103,9 +103,9 @@ class Shards:
         folder: the folder with the files.
 
     Attributes:
-        shapes: of each tensor, by its key.
-        network: key of each weight and buffer by name; the key of its average, if there is one.
-        kinds: the optimizer's states of each parameter by name, e.g. ``exp_avg``.
+        shapes: the shape of each tensor, by the tensor's key.
+        network: the key of each weight and buffer, or of its average if there is one, by name.
+        kinds: the kinds of each parameter's optimizer states, e.g. ``exp_avg``, by the parameter's name.
 
     Raises:
         InvalidInput: with a line for each missing or damaged file, or for each tensor with missing or

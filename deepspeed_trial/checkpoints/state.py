@@ -27,8 +27,8 @@ def save(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames, aver
     """Write an engine's tensors. Every rank calls it and writes its parts.
 
     Args:
-        engine: an engine for which ``pieces.are_known`` is true.
-        folder: to write into.
+        engine: the engine; ``pieces.are_known(engine)`` must be true.
+        folder: the folder to write into.
         layers: the names of a pipeline's layers.
         averages: averages of the weights to write, too.
 
@@ -72,7 +72,7 @@ def _is_moment(piece: Piece, kind: str, value: Any) -> bool:
 
 
 def check(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames) -> None:
-    """Check that saved tensors fit the parameters of which this rank of the engine holds parts.
+    """Check that saved tensors fit this rank's parts of the parameters.
 
     Args:
         engine: an engine in any mode.

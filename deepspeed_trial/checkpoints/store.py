@@ -22,7 +22,7 @@ _PARTIAL = (
     ".partial-"  # begins the name of a checkpoint's folder before it is complete, and while it is removed
 )
 
-AUTO = "auto"  # the latest that is whole
+AUTO = "auto"  # the latest undamaged checkpoint
 
 
 class LocalCheckpoints:
@@ -127,13 +127,15 @@ class LocalCheckpoints:
                 file=sys.stderr,
             )
             return whole
-        mend = "no other checkpoint is whole"
+        mend = "no undamaged checkpoint is left"
         if whole:
-            mend = f"the last whole one is of step {known[whole]['steps_completed']}; use --resume {whole}"
+            mend = (
+                f"the last undamaged one is of step {known[whole]['steps_completed']}; use --resume {whole}"
+            )
         raise InvalidInput(f"--resume: {which}: {self.folder / name / damage}; {mend}")
 
     def best(self) -> list[str]:
-        """Return the names of the validated checkpoints, the best first; of equals the earlier first."""
+        """Return the names of the validated checkpoints, the best first; in a tie, the earliest first."""
         return files.ranked(files.known(self.folder), self._score)
 
     def _prune(self) -> None:
@@ -149,4 +151,4 @@ class LocalCheckpoints:
         if not known:
             return "no checkpoint was saved before"
         name, metadata = next(iter(known.items()))
-        return f"the last whole one is {name} (step {metadata['steps_completed']})"
+        return f"the last complete one is {name} (step {metadata['steps_completed']})"

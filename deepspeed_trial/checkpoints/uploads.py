@@ -34,7 +34,7 @@ class Uploads:
     Args:
         run: the run's folder in the store.
         output: the local folder of the run.
-        also: names of files in it to upload with each checkpoint, besides TensorBoard's.
+        also: names of files in ``output``, besides TensorBoard's, to upload with each checkpoint.
 
     Raises:
         TrainingStopped: at the end of the block, if the store does not answer within ``PATIENCE`` seconds.

@@ -49,10 +49,10 @@ def why_unusable(output: pathlib.Path, resumes: bool, writes: Sequence[str] = ()
     for name in (*FILES, *writes, *FOLDERS):
         path, is_file = output / name, name not in FOLDERS
         if os.path.lexists(path) and not (path.is_file() if is_file else path.is_dir()):
-            what = "no file" if is_file else "no folder"
+            what = "not a file" if is_file else "not a folder"
             return f"--output: {path}: is {what}; move it, or give another folder"
         if path.exists() and not os.access(path, os.W_OK if is_file else os.R_OK | os.W_OK | os.X_OK):
-            return f"--output: {path}: may not be written to; change that, or give another folder"
+            return f"--output: {path}: is not writable; change its permissions, or give another folder"
     if not resumes and ((output / "summary.json").exists() or _has_checkpoints(output)):
         return (
             f"--output: {output}: holds a run; give another folder, or continue it: train.py --resume latest"

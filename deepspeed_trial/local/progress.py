@@ -49,7 +49,7 @@ BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{rem
 
 
 class Progress:
-    """Progress of a training, which a person may see; this base shows a new plan alone.
+    """Progress of a training for a person to see; this base class prints only the plans.
 
     Attributes:
         validation: metrics of the last validation; empty where a master has them.
@@ -71,7 +71,7 @@ class Progress:
         """
 
     def plan(self, steps: int, text: str) -> None:
-        """Change the number of steps in all, and show a line about it."""
+        """Change the total number of steps, and show a line about the change."""
         print(text, flush=True)
 
     def step(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:

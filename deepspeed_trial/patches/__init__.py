@@ -1,8 +1,8 @@
 """The registry of this project's patches of DeepSpeed.
 
 A patch is a function with the decorator ``@patch``. A call of the function applies the patch if the installed
-release needs it. Before that, a guard compares the source of the patched functions with the source for which
-the patch was written. A difference ends the program with one line: after an upstream fix a patch could do
+release needs it. Before that, a guard compares the source of the patched functions with the source that
+the patch was written for. A difference ends the program with one line: after an upstream fix a patch could do
 silent harm, e.g. scale a loss twice.
 
 The modules are ``engine`` (for every engine), ``zero``, ``pipeline``, ``muon`` and ``process`` (applied
@@ -46,7 +46,7 @@ class Patch:
             ``owner/repository#number``, or ``NOT_REPORTED``.
         guards: the functions whose source is compared, as ``module:attribute``; empty if the patch only wraps
             calls of a public name.
-        digests: the digests of the source for which the patch was written, one for each known variant.
+        digests: the digests of the source that the patch was written for, one for each known variant.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Patch:
         return SpecifierSet(self.versions).contains(installed(self.package), prereleases=True)
 
     def check(self) -> None:
-        """Compare the source of the guarded functions with the source for which the patch was written.
+        """Compare the source of the guarded functions with the source that the patch was written for.
 
         Raises:
             InvalidInput: if the sources differ.
@@ -99,7 +99,7 @@ def patch(
         report: see ``Patch``.
         guards: see ``Patch``; by default the target itself.
         digests: see ``Patch``.
-        when: gets the function's arguments; the patch is checked and applied only if it returns True.
+        when: a function of the patch's arguments; the patch is checked and applied only if it returns True.
     """
 
     def register(apply: Callable[P, None]) -> Callable[P, None]:

@@ -106,7 +106,7 @@ def compute_uncompiled() -> None:
 def keep_given_groups() -> None:
     """Muon regroups the parameters into two groups, and loses each group's ``lr_factor``.
 
-    Groups with an explicit ``use_muon`` stay unchanged.
+    With the patch, the groups stay unchanged if each of them sets ``use_muon``.
     """
     split = deepspeed.DeepSpeedEngine._muon_param_groups
 

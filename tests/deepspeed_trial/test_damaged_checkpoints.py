@@ -125,7 +125,7 @@ def remove(file):
     return lambda folder: (folder / file).unlink()
 
 
-OTHER, REMEDY = "the last whole one is of step", "resume from another checkpoint"
+OTHER, REMEDY = "the last undamaged one is of step", "resume from another checkpoint"
 RECORD = f"model0/{shards.RECORD}"
 BIAS = "weights/fc3.bias"
 EARLIER = "model0/mp_rank_00_model_states.pt"  # as DeepSpeed saves
@@ -289,7 +289,7 @@ def test_the_steps_of_a_cluster_are_compared(two_checkpoints):
     for steps, trial_id in (4, 0), (0, 7):
         check(steps, trial_id)
     assert "batches_trained: 4: but the run has 3" in error_line(check, 3, 0)
-    assert "trial_id: 0: is of a trial of a cluster" in error_line(check, 4, 7)
+    assert "trial_id: 0: a trial of a cluster saved this checkpoint" in error_line(check, 4, 7)
 
 
 SECOND = "model0/shard-00002-model-00001-of-00001.safetensors"

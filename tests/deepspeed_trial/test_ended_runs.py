@@ -204,10 +204,12 @@ def test_a_loss_that_is_no_number_ends_the_training(tmp_path):
     nan = runs["nan"]
     bad = [entry for entry in nan.metrics if not math.isfinite(entry["loss"])]
     ((good, folder),) = checkpoints(nan).items()
-    step = int(re.findall(r"the loss is (?:nan|inf) since step (\d+) \(learning rate \d+\)", nan.stderr)[0])
+    step = int(
+        re.findall(r"the loss has been (?:nan|inf) since step (\d+) \(learning rate \d+\)", nan.stderr)[0]
+    )
     assert good in (step - 1, step - 2) and bad[0]["steps_completed"] >= step
     assert f"the last good checkpoint is {folder.name}" in nan.stderr
     assert net_file.of_checkpoint(folder)["fc3.weight"].isfinite().all()
-    assert "no gradient is finite since step 1 (learning rate 0" in runs["skips"].stderr
-    assert "overflow at the least loss scale in step 2 (learning rate 0" in runs["least"].stderr
+    assert "no gradient has been finite since step 1 (learning rate 0" in runs["skips"].stderr
+    assert "overflow at the minimum loss scale in step 2 (learning rate 0" in runs["least"].stderr
     assert "no checkpoint was saved" in runs["least"].stderr

@@ -115,7 +115,7 @@ def test_a_hang_names_the_rank_that_is_behind_and_ends(request, tmp_path, name):
     assert [int(number) for number, _ in behind] == [rank] and where in f"in {behind[0][1]}", shown
     stacks = shown.partition("stack of rank")[2]
     assert any(each in stacks for each in stack.split("|")), shown
-    (end,) = re.findall(rf"no rank has moved for \d+ s: {pattern}; so this ends; --resume latest cont", shown)
+    (end,) = re.findall(rf"no rank has moved for \d+ s: {pattern}; the run ends; --resume latest cont", shown)
     assert int(end[0]) == rank and where in f"in {end[1]}", end
 
 
@@ -173,7 +173,7 @@ def test_ranks_that_do_not_meet_say_whom_they_wait_for(tmp_path):
             said, seconds, first = program.stderr, hang_after(), reported_after(hang_after())
             assert f"rank {rank} (host " in said and "Traceback" not in said
             assert f"waits for {whom} at 127.0.0.1:{port} for {first:.0f} s: start all ranks" in said
-            assert f"has waited for {whom} for {seconds} s; so this ends" in said
+            assert f"has waited for {whom} for {seconds} s, so the run ends" in said
 
 
 def test_a_place_is_compared_by_what_all_ranks_do():

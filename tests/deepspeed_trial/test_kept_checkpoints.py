@@ -33,8 +33,8 @@ def test_a_run_is_not_replaced(two_checkpoints, tmp_path, capsys):
     before = contents(tmp_path / "again")
     for name, expected in {
         "again": "holds a run; give another folder, or continue it: train.py --resume latest",
-        "odd": "metrics.jsonl: is no file",
-        "pipe": "run.json: is no file",
+        "odd": "metrics.jsonl: is not a file",
+        "pipe": "run.json: is not a file",
         "loop": "loop/checkpoints: is no folder",
     }.items():
         assert program.main([*TWO, "--output", str(tmp_path / name)]) == 2
@@ -139,7 +139,7 @@ def test_an_older_checkpoint_goes_once_the_new_one_is_on_the_disk(tmp_path, monk
         (RuntimeError("no such layer"), "^no such layer$"),
         (
             PermissionError(13, "Permission denied"),
-            r"step 2 cannot be written \(\[Errno 13\] Permission denied\); the last whole one is \S+ \(step 1\); --resume",
+            r"step 2 cannot be written \(\[Errno 13\] Permission denied\); the last complete one is \S+ \(step 1\); --resume",
         ),
         (
             OSError(28, "No space left on device"),
@@ -207,7 +207,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(two_checkpoints, tmp_path):
     assert full.code == 1
     (line,) = [line for line in full.stderr.splitlines() if line.startswith("train.py:")]
     assert "the checkpoint of step 6 cannot be written" in line and "MiB are free" in line
-    last = f"the last whole one is {before[4].name} (step 4)"
+    last = f"the last complete one is {before[4].name} (step 4)"
     assert line.endswith(f"{last}; make room, then --resume latest continues")
     assert "Traceback" not in full.stderr
     assert checkpoints(full) == before

@@ -119,7 +119,7 @@ def test_auto_begins_or_resumes(two_checkpoints, tmp_path):
         assert runs[name].code == 0, runs[name].stderr
         assert runs[name].summary["weights_sha256"] == two_checkpoints.summary["weights_sha256"], name
     assert f"is truncated; the run continues from {second}" in runs["latest"].stderr
-    assert runs["all"].code == 2 and "no other checkpoint is whole" in runs["all"].stderr
+    assert runs["all"].code == 2 and "no undamaged checkpoint is left" in runs["all"].stderr
 
 
 @pytest.mark.soak

@@ -216,4 +216,4 @@ def test_a_corrected_plan_resumes_to_the_same_bits(tmp_path, monkeypatch, capsys
     run("counted", max_length=pytorch.Batch(3))
     at_3 = str(checkpoints(Run(0, "", "", tmp_path / "counted"))[3])
     line = error_line(lambda: run("timed", latest_checkpoint=at_3))
-    assert "has no plan of minutes, but a length of 3 steps" in line
+    assert "its training had no length in minutes (3 steps are done)" in line

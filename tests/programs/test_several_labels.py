@@ -82,13 +82,13 @@ def test_a_table_a_page_and_python_show_the_labels(runs, trained):
 def test_the_report_has_a_table_of_labels_and_no_confusion_matrix(trained, tmp_path):
     html_report.write([trained], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    assert "average precision</th>" in page and "Taken for which class" not in page
+    assert "average precision</th>" in page and "Confusions" not in page
     assert "mean average precision (mAP)" in page
     run = RecordedRun.read(trained)
     mistake = run.classified["mistakes"][0]
     assert mistake["predicted"] != mistake["label"]
     names = " + ".join(run.classification["classes"][label] for label in mistake["label"]) or "no label"
-    assert f"is {names}, loss {mistake['loss']:.2f}" in page
+    assert f"labelled {names}, loss {mistake['loss']:.2f}" in page
     damaged = json.loads((trained / "classification.json").read_text())
     damaged["test"]["mistakes"][0]["label"] = [4]
     (tmp_path / "run").mkdir()

@@ -29,7 +29,7 @@ _SECTIONS = {
     ),
     LABEL: (
         "Labels to look at",
-        "Heads that were fitted without the image contradict its label; the surest are first.",
+        "A classifier fitted without the image predicts another class. The most probable errors are first.",
     ),
     COPY: ("Near-duplicates in a split", "Such pictures count twice."),
     OUTLIER: ("Outliers", "The images that are least like any other."),
@@ -42,9 +42,9 @@ class Audit:
 
     Attributes:
         dataset: the images.
-        rows: the findings, in the order of their importance.
-        classes: every class in numbers.
-        accuracy: the share of all images that held-out heads classify as labelled.
+        rows: the findings, the most important first.
+        classes: the counts and the accuracy of every class.
+        accuracy: the share of all images that a head, fitted without the image, classifies as labelled.
         estimated_wrong: an estimate of the number of wrong labels.
     """
 
@@ -60,12 +60,12 @@ class Audit:
 
     @property
     def data(self) -> str:
-        """The images in words."""
+        """A description of the images."""
         return describe(self.dataset.plan)
 
 
 def describe(plan: DataPlan) -> str:
-    """Return the images of a plan in words."""
+    """Return a description of the images of a plan."""
     counts = ", ".join(f"{plan.count(split):,} {split}" for split in plan.names)
     return f"{plan.settings.dataset} {plan.settings.root}: {counts}, {len(plan.classes)} classes"
 
@@ -75,8 +75,8 @@ def audit(dataset: Dataset, features: np.ndarray, workers: int | None = None) ->
 
     Args:
         dataset: the images.
-        features: float32 (N, D).
-        workers: the number of processes, which does not change the result; None for one per core.
+        features: the images' features, float32 (N, D).
+        workers: the number of threads, which does not change the result; None for one per core.
 
     Raises:
         InvalidInput: if a class has fewer than two images.
@@ -105,11 +105,11 @@ def write(result: Audit, features: str, output: pathlib.Path) -> None:
 
     Args:
         result: the result of ``audit``.
-        features: the features' name.
-        output: the folder, which is made.
+        features: a description of the features.
+        output: the folder, which is created.
 
     Raises:
-        InvalidInput: if the folder cannot be made.
+        InvalidInput: if the folder cannot be created.
     """
     with refused(f"--output: {output}"):
         output.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def _table(result: Audit) -> str:
 
 
 def _list(result: Audit) -> str:
-    """Return the list: near-duplicates are lines; other findings are comments, for a user to decide."""
+    """Return the text of the list: near-duplicates are lines, other findings are comments to check."""
     lines = [
         "# Images to leave out: data.exclude takes this file.",
         "# Near-duplicates: one image of each pair.",
@@ -194,7 +194,7 @@ def _list(result: Audit) -> str:
 
 
 def _line(name: str) -> str:
-    """Return a name as a line of the list; a name with a line break cannot be in it."""
+    """Return a name as a line of the list; a comment if the name has a line break."""
     if "\n" in name or "\r" in name:
         return f"# not listed, as its name has a line break: {printable(name)}"
     return f"./{_text(name)}" if name.startswith("#") else _text(name)

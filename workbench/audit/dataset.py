@@ -1,4 +1,4 @@
-"""All images of an experiment in one row, in the order of their splits."""
+"""All images of an experiment as one sequence, in the order of their splits."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Dataset:
     """The images of all splits.
 
     Attributes:
-        plan: of the data.
+        plan: the plan of the data.
         sets: the images of each split.
-        names: of each image, as the file of ``data.exclude`` gives them.
+        names: the name of each image, as in a file for ``data.exclude``.
         splits: the split of each image.
         labels: int64 (N,), indices into the plan's classes.
     """
@@ -47,7 +47,7 @@ class Dataset:
         """Open the images of the ``data`` section of an experiment file.
 
         Args:
-            section: of the experiment file.
+            section: the section ``data``.
             size: height and width of the decoded images, in place of the section's.
 
         Raises:

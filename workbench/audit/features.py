@@ -43,10 +43,10 @@ _FORMAT = 1  # of the computation; features of another are computed again
 
 @dataclass(frozen=True)
 class Extractor:
-    """A function of images and its identity.
+    """A function that computes features of images.
 
     Attributes:
-        name: in the output.
+        name: the function's name in the output.
         identity: a digest that changes with the function.
         compute: maps images (B, 3, h, w) uint8 to features (B, D) float32.
     """
@@ -60,16 +60,16 @@ class HeadInput:
     """A network's head and the features that it gets.
 
     Args:
-        net: in evaluation mode, on the CPU.
-        description: of the network; see ``net_file.read_description``.
-        path: names the network in errors.
+        net: the network, in evaluation mode, on the CPU.
+        description: the network's description; see ``net_file.read_description``.
+        path: the name of the network in error lines.
 
     Attributes:
         layer: the name of the head, a fully connected layer.
         scale: the factor from the layer's outputs to the network's logits.
 
     Raises:
-        InvalidInput: if the network's logits are not one fully connected layer's outputs, times a number.
+        InvalidInput: if the network's logits are not the outputs of a fully connected layer times a number.
     """
 
     def __init__(self, net: nn.Module, description: Mapping[str, Any], path: str) -> None:
@@ -120,7 +120,7 @@ class HeadInput:
 
 
 def of_network(path: pathlib.Path) -> tuple[Extractor, HeadInput]:
-    """Return the features of an exported network, ``net.pt`` or a form of its weights.
+    """Return the extractor that computes the inputs of an exported network's head, and that head.
 
     Raises:
         InvalidInput: if the file is damaged or of a network without a fully connected head.
@@ -133,11 +133,13 @@ def of_network(path: pathlib.Path) -> tuple[Extractor, HeadInput]:
 
 
 def of_patches(dataset: Dataset, seed: int = 0) -> Extractor:
-    """Return responses to whitened patches of the training images: D = 4 regions x 256 filters x 2 signs.
+    """Return an extractor of responses to whitened patches of the training images.
+
+    The features have D = 4 regions x 256 filters x 2 signs.
 
     Args:
-        dataset: gives the patches.
-        seed: chooses them.
+        dataset: the images to take the patches from.
+        seed: the seed of the choice of the patches.
     """
     with threadpool_limits(1):  # the same bits on any number of cores
         weight, shift, side = _whitened(dataset, seed)
@@ -180,7 +182,7 @@ def _whitened(dataset: Dataset, seed: int) -> tuple[Tensor, Tensor, int]:
 
 
 def _contrast(patches: Tensor) -> Tensor:
-    """Normalise the brightness and the contrast of patches (..., D) of 0 to 255."""
+    """Normalise the brightness and the contrast of patches (..., D) with values from 0 to 255."""
     patches = patches - patches.mean(-1, keepdim=True)
     return patches / (patches.var(-1, keepdim=True) + 10).sqrt()
 
@@ -191,7 +193,7 @@ class Features:
 
     Attributes:
         values: float32 (N, D).
-        seconds: of their computation; None if an earlier command has computed and kept them.
+        seconds: the time to compute them; None if an earlier command has stored them.
     """
 
     values: np.ndarray
@@ -200,7 +202,7 @@ class Features:
     def __str__(self) -> str:
         count = f"{self.values.shape[1]:,} numbers an image"
         return (
-            f"{count}, kept by an earlier command"
+            f"{count}, stored by an earlier command"
             if self.seconds is None
             else f"{count}, {self.seconds:.1f} s"
         )
@@ -211,13 +213,13 @@ def kept(
 ) -> Features:
     """Compute the features of all images, or read them if an earlier command computed them.
 
-    Every image is computed in a part of fixed size by one thread, so the bits do not depend on ``workers``.
+    One thread computes each chunk of images of a fixed size, so the result does not depend on ``workers``.
 
     Args:
-        extractor: the function.
+        extractor: the function that computes the features.
         dataset: the images.
         workers: the number of processes; None for one per core.
-        folder: the folder for the features; None for the user's cache.
+        folder: the folder to store the features in; None for the user's cache.
     """
     identity = f"{_FORMAT} {torch.__version__} {extractor.identity} {dataset.digest()}"
     folder = folder or stand_ins() / FOLDER
@@ -255,7 +257,7 @@ _task: tuple[Extractor, Dataset]  # of this worker
 
 
 def _start(task: tuple[Extractor, Dataset]) -> None:
-    """Keep the task of all chunks, which a fork inherits without a copy."""
+    """Store the arguments that all chunks share; a forked worker inherits them without a copy."""
     global _task
     _task = task
     torch.set_num_threads(1)

@@ -32,11 +32,12 @@ class Finding:
     """A finding about one image or two.
 
     Attributes:
-        kind: ``leak``: near-duplicates in two splits; ``copy``: in one split; ``label``; ``outlier``.
+        kind: ``leak`` (near-duplicates in two splits), ``copy`` (near-duplicates in one split), ``label`` (a
+            label to check) or ``outlier``.
         score: for near-duplicates their correlation; for a label its probability of being right; for an
             outlier the mean cosine similarity to its neighbours.
-        images: their indices; the first is the one to leave out.
-        note: in words.
+        images: the indices of the images; the first is the one to leave out.
+        note: a description of the finding.
     """
 
     kind: str
@@ -46,9 +47,9 @@ class Finding:
 
 
 def near_duplicates(dataset: Dataset) -> list[Finding]:
-    """Return pairs of near-duplicates, mirrored or not: pairs in two splits first, then by likeness.
+    """Return pairs of near-duplicates, also mirrored: pairs across splits first, then the most similar first.
 
-    Both steps tolerate other file formats, sizes and brightness, and a crop of a few percent.
+    A pair may differ in file format, size and brightness, and by a crop of a few percent.
     """
     size = (COMPARED, COMPARED)
     small = torch.cat([_scaled(images, size).round().to(torch.uint8) for images in dataset.batches()])
@@ -65,9 +66,9 @@ def near_duplicates(dataset: Dataset) -> list[Finding]:
 
 
 def _pairs(small: Tensor) -> Iterator[tuple[float, int, int]]:
-    """Yield the likeness of two images and their indices, for images (N, 3, 32, 32) uint8.
+    """Yield the similarity and the two indices of each near-duplicate pair of images (N, 3, 32, 32) uint8.
 
-    The thumbnails of a pair correlate; so do, in a second step, the edges of one and of a crop of the other.
+    The thumbnails of a pair correlate, and so do the edges of one image and of a crop of the other.
     """
     straight, mirrored = (
         torch.cat([_thumbnails(part.flip(3) if flip else part) for part in small.split(1000)])
@@ -90,14 +91,14 @@ def _scaled(images: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _thumbnails(images: Tensor) -> Tensor:
-    """Return vectors (B, 432) float32 of images (B, 3, h, w) uint8, of length 1; shorter without contrast."""
+    """Return vectors (B, 432) float32 of images (B, 3, h, w) uint8; of length 1, less at low contrast."""
     small = _scaled(images, (THUMBNAIL, THUMBNAIL))
     small = (small - small.mean((2, 3), keepdim=True)).flatten(1)
     return small / small.norm(dim=1, keepdim=True).clamp(min=100)
 
 
 def _edge_likeness(one: Tensor, other: Tensor) -> float:
-    """Return the correlation of the edges of two images (3, h, w); the best crop of either counts."""
+    """Return the correlation of the edges of two images (3, h, w): the maximum over crops of one of them."""
     pair = torch.stack([one, other]).float().mean(1, keepdim=True)
     whole, best = _edges(pair), -1.0
     for share in CROPS:
@@ -115,11 +116,11 @@ def _edges(grey: Tensor) -> Tensor:
 
 
 def wrong_labels(dataset: Dataset, probabilities: np.ndarray) -> list[Finding]:
-    """Return the images that heads classify as another class, the least probable labels first.
+    """Return the images whose label differs from the prediction, the least probable labels first.
 
     Args:
         dataset: the images.
-        probabilities: float64 (N, C), of heads that were fitted without the image.
+        probabilities: float64 (N, C), each image's by a head that was fitted without the image.
     """
     guesses, scores = probabilities.argmax(1), probabilities[np.arange(len(dataset)), dataset.labels]
     contradicted = np.flatnonzero(guesses != dataset.labels)
@@ -133,14 +134,15 @@ def wrong_labels(dataset: Dataset, probabilities: np.ndarray) -> list[Finding]:
 
 
 def estimated_wrong(labels: np.ndarray, probabilities: np.ndarray) -> int:
-    """Return an estimate of the number of wrong labels: images that surely belong to another class.
+    """Return an estimate of the number of wrong labels.
 
-    An image surely belongs to a class if its probability is at least the mean over the images with this label
-    (C. Northcutt, L. Jiang, I. Chuang, "Confident Learning", https://arxiv.org/abs/1911.00068).
+    A class is confident for an image if its probability is at least the mean over the images with this label.
+    A label counts as wrong if the most probable confident class is another one (C. Northcutt,
+    L. Jiang, I. Chuang, "Confident Learning", https://arxiv.org/abs/1911.00068).
 
     Args:
         labels: int64 (N,); each class has an image.
-        probabilities: float64 (N, C), of heads that were fitted without the image.
+        probabilities: float64 (N, C), each image's by a head that was fitted without the image.
     """
     means = np.array(
         [probabilities[labels == label, label].mean() for label in range(probabilities.shape[1])]
@@ -173,10 +175,10 @@ class ClassRow:
     """Counts and accuracy of a class.
 
     Attributes:
-        name: of the class.
-        counts: its images in each split.
-        accuracy: the share of its images that held-out heads classify as labelled.
-        confused: the class with which the heads confuse it most often, and the share.
+        name: the class name.
+        counts: the number of its images in each split.
+        accuracy: the share of its images that a head, fitted without the image, classifies as labelled.
+        confused: the other class that the heads predict most often, and the share of the images.
         is_small: whether a split has fewer than 30 of its images.
     """
 
@@ -188,7 +190,7 @@ class ClassRow:
 
 
 def classes(dataset: Dataset, probabilities: np.ndarray) -> list[ClassRow]:
-    """Return every class in numbers; see ``wrong_labels`` for the probabilities."""
+    """Return the counts and the accuracy of every class; see ``wrong_labels`` for the probabilities."""
     guesses = probabilities.argmax(1)
     rows = []
     for label, name in enumerate(dataset.classes):

@@ -1,4 +1,4 @@
-"""A linear head on kept features: multinomial logistic regression in float64, with an L2 penalty."""
+"""A linear head on stored features: multinomial logistic regression in float64, with an L2 penalty."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ WIDEST = 512  # features that the heads of folds take
 def fit(
     features: np.ndarray, labels: np.ndarray, inverse_penalty: float, intercept: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Fit a linear head; one thread computes it, so the bits are the same on any number of cores.
+    """Fit a linear head in one thread, so the result is bit-identical on any number of cores.
 
     Args:
         features: float64 (N, D).
-        labels: int64 (N,), each of 0 to C - 1 at least once.
+        labels: int64 (N,), with each of the numbers 0 to C - 1 at least once.
         inverse_penalty: scikit-learn's ``C``, for features scaled to a standard deviation of 1.
         intercept: whether the head has a bias.
 
     Returns:
-        Weights (C, D) and biases (C,), float64, of features that are not scaled.
+        Weights (C, D) and biases (C,), float64, for features that are not scaled.
     """
     with _one_thread():
         mean, scale = _moments(features, intercept)
@@ -44,14 +44,14 @@ def fit(
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute matrix products with one thread, and keep scikit-learn quiet about a fit of all its steps."""
+    """Compute matrix products with one thread, and hide the warning that a fit has not converged."""
     with threadpool_limits(1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         yield
 
 
 def _moments(features: np.ndarray, intercept: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and standard deviation (D,); a head without a bias takes no mean off."""
+    """Return mean and standard deviation (D,); the mean is 0 for a head without a bias."""
     mean = features.mean(0) if intercept else np.zeros(features.shape[1])
     least = 1e-6 * max(1e-30, float(np.abs(features).max()))
     return mean, np.maximum(features.std(0), least)
@@ -76,9 +76,9 @@ def probabilities(features: np.ndarray, weights: np.ndarray, biases: np.ndarray)
 
 
 def _reduced(vectors: np.ndarray) -> np.ndarray:
-    """Return vectors (N, D) in the basis of their 512 largest principal components, if D is larger.
+    """Return vectors (N, D) in the basis of their 512 largest principal components if D is above 512.
 
-    The components keep their scale, so an L2 penalty of a head means the same.
+    The components keep their scale, so an L2 penalty has the same effect.
     """
     if vectors.shape[1] <= WIDEST:
         return vectors
@@ -89,14 +89,14 @@ def _reduced(vectors: np.ndarray) -> np.ndarray:
 def held_out(
     features: np.ndarray, labels: np.ndarray, workers: int | None = None, intercept: bool = True
 ) -> tuple[np.ndarray, float]:
-    """Return probabilities (N, C) of each image by a head that was fitted without it, and the penalty.
+    """Return each image's probabilities (N, C) by a head that was fitted without the image, and the penalty.
 
-    The penalty is the one of ``INVERSE_PENALTIES`` with the least loss on the held-out images.
+    The penalty is the one of ``INVERSE_PENALTIES`` with the lowest loss on the held-out images.
 
     Args:
         features: float64 (N, D).
         labels: int64 (N,); each class has at least two images.
-        workers: the number of processes, which changes no bit; None for one each core.
+        workers: the number of threads, which does not change the result; None for one per core.
         intercept: whether the head has a bias.
     """
     count = max(2, min(FOLDS, int(np.bincount(labels).min())))

@@ -1,4 +1,4 @@
-"""A linear head on a trained network's features: a new network, without a training loop."""
+"""A new network from a trained one: a linear head is fitted to its features, without a training loop."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Linear:
     """A network with a new head.
 
     Attributes:
-        weights: of the whole network, by name, in fp32.
-        description: of the network; see ``net_file.read_description``.
-        accuracy: the share of right answers on the split that the data tests on.
-        split: that split.
-        seconds: of the fit, without the features.
+        weights: the weights of the whole network, by name, in fp32.
+        description: the network's description; see ``net_file.read_description``.
+        accuracy: the accuracy on ``split``.
+        split: the last split of the data, which tests the head.
+        seconds: the time to fit the head, without the time to compute the features.
     """
 
     weights: dict[str, Tensor]
@@ -39,13 +39,13 @@ class Linear:
 def fit(source: HeadInput, dataset: Dataset, features: np.ndarray, workers: int | None = None) -> Linear:
     """Fit a head for the classes of a dataset on its training images.
 
-    The penalty is chosen by folds of the training images; neither validation nor test images choose anything.
+    Cross-validation on these images chooses the penalty. No choice depends on validation or test images.
 
     Args:
-        source: the network; gives the body.
+        source: the network, whose other layers stay unchanged.
         dataset: the images, in the network's size.
-        features: float32 (N, D), of all images.
-        workers: the number of processes, which changes no bit; None for one each core.
+        features: the features of all images, float32 (N, D).
+        workers: the number of threads, which does not change the result; None for one per core.
     """
     start = time.monotonic()
     vectors, has_bias = features.astype(np.float64), source.head.bias is not None

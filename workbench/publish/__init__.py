@@ -1,1 +1,1 @@
-"""Exported networks: files of several forms, a folder for the Hugging Face Hub, scores."""
+"""Exported networks: their formats, the folder for the Hugging Face Hub, predictions and metrics."""

@@ -15,12 +15,12 @@ Save = Callable[[pathlib.Path, Trained], None]
 
 
 class Form(NamedTuple):
-    """A form.
+    """A form: the format of an exported network.
 
     Attributes:
-        ending: of its files' names; None for a folder, and for the form of files with any other ending.
-        write: writes a file or folder and its description, whole or not at all.
-        read: returns its classifier.
+        ending: the ending of the files' names; None for a folder, and for files with any other ending.
+        write: a function that writes a file or folder and its description, atomically.
+        read: a function that returns the classifier of a file or folder.
     """
 
     ending: str | None
@@ -29,7 +29,7 @@ class Form(NamedTuple):
 
 
 def _described(save: Save, with_digest: bool = False) -> Save:
-    """Write the JSON file, too."""
+    """Return a function that saves a network and also writes its JSON file."""
 
     def write(path: pathlib.Path, trained: Trained) -> None:
         net_file.write_described(path, trained.description, lambda part: save(part, trained), with_digest)
@@ -47,12 +47,12 @@ OF_INT8 = "onnx"  # the form with integers
 
 
 def by_ending(path: pathlib.Path) -> str:
-    """Return the form of a file by its ending; ``pt`` for an unknown one."""
+    """Return the name of a file's form by its ending; ``pt`` for an unknown ending."""
     return next((name for name, form in FORMS.items() if path.suffix == form.ending), "pt")
 
 
 def read(path: pathlib.Path) -> Classifier:
-    """Read a network of any form; the folder of a run stands for its ``net.pt``.
+    """Read a network of any form; for the folder of a run, read its ``net.pt``.
 
     Raises:
         InvalidInput: if the file or its description is missing, damaged or of another network.

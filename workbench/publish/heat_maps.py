@@ -1,7 +1,7 @@
-"""Heat maps: the parts of an image that speak for a class.
+"""Heat maps: the parts of an image that raise the score of a class.
 
-Source: HiResCAM, https://arxiv.org/abs/2011.08891. On a network that averages its last features over the
-image it is Grad-CAM, https://arxiv.org/abs/1610.02391.
+Source: HiResCAM, https://arxiv.org/abs/2011.08891. For a network that averages its last features over the
+image, HiResCAM equals Grad-CAM, https://arxiv.org/abs/1610.02391.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def drawn(classifier: Classifier, images: Tensor, classes: Tensor) -> Iterator[t
     """Yield each image, cropped for the network, without and with its heat map: both uint8 (H, W, 3).
 
     Args:
-        classifier: of weights.
+        classifier: a classifier from a file of weights.
         images: (N, 3, h, w) uint8.
         classes: int64 (N,), the class of each heat map.
 
     Raises:
-        InvalidInput: as ``heat_maps``.
+        InvalidInput: in the same cases as ``heat_maps``.
     """
     seen = classifier.description["input"]
     for part, of_part in zip(images.split(BATCH), classes.split(BATCH), strict=True):
@@ -49,18 +49,18 @@ def drawn(classifier: Classifier, images: Tensor, classes: Tensor) -> Iterator[t
 
 
 def heat_maps(classifier: Classifier, inputs: Tensor, classes: Tensor) -> Tensor:
-    """Return the heat of every pixel for a class: (B, H, W) float32, 0 to 1; zeros if nothing speaks for it.
+    """Return each pixel's heat for a class: (B, H, W) float32, 0 to 1; zeros if no part raises the score.
 
-    The map shows the output of the last convolution with more than one place, averaged to 7x7 places. For a
-    transformer this convolution cuts the image into patches.
+    The map is computed from the last convolution whose output is larger than 1x1, averaged to at most 7x7.
+    In a transformer this convolution cuts the image into patches.
 
     Args:
-        classifier: of weights.
+        classifier: a classifier from a file of weights.
         inputs: (B, 3, H, W) float32.
         classes: int64 (B,), a class for each image.
 
     Raises:
-        InvalidInput: if the form has no gradients, or the network no convolution.
+        InvalidInput: if the form gives no gradients, or if the network has no such convolution.
     """
     if classifier.net is None:
         raise InvalidInput(

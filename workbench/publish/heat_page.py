@@ -1,4 +1,4 @@
-"""The page of ``checkpoint.py predict --heat``: images, their classes, and the parts that speak for them."""
+"""The page of ``checkpoint.py predict --heat``: images, classes, and the parts that raise a score."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def write(
     """Write the page.
 
     Args:
-        classifier: of weights.
-        files: of images that can be read.
+        classifier: a classifier from a file of weights.
+        files: the files of the images, which can all be read.
         scores: (N, C) float32, the probability of every class.
         target: the page's file.
 

@@ -1,6 +1,6 @@
 """A folder in the layout of the Hugging Face Hub: weights, configuration, preprocessing, and a model card.
 
-timm loads the folder of one of its networks. Nothing is uploaded.
+timm can load the folder of a timm network. The module uploads nothing.
 Source: https://huggingface.co/docs/hub/model-cards
 """
 
@@ -31,7 +31,7 @@ CARD, PREPROCESSING = "README.md", "preprocessor_config.json"
 
 
 def write(path: pathlib.Path, trained: Trained) -> None:
-    """Write the folder, whole or not at all.
+    """Write the folder, atomically.
 
     Raises:
         InvalidInput: if the network needs DeepSpeed, or the folder is not empty.
@@ -41,7 +41,7 @@ def write(path: pathlib.Path, trained: Trained) -> None:
     if name == registry.MOE:
         raise InvalidInput("--format: hf: a mixture of experts needs DeepSpeed; use pt or safetensors")
     if not path.name:
-        raise InvalidInput(f"{path}: must be the name of a folder to make, e.g. published")
+        raise InvalidInput(f"{path}: must be the name of a new folder, e.g. published")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise InvalidInput(f"{path}: is not an empty folder; give another, or remove it")
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -63,7 +63,7 @@ def write(path: pathlib.Path, trained: Trained) -> None:
 
 
 def _without_places(description: Any) -> dict[str, Any]:
-    """Remove local paths: the data's root becomes its name; cache and storage are removed."""
+    """Remove local paths: of the data's root only the last name stays; cache and storage are removed."""
     provenance = description["provenance"]
     given = provenance.get("data")
     if not isinstance(given, dict) or not isinstance(given.get("root"), str):
@@ -76,7 +76,7 @@ def _without_places(description: Any) -> dict[str, Any]:
 def _sources(folder: pathlib.Path, name: str) -> list[str]:
     """Copy the code of a network of ``net.py``; return the modules to import.
 
-    The folder holds the ``net.py`` of a working directory as ``own_net.py``, and the project's as ``net.py``.
+    The project's ``net.py`` keeps its name; the working directory's ``net.py`` becomes ``own_net.py``.
     """
     if not pretrained.is_own(name):
         return []
@@ -112,7 +112,7 @@ def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
 
 
 def _preprocessing(seen: dict[str, Any]) -> dict[str, Any]:
-    """Return the preprocessing, in the keys of the image processors of Hugging Face's transformers."""
+    """Return the preprocessing, with the keys that Hugging Face's image processors have."""
     return {
         "do_resize": True,
         "size": {"height": seen["resize"][0], "width": seen["resize"][1]},
@@ -128,7 +128,7 @@ def _preprocessing(seen: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(name: str, description: dict[str, Any], modules: list[str]) -> dict[str, Any]:
-    """Return the code in the card that builds the network: imports and an expression; empty for timm."""
+    """Return the card's code that builds the network: imports and an expression; for timm the library."""
     if timm_nets.is_timm(name):
         return {"library": "timm"}
     if modules:

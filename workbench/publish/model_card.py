@@ -1,4 +1,4 @@
-"""The model card of a published folder: the network, its scores, the code that loads it.
+"""The model card of a published folder: the network, its metrics, and the code that loads it.
 
 Source: https://huggingface.co/docs/hub/model-cards
 """
@@ -27,10 +27,10 @@ def write(
     """Return the card, Markdown with metadata in YAML.
 
     Args:
-        description: of the network; see ``net_file.read_description``.
-        parameters: their number.
-        call: the code that makes the network.
-        run: the folder of its run, if it is known.
+        description: the network's description; see ``net_file.read_description``.
+        parameters: the number of parameters.
+        call: the code that builds the network.
+        run: the folder of the network's run, if known.
     """
     provenance = description["provenance"]
     data = provenance.get("data")

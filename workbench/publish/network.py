@@ -1,4 +1,4 @@
-"""A trained network before its export and after its import; files of weights: ``.pt``, ``.safetensors``."""
+"""A trained network to export; a network that was read from a file; files of weights: .pt, .safetensors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Trained:
     """A trained network before its export.
 
     Attributes:
-        weights: by name, in fp32.
-        description: see ``net_file.read_description``.
-        calibration: inputs (B, 3, H, W) float32 of training images, which scale int8; None for fp32.
-        run: the folder of its run, with its scores, if it is known.
+        weights: the weights by name, in fp32.
+        description: the network's description; see ``net_file.read_description``.
+        calibration: training images as inputs (B, 3, H, W) float32, to scale int8 values; None for fp32.
+        run: the folder of the network's run, if known.
     """
 
     weights: Mapping[str, Tensor]
@@ -41,7 +41,7 @@ class Trained:
         return net_file.build(self.description, self.weights)
 
     def program(self) -> torch.export.ExportedProgram:
-        """Trace the network by ``torch.export``, with a dynamic batch size.
+        """Trace the network with ``torch.export``, with a dynamic batch size.
 
         Raises:
             InvalidInput: if it cannot be traced.
@@ -64,9 +64,9 @@ class Classifier:
     """A network from a file of any form.
 
     Attributes:
-        description: see ``net_file.read_description``.
+        description: the network's description; see ``net_file.read_description``.
         classify: maps inputs (B, 3, H, W) float32 to logits (B, C) float32, on the CPU.
-        net: computes the logits, if it is a network of torch.
+        net: the torch module that computes the logits; None for ONNX.
     """
 
     description: dict[str, Any]
@@ -75,16 +75,16 @@ class Classifier:
 
     @property
     def temperature(self) -> float:
-        """Temperature of the probabilities; 1 for a network without one."""
+        """Temperature of the probabilities; 1 for a network without a fitted temperature."""
         return float((self.description.get("confidence") or {TEMPERATURE: 1.0})[TEMPERATURE])
 
     @property
     def thresholds(self) -> Mapping[str, float] | None:
-        """Least probability of each label; None for a network that gives an image one label."""
+        """Threshold of each label's probability; None for a network that gives an image one label."""
         return self.description.get("thresholds")
 
     def labels(self, probabilities: Tensor) -> list[str]:
-        """Return an image's labels, the most probable first, of the probabilities (C,)."""
+        """Return an image's labels, the most probable first, given its probabilities (C,)."""
         classes, thresholds = self.description["classes"], self.thresholds
         if thresholds is None:
             return [classes[int(probabilities.argmax())]]
@@ -94,7 +94,7 @@ class Classifier:
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Silence a library's log up to warnings; errors still raise."""
+    """Hide a library's log messages up to the level of warnings, inside the block."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -106,7 +106,7 @@ def without_warnings() -> Iterator[None]:
 def read_described(path: pathlib.Path) -> dict[str, Any]:
     """Check the digest of a file that is not a ``state_dict``, and read its description.
 
-    Otherwise a library could run a damaged or untrusted file as a program.
+    Without this check a library might run a damaged or untrusted file as a program.
 
     Raises:
         InvalidInput: if a file is missing or damaged, or the two files come from different exports.
@@ -135,7 +135,7 @@ def save_safetensors(path: pathlib.Path, trained: Trained) -> None:
 
 
 def as_text(description: Mapping[str, Any]) -> dict[str, str]:
-    """Return a description for formats of UTF-8 texts: other values as JSON."""
+    """Return a description as UTF-8 texts; values that are not texts become JSON."""
     texts = {
         key: value if isinstance(value, str) else json.dumps(value) for key, value in description.items()
     }
@@ -147,7 +147,7 @@ def _utf8(text: str) -> str:
 
 
 def read_weights(path: pathlib.Path) -> Classifier:
-    """Read a file or folder of weights; it computes in its dtype, as in validation.
+    """Read a file or folder of weights; the classifier computes in the network's dtype, as in validation.
 
     Raises:
         InvalidInput: if the file or its description is missing, damaged or of another network.

@@ -52,7 +52,7 @@ def save(path: pathlib.Path, trained: Trained) -> None:
 def _quantize(path: pathlib.Path, trained: Trained) -> None:
     """Convert weights to int8 and activations to uint8, scaled by calibration images.
 
-    Weights have 7 bits: AVX2 and AVX-512 without VNNI add two products in 16 bits, which 8 bits would clip.
+    Weights have 7 bits: AVX2 and AVX-512 without VNNI add two products in 16 bits, and 8 bits would saturate.
     """
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -86,7 +86,7 @@ def _quantize(path: pathlib.Path, trained: Trained) -> None:
 
 
 def read(path: pathlib.Path) -> Classifier:
-    """Read a file of ``save`` for ONNX Runtime on the CPU, with torch's number of threads.
+    """Read a file that ``save`` wrote; ONNX Runtime computes it on the CPU, with torch's number of threads.
 
     Raises:
         InvalidInput: if the file or its description is missing, damaged or of another network.

@@ -1,4 +1,4 @@
-"""Classify images by an exported network, and validate the network."""
+"""Classify images with an exported network, and validate the network."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Answers(NamedTuple):
     """The answers of a network.
 
     Attributes:
-        probabilities: of every class, (N, C) float32, at the network's temperature; of several labels an
-            image each label's own.
-        unknown: whether an image is of no known class, (N,) bool.
+        probabilities: the probability of every class, at the network's temperature, or of every label: (N, C)
+            float32.
+        unknown: whether the network is unsure about an image, (N,) bool; see ``threshold_of``.
     """
 
     probabilities: Tensor
@@ -56,8 +56,8 @@ def answers(
     Args:
         classifier: the network.
         files: the images.
-        how: views of each image.
-        threshold: of the answer "unknown"; see ``threshold_of``.
+        how: the views of each image.
+        threshold: the threshold of the answer "unknown"; see ``threshold_of``.
 
     Returns:
         The files that could be read, their answers, and the errors of the other files.
@@ -79,7 +79,7 @@ def answers(
 
 
 def fitting(description: Mapping[str, Any]) -> tuple[tuple[int, int], str]:
-    """Return the height and width to decode images to, in pixels, and the fit of other shapes."""
+    """Return the height and width to decode images to, in pixels, and the value of ``data.fit``."""
     height, width = description["input"]["resize"]
     return (height, width), description["input"].get("fit") or CROP
 
@@ -104,11 +104,13 @@ def threshold_of(classifier: Classifier, given: str, net: pathlib.Path) -> float
         net: the network's file.
 
     Raises:
-        InvalidInput: if the value is no probability, or the network has no threshold.
+        InvalidInput: if the value is not a probability, or the network has no threshold.
     """
     stored = classifier.description.get("confidence") or {}
     if classifier.thresholds is not None:
-        raise InvalidInput(f"--unknown: {net} gives an image any number of labels, also none; remove it")
+        raise InvalidInput(
+            f"--unknown: {net} gives an image any number of labels, also none; remove the option"
+        )
     if not given and not stored:
         why = "its weights were saved before they were validated, or by an earlier version of this program"
         raise InvalidInput(f"--unknown: {net} has no threshold: {why}; give a threshold, e.g. --unknown=0.5")
@@ -137,7 +139,7 @@ def validation(
 
 
 def calibration(description: Mapping[str, Any], images: ImageSet) -> Iterator[Tensor]:
-    """Give inputs (B, 3, H, W) float32 of 512 evenly spaced training images, or of all if they are fewer."""
+    """Yield inputs (B, 3, H, W) float32 of 512 evenly spaced training images, or of all images if fewer."""
     chosen = torch.linspace(0, len(images) - 1, min(FOR_INT8, len(images))).long()
     return inputs_of(description, images.select(chosen), 64)
 
@@ -154,12 +156,12 @@ def open_images(
     Args:
         config: the experiment file.
         overrides: ``PATH=VALUE`` texts.
-        split: ``train``, ``val`` or ``test``; None for the data's last one.
-        description: of the network.
+        split: ``train``, ``val`` or ``test``; None for the data's last split.
+        description: the network's description.
         net: the network's file.
 
     Raises:
-        InvalidInput: if the data is missing, damaged, of other classes, or without such a split.
+        InvalidInput: if the data is missing or damaged, or has other classes or no such split.
     """
     settings = DataSettings.parse(experiment_file.read(config, overrides).get("data"))
     stored, fit = fitting(description)  # and not the experiment file's
@@ -196,7 +198,7 @@ def _batch_of(description: Mapping[str, Any]) -> int:
 
 
 def inputs_of(description: Mapping[str, Any], images: Tensor, batch: int) -> Iterator[Tensor]:
-    """Give inputs (B, 3, H, W) float32 of images (N, 3, h, w) uint8."""
+    """Yield inputs (B, 3, H, W) float32 of images (N, 3, h, w) uint8."""
     seen = description["input"]
     size = [seen["height"], seen["width"]]
     for part in images.split(batch):

@@ -1,6 +1,6 @@
 """A web page that only this machine reaches: a person drops an image on it and sees the image's classes.
 
-A request brings the bytes of an image, which stay in memory: no request can name a file or an address.
+A request contains the bytes of an image, which stay in memory: no request can name a file or an address.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ HEADERS = {
 
 
 def run(classifier: Classifier, net: pathlib.Path, port: int) -> None:
-    """Serve the page to this machine until it is interrupted.
+    """Serve the page to this machine until an interrupt.
 
     Args:
         classifier: the network.
-        net: its file; the page has images of the run in the same folder as examples.
-        port: of 127.0.0.1; 0 takes a free one.
+        net: the network's file; if the file is in a run's folder, the page shows images of the run.
+        port: the port of 127.0.0.1; 0 takes a free port.
 
     Raises:
         InvalidInput: if the port is invalid or taken.
@@ -70,13 +70,13 @@ def answer(classifier: Classifier, content: bytes) -> dict[str, Any]:
     """Return the answer to the bytes of an image file.
 
     Returns:
-        ``classes``: pairs of a class and its probability, the greatest first. ``unknown``: whether the image
-        is of no known class, always False for a network without a threshold. ``labels``: the labels that
-        reach their thresholds; None for a network of one label an image. ``heat``: the heat map of the first
-        class, a picture in base64; none of a network without gradients or a convolution.
+        ``classes``: pairs of a class and its probability, the most probable first. ``unknown``: whether the
+        network is unsure, always False for a network without a threshold. ``labels``: the labels that reach
+        their thresholds; None if the network gives an image one label. ``heat``: the heat map of the first
+        class, a picture in base64; missing if the network has no heat maps.
 
     Raises:
-        InvalidInput: if it has too many pixels, or cannot be read as an image.
+        InvalidInput: if the image has too many pixels, or cannot be read.
     """
     try:
         with open_image(io.BytesIO(content)) as opened:  # no pixel is decoded yet
@@ -149,8 +149,8 @@ class Server(socketserver.ThreadingTCPServer):
 
     Args:
         classifier: the network.
-        net: its file.
-        port: of 127.0.0.1.
+        net: the network's file.
+        port: the port of 127.0.0.1.
     """
 
     allow_reuse_address, daemon_threads = True, True
@@ -169,7 +169,7 @@ class Server(socketserver.ThreadingTCPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A request of a browser: the page, or the classes of an image."""
+    """A handler of requests for the page, or for the classes of an image."""
 
     server: Server
     timeout = PATIENCE
@@ -182,7 +182,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(status, "text/html; charset=utf-8", self.server.page if is_page else "no such page")
 
     def do_POST(self) -> None:
-        """Answer with the classes of the image that the request brings."""
+        """Answer with the classes of the image in the request."""
         if not self._is_of_this_page():
             return
         length = self.headers.get("Content-Length", "")
@@ -204,7 +204,9 @@ class Handler(BaseHTTPRequestHandler):
     def _is_of_this_page(self) -> bool:
         is_own = is_of_this_page(self.headers.get("Host"), self.headers.get("Origin"))
         if not is_own:
-            self._refuse(HTTPStatus.FORBIDDEN, f"the request is of another page or host; open http://{HOST}")
+            self._refuse(
+                HTTPStatus.FORBIDDEN, f"the request comes from another page or host; open http://{HOST}"
+            )
         return is_own
 
     def _refuse(self, status: HTTPStatus, error: str) -> None:

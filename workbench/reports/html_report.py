@@ -39,15 +39,15 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path, refresh: int = 
     """Write the page.
 
     Args:
-        folders: of the runs.
+        folders: the folders of the runs.
         target: the page's file.
         refresh: interval in seconds at which the page of a running training reloads; 0 for never.
 
     Returns:
-        Whether a run trains.
+        Whether at least one run is still training.
 
     Raises:
-        InvalidInput: if a folder is not a run's; then nothing is written.
+        InvalidInput: if a folder is not the folder of a run; then nothing is written.
     """
     runs = [RecordedRun.read(folder) for folder in folders]
     trains = any(not run.is_finished and run.is_training for run in runs)
@@ -65,7 +65,7 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path, refresh: int = 
 
 
 def follow(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
-    """Rewrite the page while a run trains; the browser reloads it."""
+    """Write the page again and again while a run trains; the browser reloads it."""
     while write(folders, target, REFRESH):
         time.sleep(REFRESH)
 
@@ -95,7 +95,7 @@ def _names(runs: Sequence[RecordedRun]) -> list[str]:
 
 
 def _shown(run: RecordedRun, name: str, target: pathlib.Path) -> dict[str, Any]:
-    """Return the template's values of a run."""
+    """Return the values of a run for the template."""
     classes, classified = run.classification.get("classes", []), run.classified
     mistakes = classified.get("mistakes", [])
     return {
@@ -122,7 +122,7 @@ def _shown(run: RecordedRun, name: str, target: pathlib.Path) -> dict[str, Any]:
 
 
 def _headline(run: RecordedRun) -> dict[str, Any]:
-    """Return the score in the headline, the test's if there is one, and the lines below it."""
+    """Return the score in the headline (of the test, if there is one) and the lines below the score."""
     if "validation" not in run.summary:
         return {"score": "-", "lines": [f"no validation yet, after {run.summary['steps']:,} steps"]}
     value, when = _score(run, *run.last)
@@ -138,14 +138,14 @@ def _headline(run: RecordedRun) -> dict[str, Any]:
     test = run.summary["test"]
     tested = _score(run, summary.value_of(test, run.metric) or 0.0, 0)[0]
     lines = [
-        f"{run.metric} of {test.get('images') or 0:,} test images, which chose nothing",
+        f"{run.metric} of {test.get('images') or 0:,} test images, on which no choice depends",
         f"validation {value} of {images:,} images {when}{suffix}",
     ]
     return {"score": tested, "lines": lines}
 
 
 def _class_table(run: RecordedRun) -> list[dict[str, Any]]:
-    """Return precision, recall and F1 of each class, and its images in each split."""
+    """Return precision, recall and F1 of each class, and the number of its images in each split."""
     if not run.classified:
         return []
     matrix = np.array(run.classified["confusion"])
@@ -173,9 +173,9 @@ def _gives_several(classified: Mapping[str, Any]) -> bool:
 
 
 def _confusion(classified: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """Return the confusion matrix with shares of each row; of many classes, the most frequent confusions.
+    """Return the confusion matrix with shares of each row, or for many classes the most frequent confusions.
 
-    With several labels an image nothing is returned: no label excludes another one.
+    The result is empty for several labels an image: there a label does not exclude another label.
     """
     if _gives_several(classified):
         return {}
@@ -206,7 +206,10 @@ def _calibration(classified: Mapping[str, Any]) -> dict[str, Any] | None:
     images, confidence, right = np.array(classified["bins"])
     filled = images > 0
     xs, ys = (confidence / images.clip(1))[filled].tolist(), (right / images.clip(1))[filled].tolist()
-    lines = [plots.Line("as sure as right", [0, 1], [0, 1], 7, is_thin=True), plots.Line("network", xs, ys)]
+    lines = [
+        plots.Line("perfect calibration", [0, 1], [0, 1], 7, is_thin=True),
+        plots.Line("network", xs, ys),
+    ]
     return plots.plot("Accuracy by confidence", lines, "confidence", plots.percent, plots.percent)
 
 
@@ -216,7 +219,7 @@ def _tiles(
     target: pathlib.Path,
     heat: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return the pictures, words and link of classified images."""
+    """Return the pictures, text and link of each classified image."""
     tiles = []
     for each, hot in itertools.zip_longest(images, heat):
         predicted, label = (in_words(each[key], classes) for key in ("predicted", "label"))
@@ -226,7 +229,9 @@ def _tiles(
         if file and os.path.isfile(file):
             link = urllib.parse.quote(os.path.relpath(file, target.parent.resolve()))
         lines = (
-            [f"is {label}, loss {each['loss']:.2f}"] if predicted != label else [f"loss {each['loss']:.2f}"]
+            [f"labelled {label}, loss {each['loss']:.2f}"]
+            if predicted != label
+            else [f"loss {each['loss']:.2f}"]
         )
         tiles.append(
             {
@@ -243,7 +248,7 @@ def _tiles(
 
 
 def _heat(run: RecordedRun, images: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return a heat map of each image's predicted class; none without a network that has gradients."""
+    """Return a heat map of each image's predicted class; empty if the network has no heat maps."""
     file = run.folder / net_file.NAMES[0]
     if not images or not run.is_finished or not file.exists() or _gives_several(run.classified):
         return []
@@ -264,7 +269,7 @@ def _best(run: RecordedRun) -> str:
 
 
 def _figures(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str]]]:
-    """Return the rows of the table of numbers: a label and a cell of every run."""
+    """Return the rows of the table of numbers: a label and a cell for every run."""
 
     def scores(part: str, suffix: str) -> list[tuple[str, list[str]]]:
         rows = []
@@ -289,8 +294,8 @@ def _figures(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str]]]:
     utilisation = [("share of the GPUs' peak (MFU)", cells)] if set(mfu) != {None} else []
     return [
         *scores("test", " of the test at the end"),
-        ("images of the validations, which choose", [run.chosen_on for run in runs]),
-        ("best by the chosen metric", [_best(run) for run in runs]),
+        ("images of the validations", [run.chosen_on for run in runs]),
+        ("best validation", [_best(run) for run in runs]),
         *scores("validation", ""),
         row("epochs", lambda s, m: f"{s['epochs']}"),
         row("optimizer steps", lambda s, m: f"{s['steps']:,}"),

@@ -21,8 +21,8 @@ def render(template: pathlib.Path, values: dict[str, Any]) -> str:
     """Render a template that extends ``page.html.jinja``; values are escaped.
 
     Args:
-        template: may import the macros of ``parts.html.jinja``; its filter ``data_uri`` shows a picture.
-        values: ``title`` and the template's own; ``refresh``: seconds until it loads again.
+        template: the template's file; it may import ``parts.html.jinja`` and use the filter ``data_uri``.
+        values: the template's variables, with ``title``; ``refresh`` is the seconds until the page reloads.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader([template.parent, BASE.parent]),
@@ -35,7 +35,7 @@ def render(template: pathlib.Path, values: dict[str, Any]) -> str:
 
 
 def write(page: str, target: pathlib.Path) -> None:
-    """Write a page, whole or not at all.
+    """Write a page, atomically.
 
     Raises:
         InvalidInput: if the target is not the name of a file.
@@ -52,18 +52,18 @@ def write(page: str, target: pathlib.Path) -> None:
 
 
 def inline(png: bytes) -> str:
-    """Encode a picture for a page."""
+    """Return a PNG file in base64."""
     return base64.b64encode(png).decode()
 
 
 def data_uri(content: str) -> str:
-    """Return the address of a picture, a PNG, JPEG or WebP file in base64, that a page holds itself."""
+    """Return the data URI of a picture: a PNG, JPEG or WebP file in base64."""
     kind = {"iV": "png", "/9": "jpeg"}.get(content[:2], "webp")
     return f"data:image/{kind};base64,{content}"
 
 
 def as_yaml(value: Any) -> str:
-    """Format a configuration for a page."""
+    """Format a configuration as YAML."""
     out = io.StringIO()
     yaml = YAML()
     yaml.default_flow_style = None
@@ -73,7 +73,7 @@ def as_yaml(value: Any) -> str:
 
 
 def _without_control_characters(value: Any) -> Any:
-    """Escape control characters of a value: a browser may act on those in names of files and classes."""
+    """Escape control characters in a value: a browser may act on them, e.g. in the name of a file."""
     if isinstance(value, Markup) or not isinstance(value, str):  # a macro has escaped its values
         return value
     return "\n".join(map(printable, value.split("\n")))

@@ -1,4 +1,4 @@
-"""Line plots as inline SVG: ``plot.html.jinja`` draws them, in the colours of the page."""
+"""Line plots as inline SVG; the macro ``plot`` of ``parts.html.jinja`` draws them in the page's colours."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Line:
     """A line of a plot.
 
     Attributes:
-        name: in the legend.
-        xs: finite or not; points that are not finite are left out.
-        ys: a value for each x.
-        number: chooses colour and dashes; lines of the same number look alike.
+        name: the name in the legend.
+        xs: the x of each point; points that are not finite are left out.
+        ys: the y of each point.
+        number: selects colour and dashes: lines with the same number look the same.
         is_thin: whether the line is thin and without dots.
     """
 
@@ -56,11 +56,11 @@ def plot(
     """Return the values of the macro ``plot``: lines, ticks and edges in the coordinates of the SVG.
 
     Args:
-        title: above the plot.
-        lines: with points; lines without any point stay in the legend.
-        x_label: below the plot.
-        y_text: formats a y.
-        x_text: formats an x.
+        title: the title above the plot.
+        lines: the lines; a line without points is only in the legend.
+        x_label: the label below the plot.
+        y_text: a function that formats a y.
+        x_text: a function that formats an x.
     """
     points = [
         [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if math.isfinite(x) and math.isfinite(y)]

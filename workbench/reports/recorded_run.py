@@ -63,7 +63,7 @@ def _is_augmented(value: Any) -> bool:
 
 
 def labels_of(classified: Mapping[str, Any], key: str) -> list[int]:
-    """Return ``predicted`` or ``label`` of an image of ``classification.json``, which may be a list."""
+    """Return ``predicted`` or ``label`` of an image of ``classification.json`` as a list."""
     value: Any = classified.get(key)
     return value if isinstance(value, list) else [value]
 
@@ -133,13 +133,14 @@ class RecordedRun:
     """The files of a run, which may still train.
 
     Attributes:
-        name: the folder's.
-        summary: its ``summary.json``; before its end ``steps``, and ``validation`` after the first one.
-        described: its ``run.json``: configuration, command and machine.
-        classification: its ``classification.json``; empty before the first validation.
-        metrics: the lines of its ``metrics.jsonl``.
-        folder: of the run.
-        is_finished: whether it has a ``summary.json``.
+        name: the name of the run's folder.
+        summary: the content of ``summary.json``; before the run has that file, ``steps``, and after a
+            validation also ``validation``.
+        described: the content of ``run.json``: configuration, command and machine.
+        classification: the content of ``classification.json``; empty before the first validation.
+        metrics: the lines of ``metrics.jsonl``.
+        folder: the run's folder.
+        is_finished: whether the run has a ``summary.json``.
     """
 
     name: str
@@ -155,7 +156,7 @@ class RecordedRun:
         """Read a run's folder.
 
         Raises:
-            InvalidInput: if the folder is no run's, or a file is damaged.
+            InvalidInput: if the folder is not the folder of a run, or a file is damaged.
         """
         if not (folder / metrics_log.FILE).exists():
             what = "is not the folder of a run" if folder.is_dir() else "no such folder"
@@ -183,7 +184,7 @@ class RecordedRun:
 
     @property
     def is_training(self) -> bool:
-        """Whether a process trains the run now: it has locked the folder."""
+        """Whether a process trains the run now, i.e. has locked the folder."""
         lock = filelock.FileLock(self.folder / LOCK)
         try:
             with lock.acquire(timeout=0):
@@ -195,7 +196,7 @@ class RecordedRun:
 
     @property
     def part(self) -> str:
-        """The part of the summary in the headline: ``test`` if the run has one, else ``validation``."""
+        """The part of the summary for the headline: ``test`` if the run has a test, else ``validation``."""
         return (
             "test"
             if summaries.value_of(self.summary.get("test") or {}, self.metric) is not None
@@ -204,12 +205,12 @@ class RecordedRun:
 
     @property
     def classified(self) -> dict[str, Any]:
-        """The confusion matrix, bins and images of that part; empty before the first validation."""
+        """The confusion matrix, bins and images of ``part``; empty before the first validation."""
         return self.classification.get(self.part, self.classification)
 
     @property
     def chosen_on(self) -> str:
-        """The images that compared checkpoints and trials, in words."""
+        """A description of the images on which validations compare checkpoints and trials."""
         return self.summary.get("chosen_on") or "test images"
 
     def series(self, group: str, metric: str) -> tuple[list[int], list[float]]:
@@ -219,13 +220,13 @@ class RecordedRun:
 
     @property
     def metric(self) -> str:
-        """The metric that compared checkpoints; accuracy if no validation has that metric."""
+        """The metric that compares checkpoints; ``accuracy`` if no validation has that metric."""
         chosen = Experiment(self.described["config"], {}).metric
         return chosen if self.series("validation", chosen)[0] else "accuracy"
 
     @property
     def last(self) -> tuple[float, int]:
-        """The metric of the weights that the run kept, and their step."""
+        """The validation metric of the final weights, and the step of these weights."""
         value = summaries.value_of(self.summary["validation"], self.metric)
         steps, values = self.series("validation", self.metric)
         if value is None:  # summary.json has no images_per_second of a validation
@@ -256,7 +257,7 @@ def _summary_so_far(
 
 
 def _class_errors(classification: dict[str, Any]) -> list[str]:
-    """Name matrices, counts and images that do not fit the classes."""
+    """Return an error for each matrix, count and image that does not fit the classes."""
     count = len(classification["classes"])
     errors = []
     for prefix, part in {"": classification, "test.": classification.get("test") or {}}.items():
@@ -279,12 +280,12 @@ def _class_errors(classification: dict[str, Any]) -> list[str]:
 
 
 class Result(NamedTuple):
-    """Metrics of a network, and the images that they are of.
+    """Metrics of a network on a split.
 
     Attributes:
         split: ``test`` or ``validation``.
-        images: in words.
-        metrics: by name.
+        images: a description of the images.
+        metrics: the metrics by name.
     """
 
     split: str
@@ -293,11 +294,11 @@ class Result(NamedTuple):
 
 
 def results(folder: pathlib.Path, provenance: Mapping[str, Any]) -> list[Result]:
-    """Return the results of a run's checkpoint, the test's first; none of a run that has not finished.
+    """Return the results of a run's checkpoint, the test first; empty for a run that has not finished.
 
     Args:
-        folder: the run's.
-        provenance: of the network of the checkpoint; see ``net_file.read_description``.
+        folder: the run's folder.
+        provenance: the ``provenance`` of the checkpoint's network; see ``net_file.read_description``.
     """
     try:
         run = RecordedRun.read(folder)
@@ -314,7 +315,7 @@ def results(folder: pathlib.Path, provenance: Mapping[str, Any]) -> list[Result]
         tested = summary.get("test") or {}
         found = [Result(split, words, _known(summary["validation"]))]
         if "accuracy" in tested:
-            words = f"{tested['images']:,} test images, which chose nothing"
+            words = f"{tested['images']:,} test images, on which no choice depends"
             found.insert(0, Result("test", words, _known(tested)))
         return found
     of_step = [

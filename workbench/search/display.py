@@ -1,4 +1,4 @@
-"""A search's lines, its table on a terminal, and its best trial."""
+"""The output of a search: lines, a table on a terminal, and the best trial."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class SearchDisplay:
     """Show a search: a live table on a terminal, else a line for every event; write ``trials.csv``.
 
     Args:
-        results: its trials.
+        results: the trials of the search.
         output: the search's folder.
-        chosen_on: a description of the images on which the trials are compared.
+        chosen_on: a description of the images on which validations compare the trials.
     """
 
     def __init__(self, results: Results, output: pathlib.Path, chosen_on: str) -> None:
@@ -63,12 +63,12 @@ class SearchDisplay:
             print(printable(f"trial {number}: {self.results.values(trial)}"), flush=True)
 
     def tell_changes(self, number: int, begun: dict[str, str], now: dict[str, str]) -> None:
-        """Note files of code that changed since the search began, once for each set of files.
+        """Print a note about files of code that changed since the search began, once for each set of files.
 
         Args:
-            number: of the trial that is about to start.
-            begun: digests of the files of code when the search began, by name.
-            now: the digests now.
+            number: the number of the trial that is about to start.
+            begun: the digest of each file of code when the search began, by name.
+            now: the digest of each file now.
         """
         files = sorted(name for name in begun.keys() | now.keys() if begun.get(name) != now.get(name))
         if not files or files == self.changed:
@@ -121,12 +121,16 @@ class SearchDisplay:
         print(f"{len(trials)} trials: {counts}; {printable(shown(self.output / 'trials.csv'))}")
         best = self.results.best(trials)
         if best is None:
-            reason = "no trial has finished; their logs are in the folder trials"
+            reason = "no trial has finished; the logs are in the folder trials"
             print(f"{command_line.called('search')}: {reason}", file=sys.stderr)
             return 1
         score = f"{self.metric} {self.results.score(best):.6g}"
         print(printable(f"best: trial {best.number}, {score}: {self.results.values(best)}"))
-        hint = "; data.validation: 0.1 holds images out" if self.chosen_on == "test images" else ""
+        hint = (
+            "; data.validation: 0.1 holds out images for the choice"
+            if self.chosen_on == "test images"
+            else ""
+        )
         print(f"chosen on {self.chosen_on}{hint}")
         page = command_line.typed("checkpoint", "report", shown(self.output))
         print(f"report: {printable(page)}")

@@ -23,12 +23,12 @@ MOST = 2**20  # bytes of the end of a log
 
 
 class News(NamedTuple):
-    """A look at a trial.
+    """The state of a trial's process.
 
     Attributes:
         node: hostname.
         code: exit code of the process; None while it runs, negative after a signal.
-        texts: of the files that have changed since the last look, by path.
+        texts: the text of each file that has changed since the previous ``News``, by path.
     """
 
     node: str
@@ -41,9 +41,9 @@ class NodeProcess:
 
     Args:
         home: working directory, at the same path on each node.
-        folder: the trial's.
+        folder: the trial's folder.
         files: the files to report.
-        log: file of its stdout and stderr; reported at the end of the process.
+        log: file of the process's stdout and stderr; reported after the end of the process.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class NodeProcess:
         shared: pathlib.Path | None,
         pid_name: str,
     ) -> News:
-        """Wait up to 60 s for an earlier process in the folder to end, start the process, and look at it.
+        """Wait up to 60 s for an earlier process in the folder to end, start the process, and return its state.
 
         Args:
-            arguments: of Python.
+            arguments: arguments of Python.
             stdin: text for the process.
             environment: additional variables.
-            shared: a file that this node must see; None if the nodes share no folder.
-            pid_name: variable of this worker's process id.
+            shared: a file that must exist on this node; None if the nodes share no folder.
+            pid_name: name of the variable for this worker's process id.
 
         Raises:
             FileNotFoundError: if this node lacks ``home`` or ``shared``.
@@ -113,7 +113,7 @@ class NodeProcess:
 def spawn(
     command: Sequence[str], stdin: str, log: pathlib.Path, environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Start a process that leads a session, so that Ctrl-C reaches the search alone, which stops its trials.
+    """Start a process in a new session, so that Ctrl-C reaches only the search, which stops its trials.
 
     Args:
         command: the program and its arguments.
@@ -141,7 +141,7 @@ def stop(process: subprocess.Popen[bytes] | None) -> None:
 
 
 def kill(process: subprocess.Popen[bytes] | None) -> None:
-    """Kill a process that leads a session, with its children, and wait for its end."""
+    """Kill a process that ``spawn`` started, with its children, and wait for its end."""
     if process and process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -1,4 +1,4 @@
-"""A Ray cluster, where the trials of a search run.
+"""A Ray cluster that runs the trials of a search.
 
 Each trial is an actor that starts ``train.py`` on a node of Ray's choice. Ray's documentation of actors:
 https://docs.ray.io/en/latest/ray-core/actors.html
@@ -31,9 +31,9 @@ NONE_HERE = "Could not find any running Ray instance"  # says Ray of this machin
 
 
 class RayCluster:
-    """The nodes of a Ray cluster: of ``RAY_ADDRESS``, or of this machine, or one that starts here.
+    """A Ray cluster: the one at ``RAY_ADDRESS``, the one of this machine, or a new one on this machine.
 
-    A process of a trial takes a GPU if a node has GPUs, and ``OMP_NUM_THREADS`` CPUs (1).
+    A process of a trial takes a GPU if a node has GPUs, and ``OMP_NUM_THREADS`` CPUs (default 1).
 
     Args:
         search: the search whose trials run on the cluster.
@@ -67,7 +67,7 @@ class RayCluster:
 
     @property
     def room(self) -> int:
-        """Trials that fit on the living nodes, at most the search's limit."""
+        """The number of trials that fit on the living nodes, at most the search's limit."""
         return min(self.search.concurrent, max(1, self._fits()))
 
     def _nodes(self) -> list[dict[str, float]]:
@@ -86,7 +86,7 @@ class RayCluster:
     def start(
         self, folder: pathlib.Path, config: pathlib.Path, overrides: Sequence[str], whole: str
     ) -> TrialRun:
-        """Start a trial; the arguments are as in ``TrialRun``."""
+        """Start a trial; ``TrialRun`` describes the arguments."""
         run = RayRun(self, folder, config, overrides, whole)
         run.start({})
         return run
@@ -149,7 +149,7 @@ class RayRun(TrialRun):
 
     @property
     def has_ended(self) -> bool:
-        """Whether its processes have ended; takes the news of the node.
+        """Whether the trial's processes have ended, by the latest report of the node.
 
         Raises:
             InvalidInput: if the node cannot run the trial.
@@ -202,7 +202,7 @@ class RayRun(TrialRun):
             self.kill()
 
     def kill(self) -> None:
-        """Kill all its processes."""
+        """Kill all processes of the trial."""
         if self.look is not None:
             if self.is_placed:
                 with contextlib.suppress(self.ray.exceptions.RayError):
@@ -211,12 +211,12 @@ class RayRun(TrialRun):
             self.look = self.actor = None
 
     def read(self, file: pathlib.Path) -> str:
-        """Return the text of one of its files, which the node has sent."""
+        """Return the text of one of the trial's files, as the node has sent it."""
         return self.texts[str(file)] if str(file) in self.texts else super().read(file)
 
     @property
     def exit_code(self) -> int:
-        """The exit code of its process, which has ended."""
+        """The exit code of the trial's process, which has ended."""
         return self.news.code or 0
 
     def failure(self) -> tuple[str, str]:
@@ -228,11 +228,13 @@ class RayRun(TrialRun):
 
 def lost_cluster(error: Exception) -> TrainingStopped:
     """Return the error of a cluster that no longer answers."""
-    return TrainingStopped(f"Ray's cluster is lost ({one_line(error)}); the same command continues")
+    return TrainingStopped(
+        f"Ray's cluster is lost ({one_line(error)}); the same command continues the search"
+    )
 
 
 def _connected() -> Any:
-    """Connect to the cluster, or start one on this machine that listens on the loopback interface alone.
+    """Connect to the cluster, or start one on this machine, which listens only on the loopback interface.
 
     Raises:
         InvalidInput: if Ray is not installed or the cluster does not answer.

@@ -1,4 +1,4 @@
-"""The trials of a search, compared: the best, a row of each, the command that trains with its values."""
+"""Results of a search: a row for each trial, the best trial, the command with a trial's hyperparameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.search.specification import Search
 
 
 def quiet_optuna() -> None:
-    """Silence Optuna's lines about trials and experimental features."""
+    """Hide Optuna's messages about trials and experimental features."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
@@ -27,15 +27,15 @@ class Row(NamedTuple):
     """A trial as ``trials.csv``, the terminal and the page show it.
 
     Attributes:
-        number: of the trial, from 0.
+        number: the trial's number, from 0.
         outcome: ``complete``, ``pruned``, ``failed``, ``invalid``, ``running`` or ``waiting``.
-        score: its best validation; None before the first validation.
-        values: its hyperparameters, in the order of ``Results.names``; None if not sampled yet.
-        steps: optimizer steps; None before its end.
-        images_per_second: of the training.
-        seconds: of wall time; None before its end.
+        score: the metric of the best validation; None before the first validation.
+        values: the hyperparameters, in the order of ``Results.names``; None if not sampled yet.
+        steps: optimizer steps; None before the trial's end.
+        images_per_second: the speed of the training.
+        seconds: the wall time; None before the trial's end.
         reason: why the trial is not complete.
-        folder: in the search's folder.
+        folder: the trial's folder, relative to the search's folder.
     """
 
     number: int
@@ -51,10 +51,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Results:
-    """A search's trials, compared.
+    """The trials of a search and their scores.
 
     Attributes:
-        study: Optuna's record of them.
+        study: Optuna's record of the trials.
         search: the search.
     """
 
@@ -92,7 +92,7 @@ class Results:
         )
 
     def write_csv(self, file: pathlib.Path) -> None:
-        """Write a row for every trial, whole or not at all."""
+        """Write a row for every trial into a file, atomically."""
         partial = file.with_name(f".{file.name}")
         with open(partial, "w", newline="") as out:
             writer = csv.writer(out)
@@ -104,12 +104,12 @@ class Results:
         os.replace(partial, file)
 
     def score(self, trial: FrozenTrial) -> float | None:
-        """Return a trial's best validation; None before the first."""
+        """Return the metric of a trial's best validation; None before the first validation."""
         values = trial.intermediate_values.values()
         return (min if self.search.experiment.smaller_is_better else max)(values, default=None)
 
     def best(self, trials: list[FrozenTrial]) -> FrozenTrial | None:
-        """Return the best of the complete trials; None without one."""
+        """Return the best of the complete trials; None if no trial is complete."""
         sign = -1 if self.search.experiment.smaller_is_better else 1
         complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
         return max(complete, key=lambda trial: sign * (self.score(trial) or 0), default=None)
@@ -117,7 +117,7 @@ class Results:
     def values(self, trial: FrozenTrial) -> str:
         """Return a trial's hyperparameters as a line."""
         values = (f"{self.short(name)} {trial.params[name]!r}" for name in self.names)
-        return ", ".join(values) or "as the file says"
+        return ", ".join(values) or "the hyperparameters of the file"
 
     def short(self, name: str) -> str:
         """Return the shortest end of a dotted path that no other searched hyperparameter has."""
@@ -129,7 +129,7 @@ class Results:
         return name
 
     def waiting(self, trials: list[FrozenTrial]) -> int:
-        """Count the trials that have not begun."""
+        """Return the number of trials that have not begun."""
         drawn = sum(trial.state == TrialState.WAITING for trial in trials)
         return drawn + len(self.search.missing(trials))
 

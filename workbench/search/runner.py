@@ -1,4 +1,4 @@
-"""A running search: start trials, watch them, prune them, replace invalid ones."""
+"""Runs a search: starts, watches and prunes trials, and replaces invalid ones."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ POLL = 0.1  # seconds between two looks at the trials
 
 
 class SearchRunner:
-    """Run a search. Optuna's SQLite file has its whole state: trials wait, run or have ended.
+    """Run a search. Optuna's SQLite file stores the whole state: the waiting, running and ended trials.
 
     Args:
         search: the search.
         output: the search's folder.
         source: the dataset.
-        machine: runs the trials.
+        machine: the machine or cluster that runs the trials.
 
     Raises:
         InvalidInput: if the folder holds another search.
@@ -217,7 +217,7 @@ class SearchRunner:
 def code_digests() -> dict[str, str]:
     """Return the SHA-256 of every file of code that a trial may import, and of DeepSpeed's configurations.
 
-    A trial runs the files of the time of its start.
+    A trial runs these files as they are when the trial starts.
     """
     packages = (each.parent.rglob("*.py") for each in PROJECT.glob("*/__init__.py"))
     others = (PROJECT.glob(pattern) for pattern in ("*.py", "*.json", "experiments/*.json"))

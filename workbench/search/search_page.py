@@ -1,4 +1,4 @@
-"""One self-contained HTML page about a search, also while the search runs."""
+"""One self-contained HTML page about a search, during the search or after it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SEARCHERS = {
     "single": "one trial",
     "random": "random trials",
     "grid": "every point of the grid",
-    "async_halving": "random trials; the worse are stopped early",
-    "adaptive_asha": "random trials; the worse are stopped early",
-    "tpe": "random trials first, then each by the results so far",
+    "async_halving": "random trials; the worse trials stop early",
+    "adaptive_asha": "random trials; the worse trials stop early",
+    "tpe": "random trials first; then earlier results guide each trial",
 }
 
 
@@ -35,11 +35,11 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
     """Write the page.
 
     Args:
-        folders: the search's folder alone.
+        folders: a list with only the search's folder.
         target: the page's file.
 
     Raises:
-        InvalidInput: if there are more folders, or the search cannot be read; nothing is written then.
+        InvalidInput: if there is more than one folder, or the search cannot be read; then nothing is written.
     """
     if len(folders) > 1:
         names = ", ".join(map(str, folders))
@@ -49,7 +49,7 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
 
 
 def read(folder: pathlib.Path) -> tuple[Results, str]:
-    """Read the trials of a search, and a description of the images on which they are compared.
+    """Read the trials of a search, and a description of the images on which validations compare them.
 
     Raises:
         InvalidInput: if the search cannot be read.
@@ -70,7 +70,7 @@ def read(folder: pathlib.Path) -> tuple[Results, str]:
 
 
 def _values(results: Results, folder: pathlib.Path, chosen_on: str) -> dict[str, Any]:
-    """Return the template's values."""
+    """Return the values of the page's template."""
     search, trials = results.search, results.trials
     begun = [trial for trial in trials if trial.state != TrialState.WAITING]
     rows = [results.row(trial) for trial in begun]
@@ -80,7 +80,7 @@ def _values(results: Results, folder: pathlib.Path, chosen_on: str) -> dict[str,
     return {
         "title": f"Search: {search.experiment.config.get('name') or folder.resolve().name}",
         "metric": results.metric,
-        "better": "less" if search.experiment.smaller_is_better else "more",
+        "better": "smaller" if search.experiment.smaller_is_better else "larger",
         "chosen_on": chosen_on,
         "searcher": search.searcher["name"],
         "how": SEARCHERS[search.searcher["name"]],
@@ -114,7 +114,7 @@ def _curves(results: Results, rows: Sequence[Row], folder: pathlib.Path) -> dict
 
 
 def _cells(row: Row, folder: pathlib.Path) -> dict[str, Any]:
-    """Format a trial for the columns of the table."""
+    """Return the formatted cells of a trial, by the names of the table's columns."""
     steps = row.steps
     if steps is None:  # it has not ended
         reports = metrics_log.read(folder / row.folder)
@@ -132,7 +132,7 @@ def _cells(row: Row, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _described(searched: Range) -> str:
-    """Describe a range."""
+    """Return a description of a range."""
     if searched.spec["type"] == "categorical":
         return ", ".join(json.dumps(value) for value in searched.spec["vals"])
     ends = searched.distribution

@@ -1,4 +1,4 @@
-"""The searchers: their fields, the brackets of their trials, and the pruner of the worse trials.
+"""The searchers: their fields, their brackets of trials, and the pruner that stops the worse trials.
 
 The brackets are Determined 0.38's; Optuna's successive halving prunes within a bracket.
 Source: https://github.com/determined-ai/determined/blob/v0.38.1/docs/reference/experiment-config-reference.rst#searcher
@@ -43,11 +43,11 @@ def errors_of(searcher: Mapping[str, Any]) -> list[str]:
         return unknown_searcher(name)
     found = unknown_keys("searcher.", searcher, SEARCHERS[name], f"{name} has no such field")
     missing = [key for key in NEEDED.get(name, ()) if searcher.get(key) is None]
-    return found + [f"searcher.{key}: None: {name} needs it; {EXAMPLES[key]}" for key in missing]
+    return found + [f"searcher.{key}: missing: {name} needs it; {EXAMPLES[key]}" for key in missing]
 
 
 def notes(experiment: Experiment, parallel: int | None) -> list[str]:
-    """Return a line for each field that means nothing, or something else, on this machine."""
+    """Return a line for each field that has no effect, or another effect, on this machine."""
     searcher = experiment.config["searcher"]
     most, divisor = searcher.get("max_concurrent_trials"), searcher.get("divisor")
     concurrent = (
@@ -55,7 +55,7 @@ def notes(experiment: Experiment, parallel: int | None) -> list[str]:
         if (most or 0) > (parallel or 0)
         else f"runs fewer trials at a time than --parallel {parallel}"
     )
-    start = "is on a cluster; here trials start from new weights, or hyperparameters.weights: net.pt"
+    start = "has no effect here; set hyperparameters.weights to start from trained weights"
     means_little = {
         "max_concurrent_trials": (bool(most and parallel) and most != parallel, concurrent),
         "stop_once": (
@@ -64,7 +64,7 @@ def notes(experiment: Experiment, parallel: int | None) -> list[str]:
         ),
         "divisor": (
             divisor is not None and divisor != _divisor(searcher),
-            f"one in {_divisor(searcher)} continues here",
+            f"here one in {_divisor(searcher)} trials continues",
         ),
         "max_length": (
             searcher.get("max_length") is not None,
@@ -81,12 +81,13 @@ def notes(experiment: Experiment, parallel: int | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Bracket:
-    """Trials that compete.
+    """A group of trials that are compared with each other.
 
     Attributes:
-        trials: their number.
-        rungs: the number of lengths at which they are compared, the whole length included; 1 prunes none.
-        first: the first of the lengths.
+        trials: the number of trials.
+        rungs: the number of lengths at which the trials are compared, the full length included; with 1 no
+            trial is pruned.
+        first: the shortest of these lengths.
     """
 
     trials: int
@@ -95,7 +96,7 @@ class Bracket:
 
 
 def brackets(searcher: Mapping[str, Any], grid_size: int) -> list[Bracket]:
-    """Return the brackets of a checked searcher section, the soonest to prune first."""
+    """Return the brackets of a checked searcher section, the bracket that prunes earliest first."""
     name = searcher["name"]
     if name in ("single", "grid"):
         return [Bracket(grid_size if name == "grid" else 1)]
@@ -124,11 +125,11 @@ def _divisor(searcher: Mapping[str, Any]) -> int:
 
 
 class BracketPruner(BasePruner):
-    """Prune the worse trials of every bracket by Optuna's asynchronous successive halving.
+    """Prune the worse trials of every bracket with Optuna's asynchronous successive halving.
 
     Args:
-        searcher: the checked section.
-        brackets: its brackets; a trial's user attribute ``bracket`` is the index of its bracket.
+        searcher: the checked searcher section.
+        brackets: the section's brackets; a trial's user attribute ``bracket`` is the index of its bracket.
     """
 
     def __init__(self, searcher: Mapping[str, Any], brackets: Sequence[Bracket]) -> None:

@@ -1,4 +1,4 @@
-"""The ranges among hyperparameters, by Determined 0.38's rules, and the draws from them."""
+"""The ranges of hyperparameters, by Determined 0.38's rules, and samples of values from them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Range:
 
     @property
     def grid(self) -> list[Any]:
-        """The values of a grid: all of a category, else ``count`` evenly spaced values."""
+        """The values for a grid: all values of a categorical range, else ``count`` evenly spaced values."""
         if self.spec["type"] == "categorical":
             return [_scalar(value) for value in self.spec["vals"]]
         low, high, count = self.spec["minval"], self.spec["maxval"], self.spec["count"]
@@ -89,7 +89,7 @@ class Range:
 
 
 def _scalar(value: Any) -> Any:
-    """Return a category for Optuna, whose categories are scalars: lists and mappings become JSON."""
+    """Return a categorical value for Optuna, which accepts only scalars: lists and mappings become JSON."""
     return json.dumps(value) if isinstance(value, (list, dict)) else value
 
 
@@ -118,14 +118,14 @@ def guided_draw(
 ) -> dict[str, Any]:
     """Draw the hyperparameters of the next trial by Optuna's TPE, from the results so far.
 
-    The draw follows from the arguments alone: every trial has a new sampler, with a seed from the search's
-    seed and the trial's number. Failed trials count as worse than finished ones. Running trials do, too:
-    otherwise concurrent trials would be alike.
+    The result depends only on the arguments: every trial has a new sampler, with a seed from the search's
+    seed and the trial's number. Failed and running trials count as worse than finished ones; otherwise
+    concurrent trials would be alike.
 
     Args:
         ranges: the search space.
-        seed: of the search.
-        direction: whether more of the metric is better.
+        seed: the seed of the search.
+        direction: whether larger or smaller values of the metric are better.
         known: the trials so far, by number.
     """
     state = np.random.SeedSequence([seed, len(known)]).generate_state(1)
@@ -199,7 +199,7 @@ def _range_errors(path: str, spec: Mapping[str, Any], grid: bool) -> list[str]:
         elif not errors and not _finite(base, low, high):
             errors.append(f"{path}.maxval: {high!r}: too large; minval and maxval are exponents of the base")
     if spec.get("count") is None and grid:
-        errors.append(f"{path}.count: None: a grid needs it; say how many values to try, e.g. 4")
+        errors.append(f"{path}.count: missing: a grid needs it; say how many values to try, e.g. 4")
     elif spec.get("count") is not None and not is_count(spec["count"], 1):
         errors.append(f"{path}.count: {spec['count']!r}: must be a whole number of at least 1")
     return errors

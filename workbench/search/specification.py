@@ -31,7 +31,7 @@ class Search:
         experiment: the file with the overrides; its hyperparameters include the ranges.
         ranges: the searched hyperparameters, in the file's order.
         brackets: the groups of trials that compete.
-        concurrent: trials at a time at most.
+        concurrent: maximum number of trials at a time.
     """
 
     file: str
@@ -48,17 +48,17 @@ class Search:
 
     @property
     def replaces_invalid(self) -> bool:
-        """Whether another trial replaces a trial with invalid hyperparameters, as on a cluster."""
+        """Whether a new trial replaces a trial with invalid hyperparameters, as on a cluster."""
         return self.searcher["name"] not in ("grid", "single")
 
     @property
     def is_guided(self) -> bool:
-        """Whether the results so far decide the hyperparameters of the next trial."""
+        """Whether the hyperparameters of the next trial depend on the results so far."""
         return self.searcher["name"] == "tpe"
 
     @property
     def direction(self) -> StudyDirection:
-        """Whether more or less of the metric is better."""
+        """Whether larger or smaller values of the metric are better."""
         return StudyDirection.MINIMIZE if self.experiment.smaller_is_better else StudyDirection.MAXIMIZE
 
     def missing(self, known: Sequence[FrozenTrial]) -> list[int]:
@@ -72,9 +72,9 @@ class Search:
         return missing
 
     def draws(self, known: Sequence[FrozenTrial] = ()) -> Iterator[dict[str, Any]]:
-        """Draw the hyperparameters of the trials after the known ones; in a guided search, of the next.
+        """Draw the hyperparameters of the trials after the known ones; in a guided search, of the next trial.
 
-        A guided search begins with random trials, a quarter of all and at most ten.
+        A guided search begins with random trials: a quarter of all trials, but at most ten.
         """
         finished = sum(trial.state == TrialState.COMPLETE for trial in known)
         if self.is_guided and finished >= min(10, math.ceil(self.searcher["max_trials"] / 4)):
@@ -88,12 +88,12 @@ class Search:
 
 
 def load(file: str, overrides: list[str], parallel: int | None) -> Search:
-    """Read and check a search; note on stderr the fields that mean nothing on this machine.
+    """Read and check a search; print a note about each field that has no effect on this machine.
 
     Args:
         file: the experiment file.
         overrides: ``PATH=VALUE`` texts.
-        parallel: trials that may run at a time; None for all that fit.
+        parallel: maximum number of trials at a time; None for all that fit.
 
     Raises:
         InvalidInput: with a line for each wrong field.
@@ -120,7 +120,7 @@ def recorded(config: dict[str, Any], file: str, overrides: list[str]) -> Search:
     Args:
         config: the experiment, with its ranges.
         file: the experiment file of the search.
-        overrides: its ``--set`` arguments.
+        overrides: the ``--set`` arguments of the search.
 
     Raises:
         InvalidInput: with a line for each wrong field.
@@ -132,7 +132,7 @@ def recorded(config: dict[str, Any], file: str, overrides: list[str]) -> Search:
 
 
 def _check(config: dict[str, Any], errors: ErrorList) -> tuple[Experiment, list[Range]]:
-    """Check an experiment and its searcher; return it with its ranges."""
+    """Check an experiment and its searcher; return the experiment and its ranges."""
     experiment = Experiment({}, {})
     with errors.collecting():
         experiment = experiment_fields.check(config, search=True)

@@ -1,4 +1,4 @@
-"""This machine, where the trials of a search run."""
+"""This machine, which runs the trials of a search."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ThisMachine:
 
     Attributes:
         device: ``cpu``, ``cuda`` or ``mps``, on which trials train.
-        room: trials at a time.
+        room: maximum number of trials at a time.
 
     Raises:
         InvalidInput: if a trial needs more GPUs than there are.
@@ -42,7 +42,7 @@ class ThisMachine:
     def start(
         self, folder: pathlib.Path, config: pathlib.Path, overrides: Sequence[str], whole: str
     ) -> TrialRun:
-        """Start a trial; the arguments are as in ``TrialRun``."""
+        """Start a trial; ``TrialRun`` describes the arguments."""
         run = TrialRun(folder, config, overrides, self.slots, whole)
         environment = {}
         if "OMP_NUM_THREADS" not in os.environ:
@@ -58,4 +58,4 @@ class ThisMachine:
         self.free += self.used.pop(folder, [])
 
     def close(self) -> None:
-        """Do nothing: this machine stays."""
+        """Do nothing; a Ray cluster needs this method."""

@@ -32,11 +32,11 @@ class TrialRun:
     """A trial's process and folder.
 
     Args:
-        folder: the trial's, the ``--output`` of ``train.py``; ``FOLDER.log`` stores its stdout and stderr.
+        folder: the ``--output`` of ``train.py``; ``FOLDER.log`` stores its stdout and stderr.
         config: the experiment file.
         overrides: ``--set`` arguments.
-        slots: processes to train with.
-        whole: the experiment on stdin of ``train.py``, if the written file hides credentials.
+        slots: the number of processes.
+        whole: the experiment for stdin of ``train.py`` if the written file hides credentials; else empty.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TrialRun:
         """Start the trial or resume it from its last checkpoint; do nothing if it has finished.
 
         Args:
-            environment: additional variables of its processes.
+            environment: additional variables for the processes.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(self.folder / ".lock", timeout=LAST_WORDS):
@@ -78,7 +78,7 @@ class TrialRun:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its processes have ended."""
+        """Whether the trial's processes have ended."""
         return self.process is None or self.process.poll() is not None
 
     def stop(self) -> None:
@@ -86,12 +86,12 @@ class TrialRun:
         node.stop(self.process)
 
     def kill(self) -> None:
-        """Kill all its processes."""
+        """Kill all processes of the trial."""
         node.kill(self.process)
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Its ``summary.json``; empty before its end, and if the file is damaged."""
+        """The trial's ``summary.json``; empty before the trial's end, and if the file is damaged."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             found = json.loads(self.read(self.folder / "summary.json"))
             if isinstance(found, dict) and is_count(found.get("steps"), 0):
@@ -99,24 +99,24 @@ class TrialRun:
         return {}
 
     def validations(self) -> list[dict[str, Any]]:
-        """Return its validations so far."""
+        """Return the trial's validations so far."""
         return [entry for entry in self.reports() if entry["group"] == "validation"]
 
     def steps(self) -> int:
-        """Return the optimizer steps of its last report."""
+        """Return the optimizer steps at the trial's last report."""
         return max((entry["steps_completed"] for entry in self.reports()), default=0)
 
     def reports(self) -> list[dict[str, Any]]:
-        """Return its reports so far."""
+        """Return the trial's reports so far."""
         return metrics_log.parse(self.read(self.folder / metrics_log.FILE))
 
     def read(self, file: pathlib.Path) -> str:
-        """Return the text of one of its files; empty without the file."""
+        """Return the text of one of the trial's files; empty without the file."""
         return file.read_text(errors="replace") if file.exists() else ""
 
     @property
     def exit_code(self) -> int:
-        """The exit code of its process, which has ended; negative after a signal."""
+        """The exit code of the trial's process, which has ended; negative after a signal."""
         assert self.process
         return self.process.returncode
 
@@ -136,7 +136,7 @@ class TrialRun:
 
 
 def wait_for(runs: Sequence[TrialRun], seconds: float) -> None:
-    """Wait for trials to end; kill the slower ones after ``seconds``."""
+    """Wait for trials to end; kill the trials that still run after ``seconds``."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and not all(run.has_ended for run in runs):
         time.sleep(0.05)

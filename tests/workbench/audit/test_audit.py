@@ -83,7 +83,7 @@ def test_planted_copies_and_wrong_labels_are_in_the_first_rows(planted, main, tm
         assert f'<a href="{(root / name).as_uri()}">{name}</a>' in page
     assert before == {path: path.stat().st_mtime_ns for path in root.rglob("*.*") if path.name[0] != "."}
     (again,) = (line for line in main("audit", root, *SIZE, "--output", tmp_path) if "features" in line)
-    assert again.endswith("kept by an earlier command")
+    assert again.endswith("stored by an earlier command")
     monkeypatch.chdir(tmp_path)  # caches also clears ./data
     assert any("networks and datasets" in line for line in main("caches"))
     main("caches", "--clear")

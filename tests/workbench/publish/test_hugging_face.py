@@ -115,7 +115,7 @@ def test_the_card_is_valid_and_transformers_find_the_preprocessing(published):
     folder, _ = published
     card = ModelCard.load(folder / "README.md")
     assert card.data.pipeline_tag == "image-classification"
-    assert card.data.eval_results is None and "figures were not at hand" in card.text
+    assert card.data.eval_results is None and "metrics of the run were not available" in card.text
     assert r"a\|b, \[c\](d), \`e\`\\x1b, ---" in card.text
     for each in folder.iterdir():
         assert b"/of/this/machine" not in each.read_bytes(), each

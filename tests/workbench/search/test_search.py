@@ -43,12 +43,12 @@ def quiet():
     unknown_searcher=(GRID, "searcher.name=grit", "searcher.name: 'grit': unknown searcher; did you mean 'grid'?"),
     unknown_field=(GRID, "searcher.max_trials=3", "searcher.max_trials: 3: grid has no such field;"),
     mode=(ASHA, "searcher.mode=quick", "searcher.mode: 'quick': must be one of aggressive, standard, conservative"),
-    no_trials=(ASHA, "searcher.max_trials=null", "searcher.max_trials: None: adaptive_asha needs it;"),
+    no_trials=(ASHA, "searcher.max_trials=null", "searcher.max_trials: missing: adaptive_asha needs it;"),
     unknown_type=(GRID, f"{LR}={{type: loq, base: 10, minval: -4, maxval: -1}}", f"{LR}.type: 'loq': unknown hyperparameter type; did you mean 'log'?"),
     min_above_max=(GRID, f"{LR}={{type: double, minval: 2, maxval: 1, count: 2}}", f"{LR}.minval: 2: must be below maxval, which is 1; exchange them"),
     no_name=(GRID, "searcher.name=[]", "searcher.name: []: must be one of single, random, "),
     too_wide=(ASHA, f"{LR}={{type: double, minval: 0, maxval: 1e308}}", f"{LR}.maxval: 1e+308: must be a number"),
-    no_count=(GRID, f"{LR}={{type: double, minval: 1, maxval: 2}}", f"{LR}.count: None: a grid needs it;"),
+    no_count=(GRID, f"{LR}={{type: double, minval: 1, maxval: 2}}", f"{LR}.count: missing: a grid needs it;"),
     no_base=(ASHA, f"{LR}={{type: log, minval: 1, maxval: 2}}", f"{LR}.base: None: must be a number above 0"),
     overflow=(ASHA, f"{LR}={{type: log, base: 10, minval: 1, maxval: 999}}", f"{LR}.maxval: 999: too large;"),
     no_values=(GRID, f"{STAGE}={{type: categorical, vals: []}}", f"{STAGE}.vals: []: must be a list"),
@@ -94,7 +94,7 @@ def test_notes_name_settings_that_this_machine_ignores(capsys):
     changes = ["searcher.max_concurrent_trials=4", "searcher.divisor=2.5", "searcher.smaller_is_better=null"]
     specification.load(ASHA, changes, 2)
     notes = capsys.readouterr().err
-    assert "searcher.smaller_is_better: None: not given, so a smaller accuracy is better" in notes
+    assert "searcher.smaller_is_better: not given, so a smaller accuracy is better" in notes
     assert "searcher.max_concurrent_trials: 4: 2 at a time here" in notes
     assert "searcher.divisor: 2.5: one in 2 continues here" in notes
 
