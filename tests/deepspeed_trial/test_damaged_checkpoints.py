@@ -132,7 +132,7 @@ EARLIER = "model0/mp_rank_00_model_states.pt"  # as DeepSpeed saves
 STEPS = put("steps_completed", value=2)
 # Files with wrong contents and right digests: the file, the change, the words of the line
 WRONG = {
-    "steps in the metadata": (METADATA, STEPS, [f"{METADATA}: steps_completed: 2: but trial_state.pkl has 4"]),
+    "steps in the metadata": (METADATA, STEPS, [f"{METADATA}: steps_completed: 2: differs from 4 in trial_state.pkl"]),
     "no state": (STATE, dict.clear, [f"{STATE}: cannot be read (batches_trained"]),
     "steps before the first": (STATE, put("batches_trained", value=-3), [f"{STATE}: cannot be read", "trained: -3)"]),
     "steps above any count": (STATE, put("batches_trained", value=10**30), [f"{STATE}: cannot be read (batches_tr"]),
@@ -198,7 +198,7 @@ DAMAGE = {
                             [f"{METADATA}: cannot be read", OTHER]),
     "foreign": (lambda folder: (folder / "model0/other.pt").touch(), [], ["other.pt", "does not belong", OTHER]),
     "other steps, downloaded": (downloaded(edit(METADATA, STEPS)), [],
-                                ["steps_completed: 2: but trial_state.pkl has 4", REMEDY]),
+                                ["steps_completed: 2: differs from 4 in trial_state.pkl", REMEDY]),
     "no state, downloaded": (downloaded(edit(STATE, dict.clear)), [],
                              [f"{STATE}: cannot be read (batches_trained", REMEDY]),
     "truncated, downloaded": (downloaded(truncate_model), [], [MODEL, "cannot be read"]),
@@ -288,7 +288,7 @@ def test_the_steps_of_a_cluster_are_compared(two_checkpoints):
     check = functools.partial(contents.check, path, identity.read(path, "uuid"))
     for steps, trial_id in (4, 0), (0, 7):
         check(steps, trial_id)
-    assert "batches_trained: 4: but the run has 3" in error_line(check, 3, 0)
+    assert "batches_trained: 4: differs from 3 in the run" in error_line(check, 3, 0)
     assert "trial_id: 0: a trial of a cluster saved this checkpoint" in error_line(check, 4, 7)
 
 

@@ -35,7 +35,7 @@ def test_a_run_is_not_replaced(two_checkpoints, tmp_path, capsys):
         "again": "holds a run; give another folder, or continue it: train.py --resume latest",
         "odd": "metrics.jsonl: is not a file",
         "pipe": "run.json: is not a file",
-        "loop": "loop/checkpoints: is no folder",
+        "loop": "loop/checkpoints: is not a folder",
     }.items():
         assert program.main([*TWO, "--output", str(tmp_path / name)]) == 2
         assert expected in capsys.readouterr().err
