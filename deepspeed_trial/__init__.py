@@ -1,6 +1,7 @@
 """Runs any ``DeepSpeedTrial`` on a Determined cluster, on GPUs, or on the CPU cores of a laptop.
 
-It replaces Determined's training loop and patches DeepSpeed, and is independent of the kind of data.
+It replaces Determined's training loop and patches DeepSpeed, and is independent of the kind of data. In this
+package a *mode* is a combination of ZeRO stage, offload, precision, parallelism and number of processes.
 
     from deepspeed_trial import LocalTestMode, Trainer, init
 

@@ -244,7 +244,7 @@ def seconds_left(done: int, total: int, fraction: float, costs: Mapping[str, flo
 
 
 def periods(period: int | None, done: int, total: int) -> int:
-    """Count the ends of a period from step ``done`` (included) to the last step, which counts as one."""
+    """Return how often a period ends from step ``done`` (included) on; the last step always ends one."""
     return 1 if period is None else -(-total // period) - (done - 1) // period
 
 

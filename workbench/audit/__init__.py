@@ -1,1 +1,1 @@
-"""The audit of labelled images, and a linear head, from features that are computed once."""
+"""The audit of labelled images, and linear heads; both use features that are computed once."""

@@ -82,7 +82,7 @@ class Dataset:
         return np.flatnonzero(self.splits == split)
 
     def select(self, indices: np.ndarray) -> Tensor:
-        """Return images (B, 3, h, w) uint8 as validation sees them, by their indices (B,) in one split."""
+        """Return images (B, 3, h, w) uint8, cropped as in validation, by their indices (B,) in one split."""
         split = self.splits[indices[0]]
         images = self.sets[split]
         return images.center_crop(images.select(torch.from_numpy(indices - self.rows(split)[0])))

@@ -81,7 +81,7 @@ def test_a_report_names_the_classes_of_each_mistake(runs: Runs, tmp_path):
     assert checkpoint.main(["report", str(output), "--output", str(tmp_path / "report.html")]) == 0
     kept = json.loads((output / "classification.json").read_text())
     page = (tmp_path / "report.html").read_text()
-    tiles = r"<figcaption>(\S+) (\d+)%<small>is (\S+), loss [\d.]+</small><small>image (\d+)</small>"
+    tiles = r"<figcaption>(\S+) (\d+)%<small>labelled (\S+), loss [\d.]+</small><small>image (\d+)</small>"
     shown = re.findall(tiles, page)
     classes = kept["classes"]
     assert shown == [

@@ -308,7 +308,7 @@ def test_the_working_directory_is_read_but_not_written(
 ):
     monkeypatch.chdir(tmp_path)
     assert checkpoint.main(["export", str(digits), ".", "--format", "hf"]) == 2
-    assert "must be the name of a folder to make, e.g. published" in capsys.readouterr().err
+    assert "must be the name of a new folder, e.g. published" in capsys.readouterr().err
     monkeypatch.chdir(exported / FILES["hf"])
     assert checkpoint.main(["predict", ".", str(photos)]) == 0
 

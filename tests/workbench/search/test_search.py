@@ -96,7 +96,7 @@ def test_notes_name_settings_that_this_machine_ignores(capsys):
     notes = capsys.readouterr().err
     assert "searcher.smaller_is_better: not given, so a smaller accuracy is better" in notes
     assert "searcher.max_concurrent_trials: 4: 2 at a time here" in notes
-    assert "searcher.divisor: 2.5: one in 2 continues here" in notes
+    assert "searcher.divisor: 2.5: here one in 2 trials continues" in notes
 
 
 def test_names_are_text_in_the_table():
