@@ -79,7 +79,7 @@ class TrialHooks(Callback):
         return None
 
     def stages(self) -> Sequence[tuple[float, float]]:
-        """Return the stages of a training, each with steps of one duration, so that a plan of minutes is right.
+        """Return the stages of a training; all steps of a stage have the same duration.
 
         Returns:
             Pairs of the fraction of the training at a stage's end, in order up to 1, and the duration of a

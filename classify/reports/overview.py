@@ -13,7 +13,6 @@ from torch import nn
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH, TOTAL_BATCH
 from classify.engine.trial_config import TrialConfig
 from classify.images.pixel_files import in_bytes
-from classify.images.plan import DataPlan
 from deepspeed_trial.context import TrialContext
 from deepspeed_trial.errors import printable
 from deepspeed_trial.local.folder import shown

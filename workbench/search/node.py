@@ -61,7 +61,7 @@ class NodeProcess:
         shared: pathlib.Path | None,
         pid_name: str,
     ) -> News:
-        """Wait up to 60 s for an earlier process in the folder to end, start the process, and return its state.
+        """Start the process when an earlier one in the folder has ended (within 60 s), and return its state.
 
         Args:
             arguments: arguments of Python.

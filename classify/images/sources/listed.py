@@ -10,7 +10,7 @@ import os
 import pathlib
 import runpy
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,7 +180,7 @@ def _is_one(row: Mapping[str, Any], name: str, where: str) -> bool:
     return str(value) == "1"
 
 
-def _csv_rows(text: io.StringIO, file: str, label_columns: list[tuple[str, ...]]) -> Iterator[_Numbered]:
+def _csv_rows(text: io.StringIO, file: str, label_columns: Sequence[tuple[str, ...]]) -> Iterator[_Numbered]:
     """Yield the line number of each row, and its values by their columns."""
     rows = csv.DictReader(text)
     columns = list(rows.fieldnames or ())

@@ -106,7 +106,9 @@ def test_every_kind_of_range_is_drawn():
 
 
 def test_fields_of_tpe_are_checked_and_a_note_says_that_clusters_have_none(capsys):
-    assert error_line(tpe, "searcher.max_trials=null").startswith("searcher.max_trials: missing: tpe needs it;")
+    assert error_line(tpe, "searcher.max_trials=null").startswith(
+        "searcher.max_trials: missing: tpe needs it;"
+    )
     assert error_line(tpe, "searcher.num_rungs=2").startswith("searcher.num_rungs: 2: tpe has no such field;")
     tpe()
     line = "note: searcher.name: 'tpe': a cluster has no such searcher; "
