@@ -180,7 +180,7 @@ def test_unfit_checkpoints_and_data_are_refused_in_one_line(tmp_path):
 
     assert refused(Empty).startswith("validation data: a rank gets no batch")
     line = refused(deepspeed_config={"gradient_accumulation_steps": 50})
-    assert line.startswith("training data: fewer than the 50 micro-batches of one optimizer step")
+    assert line.startswith("training data: a rank has fewer than the 50 micro-batches of an optimizer step")
 
 
 def test_callbacks_keep_their_names_and_numpy_numbers(tmp_path):

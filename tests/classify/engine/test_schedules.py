@@ -209,7 +209,7 @@ def test_minutes_are_a_number_above_0(minutes):
 
 def test_a_length_has_one_unit_and_a_search_none_of_minutes():
     line = error_line(check, {"max_length": {"minutes": 1, "epochs": 1}})
-    assert line.endswith("""e.g. --config hyperparameters.max_length='{"epochs": 1, "minutes": null}'""")
+    assert line.endswith("""null: --config hyperparameters.max_length='{"epochs": 1, "minutes": null}'""")
     line = error_line(check, {"max_length": {"minutes": None}})
     assert line.endswith("must be {batches: N} or {epochs: N} or {minutes: M}")
     searcher = {"name": "adaptive_asha", "time_metric": "batches", "max_time": 9}
