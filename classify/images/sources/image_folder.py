@@ -112,7 +112,7 @@ def _images_in(folder: str | os.PathLike[str], others: collections.Counter[str])
     for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
-            if os.path.islink(link := os.path.join(place, name)) and _is_circular(link):
+            if os.path.islink(link := os.path.join(place, name)) and _is_circular(link, folder):
                 raise OSError(errno.ELOOP, "a circular link", link)
         for name in names:
             if name.startswith("."):
@@ -133,10 +133,11 @@ def _extension_of(name: str) -> str:
     return os.path.splitext(name)[1].lower()
 
 
-def _is_circular(link: str) -> bool:
-    """Return whether a link points to a folder that it lies in, perhaps through other links."""
-    target = pathlib.Path(link).resolve()
-    return any(parent.resolve().is_relative_to(target) for parent in pathlib.Path(link).parents)
+def _is_circular(link: str, folder: str | os.PathLike[str]) -> bool:
+    """Return whether a link in a folder points to a folder that it lies in, perhaps through other links."""
+    path = pathlib.Path(link)
+    target, inside = path.resolve(), (each for each in path.parents if each.is_relative_to(folder))
+    return any(parent.resolve().is_relative_to(target) for parent in inside)
 
 
 def _find_parts(root: pathlib.Path) -> tuple[str, ...]:

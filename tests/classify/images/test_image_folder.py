@@ -19,6 +19,7 @@ import checkpoint
 from classify.images import listing, pixel_files, pixels
 from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
+from classify.images.sources.image_folder import find_images
 from deepspeed_trial import host_lock
 from deepspeed_trial.errors import InvalidInput, TrainingStopped
 
@@ -287,3 +288,13 @@ def test_an_invalid_folder_is_one_line(folder, damage, parts):
     assert [part for part in parts if part.format(folder) not in line] == []
     assert folder.exists() == there
     assert caches(folder) == {}
+
+
+def test_a_link_to_the_working_directory_is_followed(tmp_path, monkeypatch):
+    """``.`` is among the parents of a relative path, but the folder does not lie in it."""
+    save(tmp_path / "dogs/1.png", 1)
+    (tmp_path / "photos/dog").mkdir(parents=True)
+    (tmp_path / "photos/dog/more").symlink_to(tmp_path / "dogs")
+    monkeypatch.chdir(tmp_path / "dogs")
+    found, _ = find_images([pathlib.Path("../photos/dog")])
+    assert found == [pathlib.Path("../photos/dog/more/1.png")]
