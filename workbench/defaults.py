@@ -22,6 +22,7 @@ import math
 import pathlib
 import statistics
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import joblib
@@ -172,10 +173,16 @@ def images_a_second() -> float:
     """Estimate the images of 32x32 pixels that ``NET`` trains on in a second, by a matrix product's speed."""
     if torch.cuda.is_available():
         return SPEED_OF_A_GPU
+    # OpenMP's threads belong to the thread that computes; a fork of this thread would wait for them forever
+    with ThreadPoolExecutor(1) as pool:
+        return EFFICIENCY * pool.submit(_flops).result() / OPERATIONS
+
+
+def _flops() -> float:
+    """Return the FLOP/s of a matrix product on all cores."""
     matrix = torch.ones(2048, 2048, dtype=torch.bfloat16 if has_bf16_instructions() else torch.float32)
     multiply = benchmark.Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=joblib.cpu_count())
-    seconds = multiply.blocked_autorange(min_run_time=0.3).median
-    return EFFICIENCY * 2 * len(matrix) ** 3 / seconds / OPERATIONS
+    return 2 * len(matrix) ** 3 / multiply.blocked_autorange(min_run_time=0.3).median
 
 
 def _cost(side: int) -> float:

@@ -22,6 +22,18 @@ from workbench.defaults import Images
 CLASSES = {"Bär": (0, 300), "Käse": (1, 200), "Öl": (7, 100)}  # the digit and the number of images
 SMALL = ["--epochs", "6", *overrides(hyperparameters__net_args__width=16, data__image_size=16)]
 
+FORKED = """
+import os
+from workbench import defaults
+
+defaults.images_a_second()
+if not (child := os.fork()):
+    torch.set_num_threads(2)
+    torch.ones(1000, 1000).mm(torch.ones(1000, 1000))
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> pathlib.Path:
@@ -150,6 +162,12 @@ def test_a_refused_training_leaves_no_folder(home):
         assert made.code == 2
         assert made.stderr.splitlines()[-1].startswith(f"classify: {line}")
         assert sorted(home.glob("runs/*")) == before
+
+
+def test_a_fork_computes_after_the_speed_is_measured(tmp_path):
+    """A fork lacks OpenMP's threads, and the benchmark runs for ``train_micro_batch_size_per_gpu: auto`` are forks."""
+    made = run(["-c", FORKED], tmp_path)
+    assert made.code == 0, made.stderr
 
 
 def test_every_subcommand_of_checkpoint_is_a_command(capsys):
