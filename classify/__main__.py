@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__, "commands, each with --help:", sep="\n")
         print(*(f"  {name:<10} {about}" for name, about in commands.items()), sep="\n")
         return 0
-    from deepspeed_trial.errors import InvalidInput, print_errors
+    from deepspeed_trial.errors import InvalidInput, TrainingStopped, print_errors
 
     try:
         take_net()
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if first in commands:
             return run("checkpoint", [*argv, *experiment_of(first, argv[1:])])
         return train(first, argv[1:], commands)
-    except InvalidInput as error:
+    except (InvalidInput, TrainingStopped) as error:
         return print_errors(COMMAND, error)
     except KeyboardInterrupt:
         print(f"{COMMAND}: interrupted", file=sys.stderr)

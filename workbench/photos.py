@@ -84,6 +84,7 @@ def prepare(folder: pathlib.Path, argv: Sequence[str]) -> Training:
 
     Raises:
         InvalidInput: if an option, the folder or ``--output`` cannot be used.
+        TrainingStopped: if the system kills a process that decodes the images.
     """
     args, others = parser().parse_known_args(argv)
     minutes = _minutes(args)
@@ -105,7 +106,7 @@ def prepare(folder: pathlib.Path, argv: Sequence[str]) -> Training:
     training = Training(output, [*_options(str(written), [], None), *arguments], written, bool(args.check))
     try:
         plan = DataPlan.resolve(DataSettings.parse(config.get("data")))  # decodes the images once
-    except InvalidInput:
+    except BaseException:
         training.undo()
         raise
     print(*_first_lines(folder, images, plan, settings, output), sep="\n", flush=True)

@@ -1,8 +1,11 @@
 """The command ``classify``: a training on a folder from anywhere, its settings, and the use of its network."""
 
 import json
+import os
 import pathlib
 import shlex
+import shutil
+import signal
 import sys
 
 import numpy as np
@@ -16,6 +19,7 @@ import checkpoint
 import classify
 from classify import __main__ as command
 from classify.config import experiment_file
+from classify.images import pixels
 from workbench import defaults
 from workbench.defaults import Images
 
@@ -162,6 +166,25 @@ def test_a_refused_training_leaves_no_folder(home):
         assert made.code == 2
         assert made.stderr.splitlines()[-1].startswith(f"classify: {line}")
         assert sorted(home.glob("runs/*")) == before
+
+
+@pytest.mark.parametrize(
+    "number, code, said",
+    [
+        (signal.SIGKILL, 1, "classify: data.root: a process that decoded the images of all was killed"),
+        (signal.SIGINT, 130, "classify: interrupted"),
+    ],
+)
+def test_a_decoding_that_is_ended_leaves_no_folder(home, tmp_path, monkeypatch, capsys, number, code, said):
+    """A signal to a decoder, as the system sends when memory runs out, or to the command."""
+    process = os.getpid()
+    monkeypatch.setattr(
+        pixels, "decode", lambda *_: os.kill(process if number == signal.SIGINT else os.getpid(), number)
+    )
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(home / "Bücher", "photos", ignore=shutil.ignore_patterns(".*"))
+    assert command.main(["photos"]) == code
+    assert capsys.readouterr().err.startswith(said) and not [*tmp_path.glob("runs/*")]
 
 
 def test_a_fork_computes_after_the_speed_is_measured(tmp_path):
