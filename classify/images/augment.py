@@ -164,6 +164,7 @@ class Augmenter:
         """
         if epoch != self._epoch:
             self._draw(epoch, images.device)
+            self._epoch = epoch
         chosen = self.augmentation
         if chosen.resized_crop:
             grid = F.affine_grid(self._parts[draws], [len(images), 3, *self.size], align_corners=False)
@@ -201,7 +202,6 @@ class Augmenter:
     def _draw(self, epoch: int, device: torch.device) -> None:
         """Draw the random numbers of every image of the set, in a fixed order."""
         random, chosen = np.random.default_rng((self.seed, epoch, 1)), self.augmentation
-        self._epoch = epoch
         flips = (random.random(self.count) < 0.5) & bool(chosen.flip)
         if chosen.flip == "alternating":
             first = np.random.default_rng((self.seed, 0, 1)).random(self.count) < 0.5
