@@ -6,8 +6,8 @@
 The defaults come from the PyTorch tutorial "Training a Classifier": SGD, batch 4, 2 epochs.
 Source: https://pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html
 
-Several processes train with ``DistributedDataParallel``. ``DataParallel`` is obsolete: it uses the threads of
-one process on one machine, which share Python's lock, and copies the network to every GPU in every step.
+Several processes train with ``DistributedDataParallel``. ``DataParallel`` is obsolete: it uses threads of one
+process, which share Python's global interpreter lock, and copies the network to every GPU in every step.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--accumulate", type=int, default=1, help="micro-batches per step in each process (%(default)s)")
     add("--optimizer", choices=("SGD", "Adam"), default="SGD", help="(%(default)s)")
     add("--lr", type=float, default=0.001, help="learning rate (%(default)s)")
-    add("--momentum", type=float, default=0.9, help="of SGD (%(default)s)")
+    add("--momentum", type=float, default=0.9, help="momentum of SGD (%(default)s)")
     add("--schedule", choices=("constant", "step", "cosine"), default="constant", help="(%(default)s)")
     add("--amp", choices=tuple(DTYPES), help="mixed precision")
     add("--patience", type=int, help="stop after N epochs without a lower validation loss", metavar="N")
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--min-improvement",
         type=float,
         default=0.0,
-        help="the minimum decrease that counts (%(default)s)",
+        help="the smallest decrease of the loss that counts for --patience (%(default)s)",
     )
     add("--weights", metavar="FILE", help="start from this state_dict")
     return parser.parse_args(argv)
@@ -132,7 +132,7 @@ def train(args: argparse.Namespace) -> None:
                 scaler.update()
                 optimizer.zero_grad()
                 schedule.step()
-                if rank == 0 and len(losses) % 2000 == 0:  # as often as the tutorial
+                if rank == 0 and len(losses) % 2000 == 0:  # the tutorial's interval
                     mean = torch.stack(losses[-2000:]).mean()
                     print(f"{where}  micro-batch {len(losses)}  loss {mean:.4f}", flush=True)
                 if len(losses) == last:
@@ -156,7 +156,7 @@ def check(args: argparse.Namespace) -> tuple[Experiment, DataPlan, dict[str, Ten
     """Check the options before decoding images; return the experiment, its data and the initial weights.
 
     Raises:
-        InvalidInput: with a line for every invalid option; if all are valid, with a line for every option
+        InvalidInput: with a line for each invalid option; if all are valid, with a line for each option
             that does not fit the images.
     """
     check_ranks()
@@ -204,7 +204,7 @@ def start() -> tuple[int, int, torch.device]:
 
 
 def make_folder(args: argparse.Namespace, rank: int) -> None:
-    """Create the run's folder on rank 0; raise ``InvalidInput`` if that fails or the folder has a run."""
+    """Create the run's folder on rank 0; raise ``InvalidInput`` if this fails or the folder has a run."""
     if rank != 0:
         return
     args.output = args.output or default_output("baseline")
@@ -212,14 +212,14 @@ def make_folder(args: argparse.Namespace, rank: int) -> None:
         args.output.mkdir(parents=True, exist_ok=True)
         reason = why_unusable(args.output, resumes=False)
     except OSError as error:
-        what = f"cannot be made ({one_line(error)}); give another folder"
+        what = f"cannot be created ({one_line(error)}); give another folder"
         raise InvalidInput(f"--output: {args.output}: {what}") from error
     if reason:
         raise InvalidInput(reason)
 
 
 def load_weights(net: nn.Module, weights: dict[str, Tensor] | None, file: str, rank: int) -> None:
-    """Load the weights that fit, if any are given; print the names of the others."""
+    """Load the given weights that fit the network, and print the names of the others."""
     if weights is None:
         return
     label = f"--weights: {file}"
@@ -238,7 +238,7 @@ def make_optimizer(args: argparse.Namespace, net: nn.Module) -> optim.Optimizer:
 def make_schedule(
     args: argparse.Namespace, optimizer: optim.Optimizer, epoch: int
 ) -> optim.lr_scheduler.LRScheduler:
-    """Return a schedule: constant, a tenth after every ``epoch`` steps, or a cosine to 0."""
+    """Return a schedule: constant, divided by 10 after every ``epoch`` steps, or a cosine to 0."""
     if args.schedule == "step":
         return optim.lr_scheduler.StepLR(optimizer, step_size=epoch, gamma=0.1)
     if args.schedule == "cosine":
@@ -265,7 +265,7 @@ def batches(
 def evaluate(
     net: nn.Module, test_set: ImageSet, rank: int, world_size: int, device: torch.device
 ) -> dict[str, Any]:
-    """Return accuracy, loss and per-class accuracy over every test image, counted on all ranks."""
+    """Return accuracy, loss and per-class accuracy over the test images of all ranks."""
     net.eval()
     counts = ClassificationMetrics(test_set.classes)
     order = Order(len(test_set), 256 * world_size, world_size)
@@ -285,7 +285,7 @@ def save(
     seconds: float,
     images_per_second: float,
 ) -> None:
-    """Write the run's folder as ``train.py`` does, and print the accuracies."""
+    """Write the run's files in the form of ``train.py``, and print the accuracies."""
     weights = state_dicts.of_module(net)
     torch.save(weights, args.output / "net.pt")
     of_steps = torch.stack(losses).view(-1, args.accumulate).mean(1).tolist()

@@ -6,17 +6,16 @@
     classify images:           python3 checkpoint.py predict net.pt IMAGES... [--unknown] [--heat FILE]
     on a local web page:       python3 checkpoint.py serve net.pt [--port N]
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
-    by several views:          predict and evaluate with --tta mirror,shift=1 (test-time augmentation)
+    use several views:         predict and evaluate with --tta mirror,shift=1 (test-time augmentation)
     look at runs, or a search: python3 checkpoint.py report RUN [RUN...] [--output report.html] [--follow]
     look for wrong images:     python3 checkpoint.py audit FOLDER [--net net.pt]  (or --config FILE)
-    a new head, in a minute:   python3 checkpoint.py head net.pt new.pt --config FILE
+    fit a new head:            python3 checkpoint.py head net.pt new.pt --config FILE
     continue from a cluster:   python3 checkpoint.py import CHECKPOINT RUN
-    images and shards kept:    python3 checkpoint.py caches [FOLDER...] [--clear]
+    stored images, shards:     python3 checkpoint.py caches [FOLDER...] [--clear]
 
-RUN is the folder of a run of train.py; a checkpoint is a folder in its checkpoints/, or a folder of
-`det checkpoint download`, of any mode and any number of processes. Hidden files of the data's folder hold
-decoded images, one for each split and size; --clear removes them. Exit codes: 0 done, 2 an unusable path
-or value, 1 anything else.
+RUN is the folder of a run of train.py. A checkpoint is a folder in its checkpoints/, or a folder of
+`det checkpoint download`, of any mode and any number of processes. Hidden files in the data's folder hold
+decoded images; --clear removes them. Exit codes: 0 done, 2 an unusable path or value, 1 anything else.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from workbench.publish.network import Classifier
     from workbench.publish.scoring import Answers
 
-FORMATS = ("pt", "safetensors", "onnx", "hf")  # of workbench/publish/forms.py
+FORMATS = ("pt", "safetensors", "onnx", "hf")  # the forms in workbench/publish/forms.py
 CONFIG = "const.yaml"
 
 
@@ -59,20 +58,19 @@ def parser() -> argparse.ArgumentParser:
     add: Any = command.add_argument
     add("source", metavar="RUN_OR_CHECKPOINT", **path)
     add("target", metavar="FILE_OR_FOLDER", **path)
-    add(
-        "--format", choices=FORMATS, help="(by FILE's ending, else pt); hf: a folder for the Hugging Face Hub"
-    )
+    add("--format", choices=FORMATS, help="(by the ending, else pt); hf: a folder for the Hugging Face Hub")
     meaning = "the run's checkpoint; final: the weights of predict, report and serve (%(default)s)"
     add("--checkpoint", default="final", metavar="final|latest|best|UUID", help=meaning)
     add("--int8", action="store_true", help="write the ONNX file in 8-bit integers")
-    command_line.add_experiment_options(command, CONFIG, "whose training images scale --int8")
+    command_line.add_experiment_options(command, CONFIG, "the training images for --int8")
 
     command = commands.add_parser("predict", help="classify image files")
     add = command.add_argument
     add("net", metavar="NET", **path)
     add("images", metavar="IMAGE_OR_FOLDER", nargs="+", **path)
     add("--json", action="store_true", help="print a JSON list with the probability of every class")
-    meaning = "name images of no known class: less probable than THRESHOLD (99 %% of the validation images)"
+    meaning = "answer unknown for an image whose highest probability is below THRESHOLD"
+    meaning += " (a threshold that 99 %% of the validation images reach)"
     add("--unknown", nargs="?", const="", metavar="THRESHOLD", help=meaning)
     add("--heat", metavar="FILE", help="write a page with the heat map of each image, e.g. heat.html", **path)
     _add_tta(command)
@@ -80,21 +78,21 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("serve", help="serve a local web page that classifies dropped images")
     add = command.add_argument
     add("net", metavar="NET", **path)
-    add("--port", type=int, default=7860, metavar="N", help="of 127.0.0.1 (%(default)s); 0: a free one")
+    add("--port", type=int, default=7860, metavar="N", help="port of 127.0.0.1 (%(default)s); 0: a free port")
 
     command = commands.add_parser("evaluate", help="validate a network")
     add = command.add_argument
     add("net", metavar="NET", **path)
     _add_tta(command)
-    add("--split", choices=("train", "val", "test"), help="(the data's last: test, else val)")
+    add("--split", choices=("train", "val", "test"), help="the images to validate on (test, else val)")
     command_line.add_experiment_options(command, CONFIG)
-    add("--json", action="store_true", help="print the validation as in summary.json")
+    add("--json", action="store_true", help="print the validation in the form of summary.json")
 
     command = commands.add_parser("report", help="write an HTML page about runs, or about a search")
     add = command.add_argument
     add("runs", metavar="RUN", nargs="+", **path)
-    add("--output", metavar="FILE", help="(report.html in the first run's folder)", **path)
-    add("--follow", action="store_true", help="write the page again while a run trains")
+    add("--output", metavar="FILE", help="the page (report.html in the first run's folder)", **path)
+    add("--follow", action="store_true", help="write the page again every 5 seconds while a run trains")
     _add_commands_of_images(commands)
 
     command = commands.add_parser("import", help="create a run from a Determined cluster's checkpoint")
@@ -118,13 +116,13 @@ def _add_commands_of_images(commands: Any) -> None:
         help="the folder for the page and the lists (%(default)s)",
         **path,
     )
-    command_line.add_experiment_options(command, CONFIG, "whose images are audited")
+    command_line.add_experiment_options(command, CONFIG, "the images to audit")
 
     command = commands.add_parser("head", help="fit a linear head on a network's features")
     add = command.add_argument
-    add("net", metavar="NET", help="gives the features", **path)
+    add("net", metavar="NET", help="the network for the features", **path)
     add("target", metavar="FILE", help="the new network, e.g. new.pt", **path)
-    command_line.add_experiment_options(command, CONFIG, "whose training images the head learns")
+    command_line.add_experiment_options(command, CONFIG, "the training images of the head")
 
     command = commands.add_parser("caches", help="list or remove decoded images and fetched shards")
     add = command.add_argument
@@ -134,7 +132,7 @@ def _add_commands_of_images(commands: Any) -> None:
 
 
 def _add_tta(parser: argparse.ArgumentParser) -> None:
-    meaning = "average the scores of views of each image: mirrored, shifted by N pixels"
+    meaning = "average the scores of several views of each image: mirrored, shifted by N pixels"
     parser.add_argument("--tta", metavar="mirror,shift=N", help=meaning)
 
 
@@ -170,14 +168,12 @@ def export(args: argparse.Namespace) -> None:
         what = "must be the name of a file that does not end in .json, e.g. net.pt"
         raise InvalidInput(f"{args.target}: {what}")
     ending = forms.FORMS[form].ending
-    if ending and args.target.suffix != ending:  # the reader goes by the ending
+    if ending and args.target.suffix != ending:  # the reader chooses the format by the ending
         raise InvalidInput(f"{args.target}: must end in {ending}, as --format {form} does; rename it")
     if args.int8 and form != forms.OF_INT8:
-        raise InvalidInput(f"--int8: is not for {form}; give a file that ends in .onnx")
+        raise InvalidInput(f"--int8: does not work with {form}; give a file that ends in .onnx")
     if not args.int8 and (args.overrides or args.config != CONFIG):
-        raise InvalidInput(
-            "--config, --set: say whose training images scale int8; add --int8, or remove them"
-        )
+        raise InvalidInput("--config, --set: give the training images for --int8; add --int8, or remove them")
     folder = locate(args.source, args.checkpoint)
     whole = folder / net_file.NAMES[0]
     state = net_file.of_checkpoint(folder)
@@ -250,7 +246,7 @@ def predict(args: argparse.Namespace) -> None:
         if asks:
             print(f"unknown: {int(found.unknown.sum()):,} of {len(files):,} images, below {threshold:.3f}")
         if how:
-            print(f"by the mean scores of several views of each image (test-time augmentation: {how})")
+            print(f"scores are means over several views of each image (test-time augmentation: {how})")
     errors.raise_any()
 
 
@@ -291,7 +287,7 @@ def _print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> No
     table = Table(*columns, box=box.SIMPLE_HEAD)
     for row in rows:
         table.add_row(*map(printable, row))
-    # Names are text: [b] in one is no markup, :x: no emoji
+    # Names are plain text: [b] in a name is not markup, and :x: is not an emoji
     Console(width=None if sys.stdout.isatty() else 200, markup=False, emoji=False).print(table)
 
 
@@ -304,7 +300,7 @@ def evaluate(args: argparse.Namespace) -> None:
     classifier = forms.read(args.net)
     how = scoring.views_of(args.tta, classifier.description)
     if how and classifier.thresholds is not None:
-        raise InvalidInput(f"--tta: {args.tta}: does not go with several labels an image; remove it")
+        raise InvalidInput(f"--tta: {args.tta}: does not work with several labels an image; remove it")
     images = scoring.open_images(args.config, args.overrides, args.split, classifier.description, args.net)
     validation = scoring.validation(classifier, images, how)
     if args.json:
@@ -338,7 +334,7 @@ def report(args: argparse.Namespace) -> None:
 
 
 def audit(args: argparse.Namespace) -> None:
-    """Write a page about probably wrong images, and a list of them; no image is changed."""
+    """Write a page about images that are probably wrong, and a list of them; change no image."""
     from workbench.audit import audit as auditing
 
     dataset, vectors, name, _ = _features(args)
@@ -349,7 +345,7 @@ def audit(args: argparse.Namespace) -> None:
 
 
 def head(args: argparse.Namespace) -> None:
-    """Write a network with another network's body and a new head for an experiment's classes."""
+    """Write a network with the given network's layers and a new head for an experiment's classes."""
     from classify.models import net_file
     from workbench.audit import linear
 
@@ -365,7 +361,7 @@ def head(args: argparse.Namespace) -> None:
 
 
 def _features(args: argparse.Namespace) -> tuple[Any, Any, str, Any]:
-    """Return an experiment's images, their features, the features' name, and their network or None."""
+    """Return an experiment's images, their features, the features' name, and the network or None."""
     from workbench.audit import audit, features
     from workbench.audit.dataset import Dataset
 
@@ -387,7 +383,7 @@ def _data_section(args: argparse.Namespace) -> dict[str, Any]:
     if folder is None:
         return dict(experiment_file.read(args.config, args.overrides).get("data") or {})
     if args.config != CONFIG:
-        raise InvalidInput(f"--config: {args.config}: {folder} is given, too; remove one of the two")
+        raise InvalidInput(f"--config: {args.config}: {folder} also names images; remove one of the two")
     section = {"dataset": "imagefolder", "root": str(folder), "image_size": 64, "unreadable": "skip"}
     images = [f"data={json.dumps(section)}"]
     return dict(experiment_file.read(args.config, [*images, *args.overrides])["data"])
@@ -423,9 +419,9 @@ def caches(args: argparse.Namespace) -> None:
     for path, size in found.items():
         is_gone = args.clear and pixel_files.clear(path)
         left += 0 if is_gone else size
-        say(size, f"{printable(path)}.raw", "removed" if is_gone else "is being written, left")
+        say(size, f"{printable(path)}.raw", "removed" if is_gone else "a process is writing it; not removed")
     freed = f", {pixel_files.in_bytes(sum(found.values()) - left)} removed" if args.clear else ""
-    print(f"{pixel_files.in_bytes(left)} of decoded images are kept{freed}")
+    print(f"{pixel_files.in_bytes(left)} of decoded images are stored{freed}")
     for folder, (count, size) in shard_cache.find(roots).items():
         if args.clear:
             shard_cache.clear(folder)

@@ -21,10 +21,10 @@ from classify.images.pixels import ImageSet
 from classify.images.plan import DataPlan, devices
 from classify.images.settings import BALANCED
 
-HALF = (0.5, 0.5, 0.5)  # mean and standard deviation that take 0 to 255 to [-1, 1]
+HALF = (0.5, 0.5, 0.5)  # mean, or standard deviation; with both, inputs are in [-1, 1]
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of torchvision's pretrained weights
-SAMPLE = 10_000  # images for a dataset's statistics
-FOR_WEIGHTS = 5_000  # images for a network that initialises its weights from the data
+SAMPLE = 10_000  # the number of images for a dataset's statistics
+FOR_WEIGHTS = 5_000  # the number of images for a network that initialises its weights from the data
 
 Normalization = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation of each channel
 
@@ -32,7 +32,7 @@ Normalization = tuple[Sequence[float], Sequence[float]]  # mean and standard dev
 class Images:
     """The images of a trial: its splits, as image sets, inputs and loaders.
 
-    A split is decoded at its first use, so that all other errors are found before.
+    A split is decoded at its first use, so that all other errors are found first.
 
     Args:
         plan: the plan of the data.
@@ -40,7 +40,7 @@ class Images:
         device: the training device.
 
     Attributes:
-        gpu_bytes: the bytes of decoded images in a GPU's memory, once they are loaded.
+        gpu_bytes: the bytes of GPU memory that the decoded images will take.
 
     Raises:
         InvalidInput: if ``data.device`` is ``cuda`` and the images do not fit.
@@ -78,8 +78,8 @@ class Images:
 
     @functools.cached_property
     def normalization(self) -> Normalization:
-        """Mean and standard deviation of each channel; for ``dataset`` the training images are decoded."""
-        chosen = self.plan.settings.normalize  # for ``weights`` it already has mean and standard deviation
+        """Mean and standard deviation of each channel; ``dataset`` decodes the training images."""
+        chosen = self.plan.settings.normalize  # ``weights`` has become a mean and a standard deviation
         if isinstance(chosen, Mapping):
             return tuple(chosen["mean"]), tuple(chosen["std"])
         if chosen == "dataset":
@@ -96,13 +96,13 @@ class Images:
     def on_device(self, batch: Tensor) -> Tensor:
         """Copy a batch to the training device.
 
-        A copy to a Mac's GPU waits, or it could read freed memory. Source:
+        The copy to a Mac's GPU is synchronous: an asynchronous copy could read freed memory. Source:
         https://github.com/pytorch/pytorch/issues/189690
         """
         return batch.to(self.device, non_blocking=self.device.type == "cuda")
 
     def sample(self) -> Tensor:
-        """Return inputs (N, 3, H, W) float32 on the CPU of at most 5,000 training images, evenly spaced."""
+        """Return inputs (N, 3, H, W) float32 on the CPU, from at most 5,000 evenly spaced training images."""
         images, chosen = self.train, self._spread(FOR_WEIGHTS)
         return as_inputs(images.center_crop(images.select(chosen)).cpu(), *self.normalization)
 
@@ -113,16 +113,16 @@ class Images:
         return indices[:: -(-len(indices) // most)].to(self.train.device)
 
     def augmented(self, most: int) -> tuple[Tensor, Tensor]:
-        """Return some training images (B, 3, H, W) uint8 as the first epoch changes them, and labels (B,).
+        """Return evenly spaced training images (B, 3, H, W) uint8, augmented as in epoch 0, and labels (B,).
 
         Args:
-            most: the maximum of B; the images are evenly spaced.
+            most: the maximum of B.
         """
         images, chosen = self.train, self._spread(most)
         pixels = images.select(chosen)
         if self.augmenter is None:
             return images.center_crop(pixels), images.labels[chosen]
-        apart = copy.copy(self.augmenter)  # keeps its own epoch
+        apart = copy.copy(self.augmenter)  # a copy with an epoch of its own
         return apart(pixels, chosen, 0), images.labels[chosen]
 
     def training_order(self, batch_size: int, micro_batches_per_step: int) -> Order:
@@ -140,8 +140,9 @@ class Images:
         """Return a loader of the validation images, in order, every image once.
 
         Args:
-            micro_batch: images in a micro-batch.
-            micro_batches_per_step: number of ranks times the micro-batches that a rank processes at a time.
+            micro_batch: the number of images in a micro-batch.
+            micro_batches_per_step: the number of ranks times the micro-batches that a rank processes at a
+                time.
         """
         return self._in_order(self.plan.validation, self.validation, micro_batch, micro_batches_per_step)
 
@@ -158,14 +159,14 @@ class Images:
 
 
 def statistics(images: ImageSet, chosen: Tensor) -> Normalization:
-    """Return mean and standard deviation of each channel, of pixels from 0 to 1, over chosen images (N,)."""
+    """Return mean and standard deviation of each channel, for pixels from 0 to 1, over chosen images (N,)."""
     sums, squares, count = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64), 0
     for part in chosen.split(256):
         pixels = images.select(part).cpu().double() / 255
         sums, squares = sums + pixels.sum((0, 2, 3)), squares + pixels.square().sum((0, 2, 3))
         count += pixels[:, 0].numel()
     mean = sums / count
-    std = (squares / count - mean.square()).clamp(min=1e-6).sqrt()  # images of one colour have none
+    std = (squares / count - mean.square()).clamp(min=1e-6).sqrt()  # it is 0 if all images have one colour
     return tuple(round(v, 6) for v in mean.tolist()), tuple(round(v, 6) for v in std.tolist())
 
 
@@ -175,7 +176,7 @@ def as_inputs(images: Tensor, mean: Sequence[float] = HALF, std: Sequence[float]
     By default inputs are in [-1, 1], bit-identical to torchvision's ``ToTensor`` and ``Normalize(0.5, 0.5)``.
 
     Args:
-        images: RGB, 0 to 255.
+        images: RGB images with values from 0 to 255.
         mean: mean of each channel, for pixels from 0 to 1.
         std: standard deviation of each channel, for pixels from 0 to 1.
     """
@@ -189,6 +190,6 @@ def as_inputs(images: Tensor, mean: Sequence[float] = HALF, std: Sequence[float]
 def _scale_and_shift(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return the divisor and the subtrahend of pixels; cached, because a copy to a GPU would make it wait."""
+    """Return the divisor and the subtrahend of pixels; a cache avoids a synchronous copy in each step."""
     means, deviations = (torch.tensor(values).view(3, 1, 1) for values in (mean, std))
     return (255 * deviations).to(device), (means / deviations).to(device)

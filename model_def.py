@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import deepspeed_trial  # noqa: F401 - before deepspeed: tells it whether a GPU exists
+import deepspeed_trial  # noqa: F401 - before deepspeed, which learns from it whether a GPU exists
 
 # isort: split
 import deepspeed
@@ -68,7 +68,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
-        # Configuration: ds_config.json + overwrite_deepspeed_args, resolved for the processes
+        # Configuration: ds_config.json and overwrite_deepspeed_args, resolved for the number of processes
         self.args = AttrDict(context.get_hparams())
         processes, device = context.distributed.size, context.device
         where = {"device": device.type, "plan": getattr(context, "plan", None)}
@@ -139,8 +139,8 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         """Train on one micro-batch, or in a pipeline on all micro-batches of a step.
 
         Returns:
-            ``loss``: a scalar on the device, without the experts' ``load_balancing_loss``;
-            ``learning_rate``.
+            ``loss``, a scalar on the device; ``learning_rate``; and for a network with experts their
+            ``load_balancing_loss``, which ``loss`` does not include.
         """
         micro_batches = self._inputs(dataloader_iter, batch_idx)
         step_size = self.train_sampler.step_size(batch_idx)
@@ -163,7 +163,7 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         return metrics
 
     def evaluate_batch(self, dataloader_iter: Batches, batch_idx: int) -> dict[str, Any]:
-        """Classify one micro-batch, or in a pipeline several; the reducer computes the metrics."""
+        """Classify one micro-batch, or several in a pipeline; the reducer computes the metrics."""
         micro_batches = self._inputs(dataloader_iter)
         if self.context.use_pipeline_parallel:
             self.model_engine.eval_batch(micro_batches)
@@ -173,9 +173,12 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         return {}
 
     def _loss(self, outputs: Tensor, labels: Tensor, taught: Tensor | None = None) -> Tensor:
-        """Return the loss, given logits (B, C), labels (B,) int64 or (B, C) float32, and a teacher's logits.
+        """Return the weighted loss, a scalar; the weight makes a step's mean loss the mean over its images.
 
-        The weight makes the mean over a step's micro-batches equal the mean over its images.
+        Args:
+            outputs: logits (B, C).
+            labels: (B,) int64, or (B, C) float32.
+            taught: the teacher's logits (B, C); None without a teacher.
         """
         loss = self.loss(outputs.float(), labels, taught)
         weight = self.train_sampler.weight(len(labels), self.context.current_train_batch())

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-NETS: dict[str, Callable[..., nn.Module]] = {}  # by hyperparameters.net
-LOSSES: dict[str, Callable[..., Tensor]] = {}  # by hyperparameters.loss
+NETS: dict[str, Callable[..., nn.Module]] = {}  # by name, for hyperparameters.net
+LOSSES: dict[str, Callable[..., Tensor]] = {}  # by name, for hyperparameters.loss
 
 
 def register(name: str) -> Callable[[Any], Any]:
-    """Register a function or class as a network; it gets the number of classes and ``net_args``."""
+    """Register a function or class as a network; its arguments are the number of classes and ``net_args``."""
 
     def keep(function: Any) -> Any:
         NETS[name] = function
@@ -29,8 +29,8 @@ def register(name: str) -> Callable[[Any], Any]:
 def register_loss(name: str) -> Callable[[Any], Any]:
     """Register a function as a loss.
 
-    The function gets logits (B, C) float32, targets (B, C) float32, after label smoothing and MixUp, and the
-    arguments of ``hyperparameters.loss``. It returns the loss of each image, (B,).
+    The function gets logits (B, C) float32, targets (B, C) float32 after label smoothing and MixUp, and the
+    arguments in ``hyperparameters.loss``. It returns the loss of each image, (B,).
     """
 
     def keep(function: Any) -> Any:

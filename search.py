@@ -3,17 +3,17 @@
     on this machine:   python3 search.py --config experiments/search-asha.yaml
     on a cluster:      det experiment create experiments/search-asha.yaml .
 
-    several at once:   --parallel N
+    several trials:    --parallel N                    (at a time)
     on a Ray cluster:  --on ray                        (RAY_ADDRESS names it; pip install ray)
     another value:     --set data.dataset=digits --set searcher.max_trials=12
     to continue:       the same command with the same --output
-    a page about it:   python3 checkpoint.py report OUTPUT     (also while it runs)
-    plots of it:       optuna-dashboard sqlite:///OUTPUT/search.db  (pip install optuna-dashboard)
+    an HTML page:      python3 checkpoint.py report OUTPUT     (also during the search)
+    plots:             optuna-dashboard sqlite:///OUTPUT/search.db  (pip install optuna-dashboard)
     guided by results: --set searcher.name=tpe                 (only on this machine)
 
 Every trial is a run of train.py in its own processes, in OUTPUT/trials/NUMBER. OUTPUT also holds search.db
-(the state) and trials.csv (a row a trial). A signal stops the trials with a checkpoint. Exit codes: 0 done,
-2 bad configuration, 130 interrupted, 1 anything else.
+(the state) and trials.csv (a row for each trial). After a signal the trials save checkpoints and stop. Exit
+codes: 0 done, 2 bad configuration, 130 interrupted, 1 anything else.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--output",
         type=command_line.folder,
         metavar="FOLDER",
-        help="its folder (runs/<config>-<time>)",
+        help="the search's folder (runs/<config>-<time>)",
     )
     parser.add_argument(
         "--parallel", type=int, metavar="N", help="trials at a time (1; with --on ray: all that fit)"

@@ -3,11 +3,15 @@
     python3 shards.py write FOLDER TARGET [--size-limit 100MB] [--seed 0]
 
 FOLDER has the form of ``data.dataset: imagefolder``: ``train/<class>/*`` with ``test`` or ``val``, or
-``<class>/*``. TARGET is a folder. The command writes there ``train-000000.tar`` and so on, each with images
-of all classes in an order drawn by the seed; ``classes.txt``; and ``index.npz``, with the place of each image
-and its position in FOLDER, so that a training has the order of the folder. Image files are copied unchanged;
-the same folder makes the same bytes. An interrupted command resumes when it is repeated.
-Exit codes: 0 done, 2 bad input, 130 interrupted, 1 anything else.
+``<class>/*``. The command writes into the folder TARGET:
+
+    train-000000.tar, ...  images of all classes, in an order drawn by the seed
+    classes.txt            the class names
+    index.npz              the place of each image, and its position in FOLDER, so that a training has the
+                           order of FOLDER
+
+Image files are copied unchanged; the same FOLDER gives the same bytes. The same command resumes after an
+interruption. Exit codes: 0 done, 2 bad input, 130 interrupted, 1 anything else.
 """
 
 from __future__ import annotations
@@ -30,8 +34,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     write = commands.add_parser("write", help="write a folder of images as shards")
     write.add_argument("folder", metavar="FOLDER", type=pathlib.Path)
     write.add_argument("target", metavar="TARGET", type=pathlib.Path)
-    write.add_argument("--size-limit", metavar="SIZE", default="100MB", help="of a shard (100MB)")
-    write.add_argument("--seed", metavar="N", type=int, default=0, help="of the order in the shards (0)")
+    write.add_argument("--size-limit", metavar="SIZE", default="100MB", help="a shard's maximum (100MB)")
+    write.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the images' order (0)")
     return parser.parse_args(argv)
 
 

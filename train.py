@@ -8,18 +8,19 @@
     another value:     --set data.dataset=digits
                        --set hyperparameters.overwrite_deepspeed_args.optimizer.params.lr=0.01
     one batch:         --test
-    mean and spread:   --folds K [--slots N]  (cross-validation: OUTPUT/folds.csv and folds.html)
+    cross-validation:  --folds K [--slots N]   (scores, mean and spread: OUTPUT/folds.csv and folds.html)
     find the fastest:  --tune [--slots N]      (ZeRO stages, micro-batches: OUTPUT/tuned.yaml)
-    find the rate:     --find-lr               (a short ramp of the learning rate: OUTPUT/found-lr.yaml)
-    look at steps:     --profile            (OUTPUT/profile.txt, and a trace for TensorBoard)
-    in short:          --epochs 20 --lr 0.001 --batch-size 64 --net resnet18
-    only check:        --check [--slots N]     (prints the DeepSpeed configuration that would be used)
+    learning rate:     --find-lr               (a short ramp of the learning rate: OUTPUT/found-lr.yaml)
+    look at steps:     --profile               (OUTPUT/profile.txt, and a trace for TensorBoard)
+    short forms:       --epochs 20 --lr 0.001 --batch-size 64 --net resnet18
+    only check:        --check [--slots N]     (prints the resulting DeepSpeed configuration)
                        --check images          (opens every image, too)
-    every key:         --keys               (docs/reference.md; --keys json: a JSON Schema for an editor)
+    every key:         --keys                  (docs/reference.md; --keys json: a JSON Schema for an editor)
 
 The run's folder (--output) holds summary.json, metrics.jsonl, the checkpoints, and net.pt: the trained
-weights as a plain fp32 state_dict. A signal ends the run with a checkpoint; --resume latest --output FOLDER
-continues. Exit codes: 0 done, 2 bad configuration or data, 130 interrupted, 1 anything else.
+weights as a plain fp32 state_dict. After a signal the run saves a checkpoint and stops; --resume latest
+--output FOLDER continues it. Exit codes: 0 done, 2 bad configuration or data, 130 interrupted, 1 anything
+else.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from classify.config import command_line  # other modules after the first line: torch takes seconds to import
+from classify.config import command_line  # other imports follow the first printed line: torch takes seconds
 
 if TYPE_CHECKING:
     from classify.engine.trial_config import TrialConfig
@@ -46,19 +47,19 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.parser(__doc__, "const.yaml")
     add = parser.add_argument
     command_line.add_short_forms(parser)
-    add("--resume", metavar="latest|auto|UUID", help="from a checkpoint of --output; auto: or begin")
-    add("--output", type=command_line.folder, metavar="FOLDER", help="its folder (runs/<config>-<time>)")
+    add("--resume", metavar="latest|auto|UUID", help="continue a checkpoint of --output; auto: or start")
+    add("--output", type=command_line.folder, metavar="FOLDER", help="run's folder (runs/<config>-<time>)")
     add("--test", action="store_true", help="train, validate and save one batch")
     meaning = "check, print the DeepSpeed configuration, train nothing; images: open every image, too"
     add("--check", nargs="?", const="settings", choices=("settings", "images"), help=meaning)
     forms = ("text", "markdown", "json")
     add("--keys", nargs="?", const="text", choices=forms, help="print every key of an experiment file")
     add("--profile", action="store_true", help="record a few steps with torch's profiler")
-    add("--tune", action="store_true", help="try ZeRO stages and micro-batches, and write the fastest")
+    add("--tune", action="store_true", help="benchmark ZeRO stages and micro-batches, and write the fastest")
     add("--find-lr", action="store_true", help="train a short ramp of the learning rate, and write one rate")
-    add("--folds", type=int, metavar="K", help="train K times, with another K-th of the images held out")
-    add("--slots", type=int, metavar="N", help="with --check, --tune or --folds: for N processes")
-    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # from the deepspeed launcher
+    add("--folds", type=int, metavar="K", help="cross-validate: train K times, each time without a K-th")
+    add("--slots", type=int, metavar="N", help="the number of processes for --check, --tune or --folds")
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher gives it
     return parser.parse_args(argv)
 
 
@@ -101,7 +102,7 @@ def say(line: str) -> None:
 
 
 def print_keys(form: str) -> int:
-    """Print the reference of every key as text, Markdown or a JSON Schema."""
+    """Print the reference of all keys as text, Markdown or a JSON Schema; return the exit code."""
     from classify.config import experiment_fields, reference
     from classify.config.hyperparameters import Hyperparameters
     from classify.images.settings import DataSettings
@@ -157,7 +158,8 @@ def check(args: argparse.Namespace) -> int:
         config.source.check_images()
     print_notes(notes(experiment, config))
     if config.tries:
-        print_notes([f"{MICRO_BATCH}: 'auto': found by trying before the first step; the largest is shown"])
+        chosen = "benchmarks choose it before the first step; the largest possible value is shown"
+        print_notes([f"{MICRO_BATCH}: 'auto': {chosen}"])
     say(f"images {printable(describe_images(config))}")
     if passed_over := describe_passed_over(config.source.passed_over):
         say(f"files {passed_over}")
@@ -181,7 +183,7 @@ def slots_of(args: argparse.Namespace, experiment: Experiment) -> int:
 
 
 def tune(args: argparse.Namespace) -> int:
-    """Try configurations in new processes, and write the file of the fastest."""
+    """Benchmark configurations in new processes, and write the experiment file of the fastest one."""
     experiment = load(args)
     slots = slots_of(args, experiment)
     from deepspeed_trial.local.folder import default_output
@@ -204,7 +206,7 @@ def find_lr(args: argparse.Namespace) -> int:
 
 
 def cross_validate(args: argparse.Namespace) -> int:
-    """Train once for each fold, and print the mean and the spread of their scores."""
+    """Train once for each fold, and print the mean and the spread of the folds' scores."""
     from deepspeed_trial.errors import InvalidInput
     from deepspeed_trial.local.folder import default_output
 
@@ -212,7 +214,7 @@ def cross_validate(args: argparse.Namespace) -> int:
         if getattr(args, option):
             what = "--output alone continues" if option == "resume" else "give one of the two"
             shown = option.replace("_", "-")
-            raise InvalidInput(f"--folds: {args.folds}: does not go with --{shown}; {what}")
+            raise InvalidInput(f"--folds: {args.folds}: does not work with --{shown}; {what}")
     experiment = load(args)
     with command_line.importing():
         from workbench import folds
@@ -284,7 +286,7 @@ def run(args: argparse.Namespace) -> int:
                 again = f"--resume latest --output {printable(output)}"
                 print(f"stopped with a checkpoint; continue with {again}", file=sys.stderr)
             return 130
-        # Wait for the chief's last figures: Determined's launcher takes a rank that has ended for dead
+        # Wait for the chief's last metrics: Determined's launcher takes a rank that has ended for dead
         peaks = context.distributed.allgather(round(peak_memory(), 1))
         if output:
             summarise(trial, fit, experiment.metric, peaks)

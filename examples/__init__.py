@@ -1,1 +1,1 @@
-"""Trials without images, run by `deepspeed_trial`."""
+"""Examples: a trial without images, cluster files and a notebook."""

@@ -1,7 +1,7 @@
 """A character-level transformer that learns Python's own documentation: a ``DeepSpeedTrial`` without images.
 
     one process:    python3 -m examples.text
-    two:            torchrun --nproc-per-node 2 -m examples.text
+    two processes:  torchrun --nproc-per-node 2 -m examples.text
     after Ctrl-C:   python3 -m examples.text --resume
     a cluster:      det experiment create examples/text.yaml .
     Determined's local test mode:
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import deepspeed_trial  # noqa: F401 - before deepspeed: tells it whether a GPU exists
+import deepspeed_trial  # noqa: F401 - before deepspeed, which learns from it whether a GPU exists
 
 # isort: split
 import deepspeed
@@ -31,7 +31,7 @@ from deepspeed_trial.local.local_mode import LocalTestMode
 from deepspeed_trial.trainer import Trainer, find_checkpoint, init
 
 TEXT = "".join(pydoc_data.topics.topics.values()).encode("ascii", "ignore")
-LENGTH = 64  # characters of the input
+LENGTH = 64  # characters in an input
 
 
 class Transformer(nn.Module):
@@ -82,7 +82,7 @@ class TextTrial(LocalTestMode, DeepSpeedTrial):
         return loss
 
     def evaluate_batch(self, dataloader_iter: Iterator[Any] | None, batch_idx: int) -> dict[str, Any]:
-        """The loss of one batch of the text that is not trained on."""
+        """Return the loss of one batch of the validation text."""
         return {"validation_loss": self._loss(dataloader_iter)}
 
     def _loss(self, dataloader_iter: Iterator[Any] | None) -> Tensor:

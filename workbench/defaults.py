@@ -6,10 +6,10 @@ The settings change ``experiments/photos-scratch.yaml``, which has the recipe of
 | setting | value |
 |---|---|
 | side of the images | the largest of ``SIDES`` up to the photos' size that leaves time for enough passes |
-| enough passes | 10 over the training images, and 60,000 images in all |
+| enough passes | at least 10 over the training images, and at least 60,000 images in all |
 | minutes | the given minutes, but at most the time of 300 passes |
 | batch | a 24th of the training images, from 48 to 2,000 |
-| smaller images at first | 0.75 of the side; if whole images leave time for fewer than 8 passes, 0.625 |
+| smaller images at first | 0.75 of the side; 0.625 if full-size images leave time for fewer than 8 passes |
 | validations | 20, at least 3 passes apart |
 | metric | ``accuracy_tta``; ``macro_recall`` if the largest class has 4 times the images of the smallest |
 | bfloat16 | on processors with instructions for it, and on GPUs |
@@ -41,13 +41,13 @@ NET = "airbench"
 MINUTES = 15.0
 SIDES = (32, 48, 64, 96, 128, 160, 224)  # pixels
 ENOUGH_PASSES, ENOUGH_IMAGES, MOST_PASSES = 10, 60_000, 300
-SMALLER_UNTIL = 0.7  # of the steps
-BATCHES = (48, 2_000)  # a smaller batch takes Muon longer than the images
-SKEWED = 4
+SMALLER_UNTIL = 0.7  # the share of the steps with smaller images
+BATCHES = (48, 2_000)  # with fewer images, Muon takes longer than the forward and backward passes
+SKEWED = 4  # the ratio of the largest class to the smallest one
 SPEED_OF_A_GPU = 8_000  # images of 32x32 pixels a second, by a cautious estimate
-OPERATIONS = 708e6  # of airbench of width 64 in a training step, an image of 32x32 pixels
-EFFICIENCY = 0.7  # the training's FLOP/s over a matrix product's, on a CPU
-LOOKED_AT = 50  # images whose size is read
+OPERATIONS = 708e6  # in a training step of airbench of width 64, for each image of 32x32 pixels
+EFFICIENCY = 0.7  # on a CPU, the FLOP/s of the training divided by the FLOP/s of a matrix product
+LOOKED_AT = 50  # the number of images whose size is read
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ class Images:
 
     @classmethod
     def of(cls, folder: pathlib.Path) -> Images:
-        """Count the images of a folder, which is read as with ``data.dataset: imagefolder``.
+        """Count the images of a folder in the form of ``data.dataset: imagefolder``.
 
         Raises:
-            InvalidInput: if it has no classes, or too few images.
+            InvalidInput: if the folder has no classes, or too few images.
         """
         plan = DataPlan.resolve(DataSettings(dataset="imagefolder", root=str(folder), validation=AUTO))
         counts = [
@@ -80,7 +80,7 @@ class Images:
 
     @property
     def is_skewed(self) -> bool:
-        """Whether the largest class has far more images than the smallest."""
+        """Whether the largest class has at least ``SKEWED`` times the images of the smallest class."""
         return max(self.counts.values()) >= SKEWED * min(self.counts.values())
 
 
@@ -92,7 +92,7 @@ class Settings:
         side: height and width of the network's images, in pixels.
         batch: the number of images of an optimizer step.
         minutes: the length of the training.
-        scale: the side of the images in the first ``SMALLER_UNTIL`` of the steps, over ``side``.
+        scale: the side of the images in the first ``SMALLER_UNTIL`` of the steps, divided by ``side``.
         passes: the estimated number of epochs on this machine.
         metric: the metric that chooses the best weights.
         net: the network; None for ``NET``.
@@ -170,7 +170,7 @@ def choose(images: Images, minutes: float = MINUTES, net: str | None = None) -> 
 
 
 def images_a_second() -> float:
-    """Estimate the images of 32x32 pixels that ``NET`` trains on in a second, by a matrix product's speed."""
+    """Estimate how many 32x32 images ``NET`` trains on in a second, from the speed of a matrix product."""
     if torch.cuda.is_available():
         return SPEED_OF_A_GPU
     # OpenMP's threads belong to the thread that computes; a fork of this thread would wait for them forever
@@ -186,12 +186,12 @@ def _flops() -> float:
 
 
 def _cost(side: int) -> float:
-    """Return the operations for an image relative to an image of 32x32 pixels."""
+    """Return the operations for an image divided by the operations for an image of 32x32 pixels."""
     return (side / 32) ** 2
 
 
 def _median_size(plan: DataPlan) -> tuple[int, int]:
-    """Return the median width and height of some evenly spaced images that can be read."""
+    """Return the median width and height of at most ``LOOKED_AT`` readable images, evenly spaced."""
     listings = [plan.listing(split) for split in plan.names]
     paths = [path for each in listings if isinstance(each, FileListing) for path in each.paths]
     sizes = []
@@ -199,7 +199,7 @@ def _median_size(plan: DataPlan) -> tuple[int, int]:
         try:
             with open_image(io.BytesIO(content_of(path))) as image:
                 sizes.append(image.size)
-        except Exception:  # unreadable: the training names it
+        except Exception:  # an unreadable image: the training names it
             continue
     widths, heights = zip(*sizes, strict=True) if sizes else ((SIDES[0],), (SIDES[0],))
     return round(statistics.median(widths)), round(statistics.median(heights))

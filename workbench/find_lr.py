@@ -34,8 +34,8 @@ from workbench.tune import write_experiment
 
 FOUND, PLOT = "found-lr.yaml", "found-lr.png"
 LEAST, MOST, STEPS = 1e-6, 10.0, 141  # rates of the first and the last step: 20 steps for each power of ten
-WIDTH = 4  # steps, of the smoothing
-FALL = 0.98  # the least loss that counts as a fall, as a share of the first loss
+WIDTH = 4  # the standard deviation of the smoothing, in steps
+FALL = 0.98  # the loss falls if its minimum is at most this share of the first loss
 BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
@@ -43,7 +43,8 @@ class Ramp(NamedTuple):
     """Learning rates and losses of a ramp.
 
     Attributes:
-        rates: the learning rate of each step before the first loss that is not finite; only on the chief.
+        rates: the learning rate of each step before the first loss that is not finite; empty on other ranks
+            than the chief.
         losses: the loss of each of these steps, the mean over all ranks.
         is_chief: whether this rank is the chief.
         processes: the number of ranks.
@@ -65,7 +66,7 @@ def find_lr(trial_class: Callable[..., Any], experiment: Experiment, output: pat
 
     Raises:
         InvalidInput: if the configuration is wrong, or the folder has the file of another ``--find-lr``.
-        TrainingStopped: if the loss falls at no rate.
+        TrainingStopped: if the loss does not fall.
     """
     if on_cluster():
         raise InvalidInput("--find-lr: does not work on a cluster; run it on one machine")
@@ -86,7 +87,7 @@ def find_lr(trial_class: Callable[..., Any], experiment: Experiment, output: pat
 
 
 class _RampDone(Exception):
-    """The last rate has been tried."""
+    """Ends the ramp after the last rate."""
 
 
 def train_ramp(trial_class: Callable[..., Any], experiment: Experiment) -> Ramp:
@@ -132,7 +133,7 @@ def train_ramp(trial_class: Callable[..., Any], experiment: Experiment) -> Ramp:
             raise KeyboardInterrupt  # a signal has ended the ramp
         is_chief = context.distributed.rank == 0
         reports = metrics_log.read(pathlib.Path(folder, "ramp")) if is_chief else []
-        context.distributed.broadcast(None)  # the chief has read the folder of all ranks
+        context.distributed.broadcast(None)  # the ranks wait until the chief has read the folder
     losses = np.array([each["loss"] for each in reports if each["group"] == "training"], dtype=np.float64)
     bad = np.flatnonzero(~np.isfinite(losses))
     losses = losses[: bad[0]] if len(bad) else losses
@@ -140,7 +141,7 @@ def train_ramp(trial_class: Callable[..., Any], experiment: Experiment) -> Ramp:
 
 
 def smoothed(losses: np.ndarray) -> np.ndarray:
-    """Return means of neighbouring losses, with the weights of a Gaussian of ``WIDTH`` steps."""
+    """Return losses smoothed by a Gaussian with a standard deviation of ``WIDTH`` steps."""
     steps = np.arange(len(losses))
     weights = np.exp(-(((steps[:, None] - steps) / WIDTH) ** 2) / 2)
     return weights @ losses / weights.sum(1)
@@ -149,7 +150,7 @@ def smoothed(losses: np.ndarray) -> np.ndarray:
 def choose(rates: np.ndarray, losses: np.ndarray) -> float:
     """Return a quarter of the rate with the lowest smoothed loss, rounded to two digits.
 
-    At this quarter the loss still falls. At the rate with the lowest loss, the loss is about to grow.
+    At a quarter of that rate the loss still falls; at that rate it is about to grow.
 
     Raises:
         TrainingStopped: if the loss does not fall.
@@ -159,13 +160,13 @@ def choose(rates: np.ndarray, losses: np.ndarray) -> float:
         raise TrainingStopped(f"--find-lr: {why}; change the network, its weights or the precision")
     curve = smoothed(losses)
     if curve.min() > FALL * curve[0]:
-        why = f"the loss falls at no rate from {LEAST:g} to {MOST:g}"
+        why = f"the loss does not fall at rates from {LEAST:g} to {MOST:g}"
         raise TrainingStopped(f"--find-lr: {why}; start from other weights, or keep the rate of the file")
     return float(f"{rates[curve.argmin()] / 4:.2g}")
 
 
 def bars(curve: np.ndarray, width: int = 48) -> str:
-    """Draw a curve in a line of text; values above the first one are drawn like the first one."""
+    """Draw a curve as a line of text; a value above the first value is drawn like the first value."""
     chosen = curve[np.linspace(0, len(curve) - 1, width).round().astype(int)]
     share = (chosen.clip(max=curve[0]) - curve.min()) / max(curve[0] - curve.min(), 1e-12)
     return "".join(BARS[int(each)] for each in (share * (len(BARS) - 1)).round())
@@ -195,7 +196,7 @@ def with_rate(
     Args:
         hyperparameters: the experiment's hyperparameters; DeepSpeed's keys are inline or in a file.
         rate: ``optimizer.params.lr``, and the peak of the file's schedule.
-        scheduler: a schedule in place of the file's.
+        scheduler: a schedule in place of the file's schedule.
 
     Raises:
         InvalidInput: if the DeepSpeed configuration is wrong.

@@ -33,7 +33,7 @@ from workbench.search.trial_run import LAST_WORDS, TrialRun, wait_for
 
 CONFIG, TABLE, PAGE = "folds.yaml", "folds.csv", "folds.html"
 TEMPLATE = pathlib.Path(__file__).with_name("folds.html.jinja")
-POLL = 0.1  # seconds between two looks at a training
+POLL = 0.1  # seconds between two checks of a training
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _write_config(config: dict[str, Any], output: pathlib.Path) -> tuple[pathlib
     """Write the experiment file without credentials; refuse a folder with another experiment.
 
     Returns:
-        The file, and the whole experiment if the file hides credentials.
+        The file; and the whole experiment as JSON if the file hides credentials, else an empty text.
     """
     file, public = output / CONFIG, redaction.experiment(config)
     text = json.dumps(public, indent=2)  # JSON is YAML

@@ -1,6 +1,7 @@
 """Turns a checkpoint of a Determined cluster into a run's folder, for ``train.py --resume latest``.
 
-This package or Determined's own trainer has saved the checkpoint; DeepSpeed reads the files of the latter.
+This package or Determined's own trainer has saved the checkpoint. DeepSpeed itself loads the files that
+Determined's trainer saved.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ def import_checkpoint(source: pathlib.Path, output: pathlib.Path) -> int:
     """Create the folder of a run from a cluster's checkpoint.
 
     Args:
-        source: a folder written by ``det checkpoint download``; it is not changed.
+        source: a folder written by ``det checkpoint download``; it stays unchanged.
         output: the new run's folder.
 
     Returns:
-        The optimizer steps of the checkpoint.
+        The number of optimizer steps before the checkpoint.
 
     Raises:
         InvalidInput: if the source is not such a folder, or the output already has a run.

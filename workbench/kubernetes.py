@@ -4,9 +4,8 @@
     kubectl apply -f job.yaml
 
 The manifest contains the experiment file and the command, and lets Kubernetes replace lost pods. Several
-pods need --claim: the PersistentVolumeClaim of a folder that they share. `checkpoint_storage` keeps
-checkpoints in S3 or GCS.
-Manual: docs/kubernetes.md. Exit codes: 0 done, 2 invalid value.
+pods need --claim: the PersistentVolumeClaim of a folder that they share. `checkpoint_storage` stores
+checkpoints in S3 or GCS. Manual: docs/kubernetes.md. Exit codes: 0 done, 2 invalid value.
 
 Sources: https://kubernetes.io/docs/concepts/workloads/controllers/job,
 https://github.com/kubeflow/trainer/tree/master/manifests/base/crds
@@ -32,11 +31,11 @@ from deepspeed_trial.errors import ErrorList, InvalidInput, print_errors
 from deepspeed_trial.experiment import Experiment
 
 KINDS = ("job", "trainjob")
-SHARED, FILES = "/mnt/shared", "/mnt/experiment"  # folders in a pod: of the claim, of the experiment file
-PORT = 29400  # where the pods of a Job meet
+SHARED, FILES = "/mnt/shared", "/mnt/experiment"  # the claim's and the experiment file's folders in a pod
+PORT = 29400  # the port of the first pod at which the pods meet
 GRACE = 120  # seconds for a checkpoint after a SIGTERM
 RESTARTS = 5  # Determined's default of max_restarts
-# torchrun's shared store has no address for a pod that joins later: RendezvousStoreInfo of torch 2.14
+# A pod that joins later gets no address of torchrun's shared store: RendezvousStoreInfo of torch 2.14
 _VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE - 10)}
 _ENVIRONMENT = [{"name": name, "value": value} for name, value in _VARIABLES.items()]
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")  # leaves room for the suffixes of pods
@@ -48,15 +47,15 @@ class Request:
 
     Attributes:
         name: the name of the Kubernetes objects.
-        image: container image with the project in ``workdir``, and its packages.
-        workdir: working directory of the command.
+        image: the container image with the project in ``workdir``, and its packages.
+        workdir: the working directory of the command.
         config: the experiment configuration.
-        nodes: minimum and maximum number of pods.
-        processes: number of processes in each pod.
-        restarts: maximum number of restarts.
-        claim: PersistentVolumeClaim of the shared folder; without a claim the folder is deleted with the pod.
-        secret: Secret with environment variables; empty for none.
-        on_cpu: whether a process takes a core instead of a GPU.
+        nodes: the minimum and maximum number of pods.
+        processes: the number of processes in each pod.
+        restarts: the maximum number of restarts.
+        claim: the PersistentVolumeClaim of the shared folder; if empty, the folder is deleted with the pod.
+        secret: the Secret with environment variables; empty for none.
+        on_cpu: whether a process gets a core instead of a GPU.
     """
 
     name: str

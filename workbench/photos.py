@@ -27,7 +27,7 @@ from workbench import defaults
 from workbench.defaults import Images, Settings
 
 EXPERIMENT = "experiment.yaml"  # in the working directory, and in a run's folder
-MOST_CLASSES = 6  # that the first lines name
+MOST_CLASSES = 6  # the number of classes that the first lines name
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Training:
     Attributes:
         output: the folder of the run.
         arguments: the arguments of ``train.py``.
-        written: the experiment file that was made for the run; None if the run takes an existing file.
+        written: the experiment file that was written for the run; None if the run uses an existing file.
         only_checks: whether ``train.py`` only checks the settings.
     """
 
@@ -47,7 +47,7 @@ class Training:
     only_checks: bool
 
     def undo(self) -> None:
-        """Remove the written file, and the run's folder if it is empty then."""
+        """Remove the written file, and the run's folder if nothing else is in it."""
         if self.written is None:
             return
         self.written.unlink(missing_ok=True)
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         "--minutes", metavar="N", help=f"the length of the training ({defaults.MINUTES:g} at most)"
     )
     parser.add_argument(
-        "--output", type=command_line.folder, metavar="RUN", help="its folder (runs/FOLDER-<time>)"
+        "--output", type=command_line.folder, metavar="RUN", help="the run's folder (runs/FOLDER-<time>)"
     )
     parser.add_argument("--resume", metavar="latest|auto|UUID", help="continue the run in --output")
     parser.add_argument("--check", nargs="?", const="settings", metavar="images", help="train nothing")
@@ -79,7 +79,7 @@ def prepare(folder: pathlib.Path, argv: Sequence[str]) -> Training:
     """Choose the settings of a training, print the first lines, and write the experiment file.
 
     Args:
-        folder: the images.
+        folder: the folder of the images.
         argv: the options after the folder.
 
     Raises:
@@ -129,7 +129,10 @@ def _minutes(args: argparse.Namespace) -> float | None:
 
 
 def _given(args: argparse.Namespace, output: pathlib.Path) -> str | None:
-    """Return the experiment file that replaces chosen settings: the run's, the option's, or this folder's."""
+    """Return the experiment file in place of chosen settings, or None.
+
+    It is the file of the run to resume, else that of ``--config``, else that in the working directory.
+    """
     if args.resume and (output / EXPERIMENT).is_file():
         return str(output / EXPERIMENT)
     if args.config:
@@ -158,7 +161,7 @@ def _options(config: str, overrides: Sequence[str], args: argparse.Namespace | N
 
 def _experiment(folder: pathlib.Path, settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
     """Return the experiment with the chosen settings and the given overrides."""
-    args.net = None  # the settings have it
+    args.net = None  # the settings have the network
     config = experiment_file.read(
         settings.file,
         [*settings.overrides, *_place(folder), *args.overrides],

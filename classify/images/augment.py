@@ -21,7 +21,7 @@ from classify.config.sections import Keyed, key
 from classify.images import transforms
 from deepspeed_trial.errors import ErrorList, InvalidInput
 
-OLDEST_KEYS = ("flip", "crop", "resized_crop", "cutout")  # in every checkpoint
+OLDEST_KEYS = ("flip", "crop", "resized_crop", "cutout")  # keys that every checkpoint has
 PIXELS = elsewhere("a whole number of pixels, at most the image's smaller side")
 
 
@@ -62,7 +62,7 @@ class Augmentation(Keyed):
     resized_crop: tuple[float, float] | None = key(
         None,
         Rule(_is_range, "must be the smallest and the largest share of the area, e.g. [0.08, 1]"),
-        "Crops a random part of the image, with sides of 3:4 to 4:3, and scales it to the image's size"
+        "Crops a random part with an aspect ratio from 3:4 to 4:3, and scales it to the image's size"
         " (https://arxiv.org/abs/1409.4842).",
     )
     cutout: int = key(
@@ -74,13 +74,14 @@ class Augmentation(Keyed):
     transforms: tuple[transforms.Entry, ...] = key(
         (),
         elsewhere(transforms.FORM.removeprefix("must be ").replace("a name", "a list of names", 1)),
-        "torchvision's transforms v2, after crops and before `cutout`.",
+        "Transforms of torchvision.transforms.v2, which run after crops and before `cutout`.",
     )
 
     def identity(self) -> dict[str, Any]:
         """Return the JSON values that must stay the same on resume.
 
-        A checkpoint may be older than a key, so the default of a newer key is left out.
+        A checkpoint may be older than a key, so a key that is not in ``OLDEST_KEYS`` is left out at its
+        default.
         """
         values = {
             name: getattr(self, name)
@@ -154,10 +155,10 @@ class Augmenter:
         """Return the augmented images of a micro-batch.
 
         Args:
-            images: (B, 3, h, w) uint8, as they are stored.
+            images: the stored images, (B, 3, h, w) uint8.
             draws: (B,) int64, the index of each image's random draw in the epoch: the image's index, or its
-                place in the epoch.
-            epoch: from 0.
+                position in the epoch if images repeat.
+            epoch: the epoch, from 0.
 
         Returns:
             Images (B, 3, H, W) uint8, of the size that the network sees.
@@ -212,7 +213,8 @@ class Augmenter:
         self._corners = self._places(random, [low, low], [side - half for side in self.size]).to(device)
         if chosen.resized_crop:
             area = random.uniform(*chosen.resized_crop, self.count)
-            most = np.minimum(np.log(4 / 3), -np.log(area))  # of width to height; no side exceeds the image
+            # The largest ln(width / height) at which no side exceeds the image
+            most = np.minimum(np.log(4 / 3), -np.log(area))
             ratio = np.exp(random.uniform(-most, most))
             width, height = np.sqrt(area * ratio), np.sqrt(area / ratio)
             right, down = (random.uniform(-1, 1, self.count) * (1 - side) for side in (width, height))
@@ -229,13 +231,13 @@ class Augmenter:
 
 
 def _within(side: int, starts: Tensor, size: int) -> Tensor:
-    """Return a mask of the ``size`` places from each start on, among ``side`` places: bool (B, side)."""
+    """Return a mask, bool (B, side), that is true at the ``size`` positions from each start on."""
     offsets = torch.arange(side, device=starts.device) - starts.unsqueeze(1)
     return (offsets >= 0) & (offsets < size)
 
 
 def _padded(images: Tensor, border: int, edge: str) -> Tensor:
-    """Return images (B, 3, h, w) uint8 with a border of zeros, or of their reflection."""
+    """Return images (B, 3, h, w) uint8 with a border of zeros, or of each image's reflection."""
     if edge == "zeros" or not border:
         return F.pad(images, (border,) * 4)
     for axis in (2, 3):

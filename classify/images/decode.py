@@ -20,13 +20,13 @@ from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.input_files import regular_file
 from deepspeed_trial.out_of_memory import is_out_of_memory
 
-# Pillow can open 33 more, and starts Ghostscript to open EPS; a folder's ``EXTENSIONS`` are of these alone
+# Pillow can open 33 more formats, and starts Ghostscript for EPS; ``EXTENSIONS`` belong to these formats
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "JPEG2000", "AVIF")
-MOST_BYTES = 2**28  # of an image file
-_GREY = 128  # of the border that ``PAD`` adds
+MOST_BYTES = 2**28  # the maximum size of an image file
+_GREY = 128  # the value of the border that ``PAD`` adds
 _JPEG, _EXIF = b"\xff\xd8\xff", b"Exif\0\0"
 _HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1")  # brands, ISO/IEC 23008-12
-_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values for width and height swapped
+_ORIENTATION, _ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and its values that swap width and height
 
 
 class UnreadableImage(InvalidInput):
@@ -91,16 +91,16 @@ def decode(
 ) -> np.ndarray:
     """Return the image in a file, upright, in RGB, fitted to a size: uint8 (3, H, W).
 
-    Scaling is bilinear, with antialiasing, and gives the same bits on any x86 CPU. A JPEG at least twice as
-    large as ``size`` is first reduced by its decoder, to a half, a quarter or an eighth, then turned by its
-    EXIF orientation.
+    Scaling is bilinear, with antialiasing, and gives the same bits on any x86 CPU. The decoder first reduces
+    a JPEG at least twice as large as ``size`` to a half, a quarter or an eighth. The image is then rotated by
+    its EXIF orientation.
 
     Args:
         content: the file's bytes.
         size: height and width, in pixels.
         name: the image's name in error lines, or a function that returns it.
-        fit: for an image with another aspect ratio: ``CROP`` uses the middle, ``PAD`` adds a grey border,
-            ``STRETCH`` distorts the image.
+        fit: the treatment of an image with another aspect ratio: ``CROP`` uses the middle, ``PAD`` adds a
+            grey border, ``STRETCH`` distorts the image.
 
     Raises:
         UnreadableImage: if the bytes are not an image.
@@ -117,9 +117,9 @@ def decode(
         shown = name if isinstance(name, str) else name()
         if isinstance(error, MissingPackage):
             raise MissingPackage(f"{shown}: {error.errors[0].removeprefix('image: ')}") from error
-        if is_out_of_memory(error):  # perhaps no fault of the image's
+        if is_out_of_memory(error):  # the image itself may be intact
             raise InvalidInput(_not_readable(shown, "no memory left to decode it")) from error
-        is_unknown = isinstance(error, UnidentifiedImageError)  # its text would name a buffer
+        is_unknown = isinstance(error, UnidentifiedImageError)  # Pillow's text names a buffer
         reason = "cannot identify image file" if is_unknown else one_line(error)
         raise UnreadableImage(_not_readable(shown, reason)) from error
 
@@ -169,20 +169,20 @@ def _decode_any(image: Image.Image) -> np.ndarray:
         raise ValueError(f"pixels of mode {upright.mode}, which have no fixed range")
     if upright.mode.startswith("I"):  # 16 bits a pixel, which Pillow would clip at 255
         upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-    elif upright.mode == "P":  # a palette may hold transparency, which only RGBA can take over
+    elif upright.mode == "P":  # a palette may have transparency, which only RGBA preserves
         upright = upright.convert("RGBA")
     return np.array(upright.convert("RGB"))
 
 
 def _fit(pixels: np.ndarray, size: tuple[int, int], fit: str) -> np.ndarray:
-    """Scale an image (h, w, 3) to (3, H, W) = ``size``; crop or pad it if its aspect ratio differs."""
+    """Fit an image (h, w, 3) to a size (H, W); return it as (3, H, W). See ``decode``."""
     height, width = pixels.shape[:2]
     if (height, width) == size:
         return np.ascontiguousarray(pixels.transpose(2, 0, 1))
     if fit == CROP:
         scale = max(size[0] / height, size[1] / width)
         tall, wide = (max(1, round(side / scale)) for side in size)
-        top, left = round((height - tall) / 2), round((width - wide) / 2)  # as torchvision's center_crop
+        top, left = round((height - tall) / 2), round((width - wide) / 2)  # like torchvision's center_crop
         pixels = pixels[top : top + tall, left : left + wide]
     inner = size
     if fit == PAD:

@@ -40,9 +40,9 @@ class Location:
         download: whether a missing dataset may be downloaded.
         storage: fsspec's storage options.
         cache: the folder for fetched shards and indices; None for the user's cache.
-        limit: bytes that they may have on this machine; None for no limit.
-        column: of a table, whose values group the images; None for no column.
-        several_labels: ``data.several_labels``: of a table, the labels' separator or their columns.
+        limit: the maximum bytes of the fetched shards on this machine; None for no limit.
+        column: the column of a table whose values group the images; None for no column.
+        several_labels: ``data.several_labels``: the separator or the columns of the labels in a table.
     """
 
     root: str
@@ -67,7 +67,7 @@ class Location:
 
     @property
     def folder(self) -> pathlib.Path:
-        """The folder for decoded images and indices: the dataset's, or one in the cache if it is remote."""
+        """The folder for decoded images and indices: the dataset's folder; for a remote one, in the cache."""
         if is_remote(self.root):
             return self.cache_folder / hashlib.sha256(self.root.encode()).hexdigest()[:16]
         return pathlib.Path(self.base)
@@ -84,10 +84,10 @@ class Shard:
 
     Attributes:
         url: a URL for fsspec, or a local path.
-        size: in bytes.
+        size: the file's size in bytes.
         start: the position of its first image among the images of all shards.
         stop: the position after its last image.
-        sha256: checksum of its bytes; empty if unknown.
+        sha256: the checksum of its bytes; empty if unknown.
         version: the server's identifier of this version of the file, e.g. an ETag; empty if there is none.
     """
 
@@ -100,7 +100,7 @@ class Shard:
 
     @property
     def identity(self) -> tuple[str, str | int]:
-        """A text that changes with the shard's bytes, as far as the index or the server shows."""
+        """The URL, and the checksum or else the version or size: they show that the bytes have changed."""
         return self.url, self.sha256 or self.version or self.size
 
 
@@ -110,10 +110,10 @@ class Listing(abc.ABC):
     Attributes:
         labels: int64 (N,), or uint8 (N, C) of 0 and 1 for several labels an image, in the order of the
             dataset; an index counts in this order.
-        shards: in the order of their images; empty if every image is a file.
-        places: int64 (N,), the place of each image among the images of all shards, as ``Shard.start`` counts;
-            None if the place is the index.
-        column: the value of each image in the column that ``data.group`` names; else None.
+        shards: the shards, in the order of their images; empty if every image is a file.
+        places: int64 (N,), the position of each image among the images of all shards, as ``Shard.start``
+            counts; None if the position is the index.
+        column: the value of each image in the column that ``data.group`` names; None if it names no column.
     """
 
     labels: Tensor
@@ -132,19 +132,19 @@ class Listing(abc.ABC):
 
     @abc.abstractmethod
     def name(self, index: int) -> str:
-        """Return the name of an image in error lines: its path, or its shard and the position there."""
+        """Return the name of an image in error lines: its path, or its shard and position in the shard."""
 
     def places_of(self, indices: np.ndarray) -> np.ndarray:
-        """Return the places of images (B,) among the images of all shards."""
+        """Return the positions of images, int64 (B,), among the images of all shards."""
         return indices if self.places is None else self.places.numpy()[indices]
 
     def shards_of(self, places: np.ndarray) -> np.ndarray:
-        """Return the number of the shard at each place (B,)."""
+        """Return the index of the shard at each position, (B,)."""
         return np.searchsorted([shard.start for shard in self.shards], places, side="right") - 1
 
     @property
     def is_remote(self) -> bool:
-        """Whether a shard is remote."""
+        """Whether any shard is remote."""
         return any(is_remote(shard.url) for shard in self.shards)
 
     def local_file(self, shard: Shard) -> pathlib.Path:
@@ -160,8 +160,8 @@ class FileListing(Listing):
     """Images that are files.
 
     Args:
-        paths: of the files.
-        labels: of each image, (N,), or (N, C) of 0 and 1.
+        paths: the path of each file.
+        labels: the label of each image, (N,), or its labels, (N, C) of 0 and 1.
         classes: the class names; the fingerprint depends on them.
         root: the prefix of the paths that the fingerprint ignores.
     """
@@ -184,7 +184,7 @@ class FileListing(Listing):
         for path, label in zip(self.paths, self.labels.tolist(), strict=True):
             try:
                 status = os.stat(path)
-            except (OSError, ValueError) as error:  # such as a link to nowhere
+            except (OSError, ValueError) as error:  # such as a dangling link
                 errors.append(f"data.root: {path}: cannot be used ({one_line(error)}); replace or remove it")
                 continue
             if not stat.S_ISREG(status.st_mode):
@@ -262,7 +262,7 @@ class ListedSource(abc.ABC):
     @property
     @abc.abstractmethod
     def parts(self) -> tuple[str, ...]:
-        """``train`` with ``test``, ``val`` or both, or only ``all``."""
+        """The names of the parts: ``train`` with ``test``, ``val`` or both; or only ``all``."""
 
     @abc.abstractmethod
     def listing(self, part: str) -> Listing:
@@ -287,7 +287,7 @@ class ListedSource(abc.ABC):
 
 
 def counts_of(labels: Tensor, classes: int) -> list[int]:
-    """Return the number of images of each class, of labels (N,) or (N, C)."""
+    """Count the images of each class, from labels (N,), or (N, C) of 0 and 1."""
     counts = labels.sum(0) if labels.dim() == 2 else labels.bincount(minlength=classes)
     return counts.tolist()
 
@@ -322,7 +322,7 @@ def is_remote(path: str) -> bool:
 
 
 def raise_some(errors: Sequence[str], remedy: str = "replace or remove these first") -> None:
-    """Raise ``InvalidInput`` if there are errors: a line for each of the first 20, and their number."""
+    """Raise ``InvalidInput`` if there are errors: the first 20 lines, and the number of further errors."""
     if len(errors) > SHOWN:
         more = f"{len(errors) - SHOWN:,} more files are not readable; {remedy}"
         errors = [*errors[:SHOWN], f"data.root: {more}"]

@@ -1,4 +1,4 @@
-"""Loaders of whole micro-batches, from an order of images, the images, and their augmentation."""
+"""Loaders that yield whole micro-batches of augmented images, in a given order."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class MicroBatchDataset(Dataset):
     def __getitems__(self, micro_batch: MicroBatch) -> Any:
         """Return images (B, 3, H, W) uint8 and labels (B,) int64; in a worker process an item for ``finish``.
 
-        A worker returns only the micro-batch if the file has its images now. A worker returns an error,
-        because a raised one would lose its class between processes.
+        The item is ``micro_batch`` if the file of decoded images has its images; else images and labels. A
+        worker returns an error, because a raised error would lose its class between processes.
         """
         if get_worker_info() is None:
             return self._selected(micro_batch)
@@ -71,12 +71,12 @@ class MicroBatchDataset(Dataset):
 
 
 class RankBatches(BatchSampler):
-    """The micro-batches of one rank, in the form of torch's loader.
+    """The micro-batches of one rank, as a batch sampler for torch's loader.
 
     Args:
         order: the order of all ranks' micro-batches.
-        shards_ahead: fetches remote shards in advance; None without remote shards.
-        share: the rank's share; see ``Order.share``.
+        shards_ahead: the prefetcher of remote shards; None without remote shards.
+        share: the arguments of ``Order.share``.
     """
 
     def __init__(self, order: Order, shards_ahead: ShardsAhead | None = None, **share: Any) -> None:
@@ -93,7 +93,7 @@ class RankBatches(BatchSampler):
 
 
 def whole_micro_batch(batch: Any) -> Any:
-    """Collate nothing: ``MicroBatchDataset`` returns whole micro-batches."""
+    """Return a batch as it is: ``MicroBatchDataset`` returns whole micro-batches."""
     return batch
 
 
@@ -101,14 +101,15 @@ class MicroBatchLoader(pytorch.DataLoader):
     """The loader from which Determined gets a rank's micro-batches.
 
     If a GPU trains on images in host memory, a thread prefetches and pins them. Worker processes decode
-    streamed images or transform images before the step needs them; they are forks, and so share the images.
+    streamed images, or transform images, before the step needs them. The workers are forks that share the
+    images' memory.
 
     Args:
         images: the images of one split.
         order: the order of the images.
-        augmenter: augments training images.
-        workers: number of processes that prepare images; 0 prepares them in the training process.
-        shards_ahead: fetches remote shards in advance; None without remote shards.
+        augmenter: augments training images; None for other images.
+        workers: the number of processes that prepare images; 0 to prepare them in the training process.
+        shards_ahead: the prefetcher of remote shards; None without remote shards.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Mixup and CutMix of micro-batches, drawn from the seed and the place in the training.
+"""MixUp and CutMix of micro-batches, drawn from the seed and the place in the training.
 
 Sources: https://arxiv.org/abs/1710.09412, https://arxiv.org/abs/1905.04899; computed by
 torchvision.transforms.v2.
@@ -17,12 +17,15 @@ Mixup = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def make_mixup(mixup: float | None, cutmix: float | None, num_classes: int) -> Mixup | None:
-    """Return a function that mixes micro-batches: MixUp, CutMix, or either with probability 1/2; else None.
+    """Return a function that mixes the images of a micro-batch; None without MixUp and CutMix.
+
+    With both, each micro-batch gets one of them, with probability 1/2.
 
     Args:
         mixup: the parameter of the Beta distribution of MixUp's weights; 0 or None for no MixUp.
-        cutmix: the same for the area of CutMix's patches.
-        num_classes: number of classes.
+        cutmix: the parameter of the Beta distribution of the area of CutMix's patches; 0 or None for no
+            CutMix.
+        num_classes: the number of classes.
     """
     kinds = (v2.MixUp, mixup), (v2.CutMix, cutmix)
     chosen = [kind(alpha=float(alpha), num_classes=num_classes) for kind, alpha in kinds if alpha]
@@ -38,7 +41,7 @@ def apply_mixup(
         mixup: the result of ``make_mixup``.
         inputs: (B, 3, H, W) floating-point.
         labels: (B,) int64.
-        place: seed, step, micro-batch and rank, which alone determine the draws.
+        place: the seed, step, micro-batch and rank, which determine the draws.
 
     Returns:
         Inputs of the same shape, and labels (B, C) float32.

@@ -19,11 +19,11 @@ class MicroBatch(NamedTuple):
     """The images of one micro-batch.
 
     Attributes:
-        epoch: from 0.
+        epoch: the epoch, from 0.
         indices: int64 (B,), the images' indices.
         draws: int64 (B,), the index of each image's random draw in the epoch: the image's index, or its
             position in the epoch if images repeat.
-        ahead: the numbers of the shards to fetch next; empty unless a window of shards begins here.
+        ahead: the indices of the shards to fetch next; empty unless a window of shards begins here.
     """
 
     epoch: int
@@ -37,7 +37,7 @@ class Window(NamedTuple):
 
     Attributes:
         start: the position in the order at which the window begins.
-        shards: their numbers.
+        shards: the indices of the shards.
     """
 
     start: int
@@ -51,10 +51,10 @@ class Windows:
     Training then needs few shards at a time.
 
     Attributes:
-        places: int64 (N,), the place of each image among the images of all shards.
-        shards: int32 (N,), the number of each image's shard.
-        size: number of shards in a window.
-        are_remote: whether shards are remote and have to be fetched.
+        places: int64 (N,), the position of each image among the images of all shards.
+        shards: int32 (N,), the index of each image's shard.
+        size: the number of shards in a window.
+        are_remote: whether any shard is remote.
     """
 
     places: np.ndarray
@@ -63,7 +63,7 @@ class Windows:
     are_remote: bool = False
 
     def order(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[Window]]:
-        """Return the indices of all images, int64 (N,), and the windows; without ``random`` unshuffled."""
+        """Return the indices of all images, int64 (N,), and the windows; ``random`` None keeps the order."""
         turns = np.arange(int(self.shards.max()) + 1, dtype=np.int32)
         if random is not None:
             turns = random.permutation(turns)
@@ -90,13 +90,13 @@ class Order:
     ``determined.pytorch``. The images of a step are therefore the same for any number of ranks and any
     accumulation, except at an uneven end of the epoch. Ranks see disjoint images unless ``labels`` are given.
     An epoch is a whole number of steps. The last step has the remaining images. If they are too few for its
-    micro-batches, the last two steps share their images.
+    micro-batches, the last two steps share their images evenly.
 
     Args:
         size: the number of images.
-        batch_size: images in a step, over all ranks and accumulated micro-batches.
-        micro_batches_per_step: ranks times gradient accumulation steps.
-        seed: determines the shuffle, together with the epoch; None keeps the order of the dataset.
+        batch_size: the number of images in a step, over all ranks and accumulated micro-batches.
+        micro_batches_per_step: the number of ranks times the gradient accumulation steps.
+        seed: determines the shuffle, together with the epoch; None for the order of the dataset.
         labels: int64 (N,), to balance the classes: an epoch has N images, the same number of each class.
             Every epoch draws a new sample of a large class, and repeats the images of a small class.
         windows: windows of shards, which limit the number of shards in use.
@@ -126,7 +126,7 @@ class Order:
         return self._draw(epoch)[0]
 
     def _draw(self, epoch: int) -> tuple[Tensor, deque[Window]]:
-        """Return the indices of an epoch's images, and its windows; without remote shards no windows."""
+        """Return the indices of an epoch's images, and its windows; none if all shards are local."""
         random = None if self.seed is None else np.random.default_rng((self.seed, epoch))
         if self.windows:
             order, windows = self.windows.order(random)
@@ -144,7 +144,7 @@ class Order:
         """Return the weight of a micro-batch's loss, so that a step's mean loss is the mean over its images.
 
         Args:
-            images: in the micro-batch.
+            images: the number of images in the micro-batch.
             step: the optimizer step.
         """
         return images * self.micro_batches_per_step / self.step_size(step)
@@ -168,9 +168,9 @@ class Order:
         """Yield every ``ranks``-th micro-batch, from epoch 0 on.
 
         Args:
-            rank: from 0.
-            ranks: their number.
-            skip: number of the rank's micro-batches to skip at the start.
+            rank: the rank, from 0.
+            ranks: the number of ranks.
+            skip: the number of the rank's micro-batches to skip at the start.
             repeats: whether to continue with further epochs endlessly.
         """
         first, ahead = skip * ranks + rank, tuple[int, ...]()
@@ -184,7 +184,7 @@ class Order:
 
 
 def _balanced(labels: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Return N indices for N labels, with equal numbers of each class and of each image within a class."""
+    """Draw N indices for N labels: equally many of each class, and equally often each image of a class."""
     classes, counts = np.unique(labels, return_counts=True)
     wanted = np.full(len(classes), len(labels) // len(classes))
     wanted[random.permutation(len(classes))[: len(labels) % len(classes)]] += 1
@@ -211,5 +211,5 @@ def step_sizes(size: int, batch_size: int, micro_batches_per_step: int) -> list[
     elif rest and sizes and batch_size + rest >= 2 * parts:
         both = sizes.pop() + rest
         sizes += [both - both // 2, both // 2]
-    # else: micro-batches have one image, and fewer images are left than ranks: an epoch leaves these out
+    # else: micro-batches have one image, and too few images remain for one each: an epoch leaves these out
     return sizes

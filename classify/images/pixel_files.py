@@ -1,12 +1,14 @@
 """Decoded images in files, which the ranks of a host map into memory, so that they share one copy.
 
-``PixelFile`` is a complete file: ``.NAME.raw`` has the images one after the other, ``.NAME.pt`` their labels
-and the fingerprint of their source; ``.NAME.pt`` is written last. ``GrowingFile`` fills up during a training
-and then becomes a ``PixelFile``: ``.NAME.growing`` has the images at their places, with holes for missing
-ones; ``.NAME.filled`` has a header and a mark (one byte) for each image. A mark is written after its image,
-so a process may be killed at any moment. After a crash of the machine the disk may lack marked images, so
-growing files of an earlier boot are discarded. All files are in ``data.root`` or, if that is read-only, in
-the user's cache.
+``PixelFile`` is a complete file: ``.NAME.raw`` has the images one after the other. Its sidecar ``.NAME.pt``
+has their labels and the fingerprint of their source, and is written last.
+
+``GrowingFile`` fills up during a training and then becomes a ``PixelFile``. ``.NAME.growing`` has the images
+at their positions, with holes for missing images. ``.NAME.filled`` has a header and a mark (one byte) for
+each image. A mark is written after its image, so a process may be killed at any moment. After a crash of the
+machine the disk may lack marked images, so growing files of an earlier boot are discarded.
+
+All files are in ``data.root`` or, if that is read-only, in the user's cache.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ _REMEDIES = {
     **dict.fromkeys(DISK_FULL, "free some disk space"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "make the folder writable"),
     **dict.fromkeys((errno.ENOMEM, errno.EAGAIN), "free memory, or end other processes"),
-}  # by the number of an OSError
+}  # by the ``errno`` of an OSError
 
 
 class PixelFile:
@@ -73,9 +75,9 @@ class PixelFile:
         return folder / f".{self.name}.{ending}"
 
     def read(self, fingerprint: str, labels: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-        """Return mapped images (N, 3, H, W) uint8 and labels (N,) int64; None if absent, outdated or damaged.
+        """Return memory-mapped images (N, 3, H, W) uint8 and labels (N,) int64.
 
-        The call never waits for a writer.
+        Return None if the file is absent, outdated or damaged. The call never waits for a writer.
 
         Args:
             fingerprint: the fingerprint of the images' source.
@@ -109,15 +111,17 @@ class PixelFile:
     def write(
         self, folder: pathlib.Path, count: int, fill: Callable[[pathlib.Path], tuple[str, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Write the file of at most ``count`` images; needs the lock; return the same as ``read``.
+        """Write the file with at most ``count`` images, and return the same as ``read``.
+
+        The caller holds the lock.
 
         Args:
-            folder: that the lock yields.
-            count: of the images that need room.
+            folder: the folder that ``lock`` yields.
+            count: the number of images to check the disk space for.
             fill: writes images into an empty file; returns the fingerprint of their source, and their labels.
 
         Raises:
-            InvalidInput: if the disk is too small, or refuses the file, or an image cannot be decoded.
+            InvalidInput: if the disk has too little room or refuses the file, or an image cannot be decoded.
             TrainingStopped: if the system kills a process that decodes.
         """
         endings = ("raw", "pt", "partial", "sidecar")
@@ -127,7 +131,7 @@ class PixelFile:
                 if file.is_dir():
                     what = "is a folder, where a file of decoded images belongs"
                     raise InvalidInput(f"{file}: {what}; move it")
-                file.unlink(missing_ok=True)  # stale; the new images may need its room
+                file.unlink(missing_ok=True)  # an old file, whose room the new images may need
             self._check_room(raw, count)
             partial.write_bytes(b"")
             fingerprint, labels = fill(partial)
@@ -152,7 +156,11 @@ class PixelFile:
         return whole
 
     def adopt(self, file: pathlib.Path, fingerprint: str, labels: Tensor) -> None:
-        """Rename a file of images, and write its sidecar; requires the lock; raises ``OSError``."""
+        """Make a file of images this file: rename it, and write its sidecar. The caller holds the lock.
+
+        Raises:
+            OSError: if a file cannot be written or renamed.
+        """
         raw, sidecar, partial = (self.path(file.parent, ending) for ending in ("raw", "pt", "sidecar"))
         content = io.BytesIO()
         shape = [len(labels), 3, *self.size]
@@ -185,10 +193,10 @@ class GrowingFile:
     Args:
         whole: the complete file that this file will become.
         fingerprint: the fingerprint of the images' source.
-        labels: int64 (N,).
+        labels: int64 (N,), or uint8 (N, C) of 0 and 1.
 
     Attributes:
-        has_room: whether the disk had room for all images; if False, this process writes no more.
+        has_room: whether all writes have succeeded; if False, this process writes no more images.
 
     Raises:
         InvalidInput: if the files cannot be created.
@@ -237,7 +245,7 @@ class GrowingFile:
                 self._complete()
         except OSError as error:
             self.has_room = False
-            reason = f"no more decoded images are kept ({one_line(error)}); each epoch decodes them again"
+            reason = f"cannot store more decoded images ({one_line(error)}); each epoch decodes them again"
             print(printable(f"{self._path}: {reason}"), file=sys.stderr)
 
     def _complete(self) -> None:
@@ -249,7 +257,7 @@ class GrowingFile:
 
 
 def find(folder: pathlib.Path) -> dict[pathlib.Path, int]:
-    """Find the decoded images in a folder; return each path without its ending, and its size in bytes."""
+    """Return the files of decoded images in a folder: each path without its ending, and its size in bytes."""
     sizes: dict[pathlib.Path, int] = {}
     for entry in os.scandir(folder) if folder.is_dir() else ():
         if (match := _FILE.fullmatch(entry.name)) and entry.is_file():

@@ -34,7 +34,7 @@ from deepspeed_trial.errors import InvalidInput, TrainingStopped, UnreadableData
 
 CHUNK = 64  # images that a thread or a process decodes at a time
 AHEAD = 4  # shards that are fetched at the same time
-_FILE_FORMAT = 6  # of a file of decoded images; one in another format is replaced
+_FILE_FORMAT = 6  # the version of files of decoded images; a file of another version is replaced
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +45,7 @@ class Streamed:
         listing: the images to decode.
         size: height and width to scale to, in pixels.
         fit: treatment of other aspect ratios; see ``decode``.
-        file: keeps the decoded images; None decodes them again in each epoch.
+        file: the file that stores decoded images; None to decode them again in each epoch.
     """
 
     listing: Listing
@@ -67,7 +67,7 @@ class Streamed:
         """Decode missing images (B,) into the growing file; return whether the file now has all of them.
 
         Raises:
-            UnreadableData: as in ``select``.
+            UnreadableData: in the same cases as ``select``.
         """
         if self.file is None:
             return False
@@ -80,7 +80,7 @@ class Streamed:
 
     def _decode(self, indices: np.ndarray) -> list[np.ndarray]:
         """Decode images with torch's number of threads, which is 1 in a loader's worker."""
-        # Neighbours in a shard in turn: they may lie in one block
+        # In the order of the shards, because neighbours may be in one row group of a Parquet file
         order = self.listing.places_of(indices).argsort()
         parts = np.array_split(indices[order], -(-len(indices) // CHUNK) or 1)
         threads = min(torch.get_num_threads(), len(parts))
@@ -109,9 +109,9 @@ class ImageSet:
     """One split of a dataset.
 
     Attributes:
-        pixels: all images of the split's part: (N, 3, h, w) uint8, RGB, in memory or
-            mapped from a file; or streamed.
-        labels: int64 (M,), indices into ``classes``.
+        pixels: all images of the part that contains the split: (N, 3, h, w) uint8, RGB, in memory, mapped
+            from a file, or streamed.
+        labels: int64 (M,), indices into ``classes``; or uint8 (M, C) of 0 and 1.
         classes: the class names.
         crop: height and width that a network sees, in pixels; the whole image if None.
         rows: int64 (M,), the indices of the split's images in ``pixels``; None means all, in order.
@@ -181,10 +181,10 @@ def open_pixels(
         size: height and width to scale to, in pixels.
         fit: treatment of other aspect ratios; see ``decode``.
         streams: whether images are decoded when a step needs them, instead of all now.
-        keeps: whether streamed images are kept in a file.
+        keeps: whether to store streamed images in a file.
 
     Raises:
-        InvalidInput: if data is missing or empty; with a line for each unreadable file, after trying all.
+        InvalidInput: if data is missing or empty; if files are unreadable, with a line for each of the first.
         TrainingStopped: if the system kills a process that decodes.
     """
     listing = source.listing(part)
@@ -234,7 +234,7 @@ def try_all(
     """
     count = len(listing.labels)
     order = listing.places_of(np.arange(count)).argsort()
-    # The workers compute with one thread each, so a fork, which copies nothing, is safe despite threads here
+    # A fork copies nothing. It is safe despite the threads of this process: a worker computes with one thread
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     workers = min(joblib.cpu_count(), -(-count // CHUNK))
     bar = tqdm(total=count, desc=f"decoding {name}", unit=" images", disable=not sys.stderr.isatty())
@@ -259,7 +259,10 @@ def try_all(
 def _submitted(
     pool: concurrent.futures.Executor, listing: Listing, order: np.ndarray
 ) -> Iterator[concurrent.futures.Future[dict[int, InvalidInput]]]:
-    """Submit the chunks of each local shard; yield the chunks of the shard before, so that few are needed."""
+    """Submit each shard's chunks once it is local, and then yield the futures of the previous shard.
+
+    So the decoding needs few local shards at a time.
+    """
     before = list[concurrent.futures.Future[dict[int, InvalidInput]]]()
     for start, stop in _shards_fetched_ahead(listing):
         chunks = (order[begin : min(begin + CHUNK, stop)] for begin in range(start, stop, CHUNK))
@@ -276,14 +279,15 @@ def _why_broken(processes: Iterable[multiprocessing.process.BaseProcess], name: 
         reason = "was killed, as the system does when memory runs out"
         remedy = "give the machine or the container more memory, or end other programs"
     else:
-        names = [each.name for each in signal.Signals if each in signals - {signal.SIGTERM}]  # the pool's
+        signals.discard(signal.SIGTERM)  # the pool sends it
+        names = [each.name for each in signal.Signals if each in signals]
         reason = f"crashed ({', '.join(names) or 'without a signal'})"
         remedy = "an image may make its decoder crash; look at images of unknown origin first"
     return f"data.root: a process that decoded the images of {name} {reason}; {remedy}"
 
 
 def _shards_fetched_ahead(listing: Listing) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of each shard once it is local, while threads fetch the next shards."""
+    """Yield the start and stop of each shard once it is local, while threads fetch the next shards."""
     if not listing.shards:
         yield 0, len(listing.labels)
         return
@@ -296,11 +300,11 @@ def _shards_fetched_ahead(listing: Listing) -> Iterator[tuple[int, int]]:
             yield shard.start, shard.stop
 
 
-_task: tuple[Listing, pathlib.Path | None, tuple[int, int], str]  # of this worker
+_task: tuple[Listing, pathlib.Path | None, tuple[int, int], str]  # the arguments of this worker
 
 
 def _start(*task: Any) -> None:
-    """Store the task of all chunks; forks inherit it without a copy."""
+    """Store the arguments that all chunks share; a forked worker inherits them without a copy."""
     global _task
     _task = task
     torch.set_num_threads(1)
@@ -316,7 +320,7 @@ def _decode_chunk(indices: np.ndarray) -> dict[int, InvalidInput]:
             try:
                 image = _decoded(listing, index, size, fit)
             except MissingPackage:
-                raise  # of all such images at once
+                raise  # one line stands for all images of the format
             except InvalidInput as error:
                 errors[index] = error
             written.seek(index * image.nbytes)

@@ -38,9 +38,9 @@ from classify.images.splits import Cut, groups_of
 from deepspeed_trial.errors import InvalidInput
 
 UNREADABLE = "unreadable.txt"  # in a run's folder: a line for each image that the run leaves out
-LARGE = 2**33  # bytes of decoded images; more of them are streamed by default
+LARGE = 2**33  # bytes of decoded images; a dataset with more is streamed by default
 WINDOW = 16  # shards that are shuffled together, by default if streamed shards are remote
-TEST_SHARE = 0.2  # of a dataset of one part, by default
+TEST_SHARE = 0.2  # the default share of the test images in a dataset without parts
 VALIDATION_SHARE = 0.1  # for ``auto`` without a part ``val``
 
 
@@ -51,17 +51,17 @@ class DataPlan:
     Validations use the split ``val``: the share ``data.validation`` of the training images, or the dataset's
     part ``val``. Without either they use ``test``. Shares are drawn from each class, and are the same in all
     runs with the same ``data.split_seed``. No image is decoded yet, unless ``data.unreadable`` is ``skip``:
-    then every image is tried once.
+    then one process of the host decodes every image once.
 
     Attributes:
         settings: the checked ``data`` section.
         source: the dataset.
         cut: the splits that are held out of the training part.
         streams: whether images are decoded when a step needs them, instead of all before the first step.
-        keeps: whether streamed images are then kept in a file.
+        keeps: whether a file stores streamed images after their first decoding.
         window: the number of shards that are shuffled together; None for all.
-        excluded_identity: the images that ``data.exclude`` names, as checkpoints name them; None if there
-            are none.
+        excluded_identity: the text by which checkpoints record the images that ``data.exclude`` names; None
+            if there are none.
         unreadable: the images of each part that ``data.unreadable: skip`` leaves out: their indices, and an
             error line for each.
     """
@@ -80,8 +80,8 @@ class DataPlan:
         """Open the dataset; choose its splits, the place of decoded images and the attribute ``window``.
 
         Raises:
-            InvalidInput: if the data is missing, damaged or not usable, or with a line for each setting that
-                does not fit the dataset.
+            InvalidInput: if the data is missing, damaged or not usable; if settings do not fit the dataset,
+                with a line for each.
         """
         source, excluded, left_out = _open(settings)
         cut = _cut(source, settings)
@@ -118,22 +118,22 @@ class DataPlan:
 
     @property
     def has_test(self) -> bool:
-        """Whether there are test images besides the validation images."""
+        """Whether there are test images that no validation uses."""
         return self.names == PARTS
 
     @property
     def chosen_on(self) -> str:
-        """The images by which the best checkpoint or trial is chosen, as text."""
+        """A description of the images on which validations compare checkpoints and trials."""
         return "validation images" if self.validation == "val" else "test images"
 
     @property
     def has_several_labels(self) -> bool:
-        """Whether an image has any number of labels: rows (C,) of 0 and 1, and no number."""
+        """Whether an image has any number of labels, as a row (C,) of 0 and 1."""
         return self.settings.several_labels is not None
 
     @property
     def passed_over(self) -> Mapping[str, int]:
-        """The number of files in the folder that are no images of a class, by their extensions."""
+        """The number of ignored files (not images of a class) in the folder, by extension."""
         return self.source.passed_over if isinstance(self.source, ListedSource) else {}
 
     @property
@@ -143,7 +143,7 @@ class DataPlan:
 
     @property
     def left_out_identity(self) -> str | None:
-        """The left-out images, as recorded in checkpoints; None if there are none."""
+        """The text by which checkpoints record the left-out images; None if there are none."""
         if not self.left_out:
             return None
         indices = {part: list(lines) for part, lines in self.unreadable.items()}
@@ -167,7 +167,7 @@ class DataPlan:
         return self.cut.class_counts(split, self._sizes) if is_cut else list(self.source.class_counts(part))
 
     def file_names(self, split: str, indices: Sequence[int]) -> list[str | None]:
-        """Return the names of a split's images in error lines; None without files."""
+        """Return the names of a split's images in error lines; all None if the source decodes its images."""
         listing = self.listing(split)
         if listing is None:
             return [None] * len(indices)
@@ -186,7 +186,7 @@ class DataPlan:
             split: one of ``names``.
 
         Raises:
-            InvalidInput: if an image is missing or damaged; the line names the file.
+            InvalidInput: if images are missing or damaged; each line names a file.
         """
         part, settings = self.part_of(split), self.settings
         if isinstance(self.source, ListedSource):
@@ -209,7 +209,7 @@ class DataPlan:
         return Windows(places, listing.shards_of(places).astype(np.int32), self.window, listing.is_remote)
 
     def shards_ahead(self, split: str) -> ShardsAhead | None:
-        """Return the fetcher of a split's shards; None if no shard is fetched during the training."""
+        """Return the prefetcher of a split's shards; None if no shard is fetched during the training."""
         listing = self.listing(split)
         return ShardsAhead(listing, AHEAD) if listing and listing.is_remote and self.streams else None
 
@@ -224,7 +224,8 @@ class DataPlan:
         """Decode every image once.
 
         Raises:
-            InvalidInput: with a line for each unreadable image, unless these images are left out.
+            InvalidInput: with a line for each of the first 20 unreadable images, unless the run leaves them
+                out.
         """
         if isinstance(self.source, ListedSource) and self.settings.unreadable != SKIP:
             left_out = unreadable(self.source, self.settings.stored_size, self.settings.fit).values()
@@ -247,7 +248,7 @@ class DataPlan:
         return part == _training_part(self.source) and bool(self.cut.shares)
 
     def _rows(self, split: str, labels: Tensor) -> Tensor | None:
-        """Return the indices of a split's images in its part, by their labels; None for the whole part."""
+        """Return the indices of a split's images in its part with these labels; None for the whole part."""
         is_cut = self._is_cut(self.part_of(split))
         return self.cut.rows(split, labels, len(self.classes)) if is_cut else None
 
@@ -285,7 +286,7 @@ def devices(sizes: Sequence[int], settings: DataSettings, device: torch.device) 
     """Return the device for each set of images, by ``data.device``.
 
     Args:
-        sizes: bytes of each set, training images first; images that the host transforms stay on the host.
+        sizes: the bytes of each set, training images first; images that the host transforms stay on the host.
         settings: the checked ``data`` section.
         device: the training device.
 
@@ -358,13 +359,13 @@ def _cut(source: Source, settings: DataSettings) -> Cut:
     """Return the splits that are held out of the training part.
 
     Raises:
-        InvalidInput: if a share conflicts with the dataset's parts, or with a line for each class with too
-            few images or groups.
+        InvalidInput: if a share conflicts with the dataset's parts; if classes have too few images or groups,
+            with a line for each.
     """
     part, shares = _training_part(source), _shares(source, settings)
     labels = groups = None
     if settings.group and not shares:
-        reason = "the dataset has its splits, and none is drawn; set data.validation, or remove it"
+        reason = "the dataset has fixed splits, so none is drawn; set data.validation, or remove this key"
         raise InvalidInput(f"data.group: {settings.group!r}: {reason}")
     if settings.group or settings.several_labels:
         listing = source.listing(part) if isinstance(source, ListedSource) else None
@@ -387,7 +388,7 @@ def _shares(source: Source, settings: DataSettings) -> dict[str, float]:
             reason = f"data.fold holds out the {held} images; remove one of the two"
             raise InvalidInput(f"data.{held}: {getattr(settings, held)}: {reason}")
         if "val" in source.parts:
-            reason = "the dataset has a part val; remove one of the two"
+            reason = "the dataset already has a part val; remove this key"
             raise InvalidInput(f"data.fold: {list(settings.fold)}: {reason}")
         if held == "validation" and test is None:
             return {"val": 1 / settings.fold[1]}
@@ -395,11 +396,11 @@ def _shares(source: Source, settings: DataSettings) -> dict[str, float]:
     if "train" not in source.parts:
         shares["test"] = TEST_SHARE if test is None else test
     elif test is not None:
-        raise InvalidInput(f"data.test: {test}: the dataset has a part test; remove it")
+        raise InvalidInput(f"data.test: {test}: the dataset already has a part test; remove this key")
     if validation == AUTO:
         validation = None if "val" in source.parts else VALIDATION_SHARE
     if validation is not None and "val" in source.parts:
-        reason = "the dataset has a part val; use auto, or remove it"
+        reason = "the dataset already has a part val; use auto, or remove this key"
         raise InvalidInput(f"data.validation: {validation}: {reason}")
     if validation is not None:
         shares["val"] = float(validation)

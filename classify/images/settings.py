@@ -35,8 +35,8 @@ from classify.images.sources import SOURCES, Kind, kind_of
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import ErrorList, InvalidInput
 
-IMAGE_SIZE = 32  # of ``Net``, in pixels
-MOST_WORKERS = 64  # of a rank
+IMAGE_SIZE = 32  # pixels: the height and width for ``Net``
+MOST_WORKERS = 64  # for each rank
 MOST_FOLDS = 1000
 NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
 BALANCED = "balanced"
@@ -52,7 +52,7 @@ SHARDS = Rule(lambda value: is_count(value, 1), "must be a number of shards")
 
 
 def _or(word: str, rule: Rule) -> Rule:
-    """Return the rule that also allows a word."""
+    """Return a rule that allows a word, and the values of another rule."""
     return Rule(lambda value: value == word or rule.is_valid(value), f"must be {word} or {rule.values}")
 
 
@@ -133,29 +133,30 @@ class DataSettings(Keyed):
     resize: int | None = key(
         None,
         elsewhere("a whole number of pixels, at least image_size"),
-        "The side of the images before the crop to `image_size`, which is in the middle, or random in"
-        " training; by default there is no crop.",
+        "The shorter side before a crop to `image_size`, at a random place in training and in the middle in"
+        " validation; by default there is no crop.",
         unit="pixels",
     )
     fit: str = key(
         CROP,
         one_of(*FITS),
-        f"The fit of images of another shape; `{CROP}`: the middle of the image, `{PAD}`: the whole image"
-        f" with a grey border, `{STRETCH}`: the whole image in another shape.",
+        f"The fit of images with another aspect ratio; `{CROP}`: the middle of the image, `{PAD}`: the whole"
+        f" image with a grey border, `{STRETCH}`: the whole image, distorted.",
     )
     normalize: Any = key(
         "half",
         Rule(
             _is_normalization,
-            f"must be one of {', '.join(NORMALIZATIONS)}, or {{mean: [R, G, B], std: [R, G, B]}} of 0 to 1",
+            f"must be one of {', '.join(NORMALIZATIONS)}, or {{mean: [R, G, B], std: [R, G, B]}} with values"
+            " from 0 to 1",
         ),
-        "The normalization; `half`: inputs in [-1, 1], `dataset`: its mean and standard deviation, `weights`:"
-        " as for the pretrained weights.",
+        "The normalization; `half`: inputs in [-1, 1], `dataset`: mean and standard deviation of the training"
+        " images, `weights`: the normalization of the pretrained weights.",
     )
     device: str = key(
         "auto",
         one_of("auto", "cpu", "cuda"),
-        "The place of decoded images; `auto`: the GPU, if they take less than half of its free memory.",
+        "The memory for decoded images; `auto`: the GPU's, if they take less than half of its free memory.",
     )
     augment: Augmentation = key(
         Augmentation, elsewhere("a mapping"), "Random changes of training images.", section=Augmentation
@@ -163,19 +164,20 @@ class DataSettings(Keyed):
     decode: str | None = key(
         None,
         Rule(lambda value: value in (None, ONCE, STREAM), f"must be {ONCE} or {STREAM}"),
-        f"`{ONCE}`: all images before the first step, into a file that every run maps; `{STREAM}`: each when"
-        f" a step needs it; by default `{STREAM}` above 8 GiB of decoded images.",
+        f"`{ONCE}` decodes all images before the first step, into a file that every run maps; `{STREAM}`"
+        f" decodes each image when a step needs it; by default `{STREAM}` above 8 GiB of decoded images.",
     )
     window: int | str | None = key(
         None,
         optional(_or(ALL, SHARDS)),
-        "The shuffle window; by default 16 for streamed remote shards, else all.",
+        "The number of shards whose images are shuffled together; by default 16 for streamed remote shards,"
+        " else all.",
         unit="shards",
     )
     workers: int | str = key(
         "auto",
         _or("auto", whole(0, MOST_WORKERS + 1)),
-        "Data-loading processes of each rank; `auto`: one for each of its threads.",
+        "Data-loading processes of each rank; `auto`: one for each thread of the rank.",
         unit="processes",
     )
     sampling: str = key(
@@ -187,8 +189,8 @@ class DataSettings(Keyed):
     validation: float | str | None = key(
         None,
         optional(_or(AUTO, SHARE)),
-        "The share of each class of the training images that validations use; by default the folder `val`, or"
-        f" without one the test images; `{AUTO}`: the folder `val`, or without one a tenth.",
+        "The share of each class's training images that validations use; by default they use the folder"
+        f" `val`, or else the test images; `{AUTO}`: the folder `val`, or else a share of 0.1.",
     )
     test: float | None = key(
         None,
@@ -207,8 +209,9 @@ class DataSettings(Keyed):
             _is_group,
             f"must be {PARENT}, a table's column, or a regular expression with one group, e.g. '/(.+)-[0-9]'",
         ),
-        f"The group of each image, such as a person; it stays in one split. `{PARENT}`: the folder's name;"
-        " or a column of a table; or a regular expression with one group, searched in the path.",
+        "The group of each image, e.g. a person; all images of a group are in one split."
+        f" `{PARENT}`: the name of the image's folder; or a column of a table; or a regular expression that"
+        " finds one group in the path.",
     )
     several_labels: str | tuple[str, ...] | None = key(
         None,
@@ -216,8 +219,8 @@ class DataSettings(Keyed):
             _gives_several_labels,
             "must be the separator of the labels in a cell, e.g. ';', or a list of two or more columns",
         ),
-        "A `table` gives an image any number of labels: the separator of the labels in its column, `;`, or a"
-        " column of 0 and 1 for each label, `[red, round]`.",
+        "For a `table` with any number of labels an image: the separator of the labels in a cell, e.g. `;`,"
+        " or the labels' columns of 0 and 1, e.g. `[red, round]`.",
     )
     fold: tuple[int, int] | None = key(
         None,
@@ -281,11 +284,12 @@ class DataSettings(Keyed):
         """Check the section, and fill in the defaults.
 
         Args:
-            section: of the experiment file.
-            net_size: the network's preferred height and width; the default for images that differ in size.
+            section: the section ``data`` of the experiment file.
+            net_size: the network's preferred height and width; the default size if the images may differ in
+                size.
 
         Raises:
-            InvalidInput: for every invalid key, type or value, all together.
+            InvalidInput: with a line for each invalid key, type or value.
         """
         section = {} if section is None else section
         if not isinstance(section, Mapping):
@@ -308,7 +312,7 @@ class DataSettings(Keyed):
             what = "has no effect without data.augment.transforms or data.decode: stream; remove it"
             errors.lines.append(f"data.workers: {parsed.workers!r}: {what}")
         elif augmentation.transforms and parsed.device == "cuda":
-            what = "data.augment.transforms run on the host, which must hold the images; use auto"
+            what = "data.augment.transforms need the images on the host; use auto"
             errors.lines.append(f"data.device: 'cuda': {what}")
         errors.raise_any()
         return dataclasses.replace(parsed, augment=augmentation)
@@ -339,7 +343,7 @@ def _are_sides(value: Any) -> bool:
 
 
 def _left_out_errors(values: Mapping[str, Any]) -> list[str]:
-    """Return a line for each redacted value in this file."""
+    """Return a line for each value that stands for a removed secret."""
     storage = values.get("storage")
     options = storage if isinstance(storage, Mapping) else {}
     places = {"root": values.get("root"), **{f"storage.{name}": value for name, value in options.items()}}

@@ -1,4 +1,4 @@
-"""Splits a part: random shares of each class, of single images or of whole groups."""
+"""Splits a part into random shares of each class; images of a group stay together."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class Cut:
     """The splits of a part. Each class has at least one image in each split.
 
     Attributes:
-        shares: the share of each held-out split in the images that the splits before it leave over; ``train``
-            takes the rest.
-        seed: draws the images.
-        fold: the number of a fold, from 1, and the number of folds; the fold is the first of the splits.
-        labels: of all images, if they are in groups: int64 (N,), or uint8 (N, C) of 0 and 1.
-        groups: int64 (N,), the group of each image, which one split has as a whole; None without groups.
-            With several labels an image, each image is a group unless ``data.group`` names the groups.
+        shares: each held-out split's share of the images that the previous splits leave; ``train`` gets the
+            rest.
+        seed: the seed of the draw.
+        fold: the number of a fold, from 1, and the number of folds; the fold is the first split.
+        labels: the labels of all images, if they are in groups: int64 (N,), or uint8 (N, C) of 0 and 1.
+        groups: int64 (N,), the group of each image; all images of a group are in one split. None without
+            groups. With several labels an image, each image is a group unless ``data.group`` names the
+            groups.
         group: ``data.group``, for error lines.
     """
 
@@ -47,20 +48,26 @@ class Cut:
         return (*self.shares, "train")
 
     def count(self, split: str, sizes: Sequence[int]) -> int:
-        """Return the number of images in a split of a part with ``sizes`` images of each class."""
+        """Return the number of a split's images; ``sizes`` has the part's number of images in each class."""
         if self.groups is not None:
             return int((self._assigned == self.splits.index(split)).sum())
         return sum(self.class_counts(split, sizes))
 
     def class_counts(self, split: str, sizes: Sequence[int]) -> list[int]:
-        """Return the number of images of each class in a split; ``sizes`` as for ``count``."""
+        """Return a split's number of images in each class; ``sizes`` has the part's numbers."""
         if self.groups is not None and self.labels is not None:
             labels = self.labels[self._assigned == self.splits.index(split)]
             return counts_of(torch.from_numpy(labels), len(sizes))
         return [self._counts(size, label)[split] for label, size in enumerate(sizes)]
 
     def rows(self, split: str, labels: Tensor, classes: int) -> Tensor:
-        """Return the indices of a split's images, sorted, int64 (M,)."""
+        """Return the indices of a split's images, sorted, int64 (M,).
+
+        Args:
+            split: the name of a split.
+            labels: the labels of the part's images, int64 (N,), or uint8 (N, C) of 0 and 1.
+            classes: the number of classes.
+        """
         if self.groups is not None:
             return torch.from_numpy(np.flatnonzero(self._assigned == self.splits.index(split)))
         random, chosen = np.random.default_rng((self.seed, _DRAW)), []
@@ -96,7 +103,7 @@ class Cut:
             self._check_groups(classes)
 
     def _first_of_fold(self, label: int) -> int:
-        """Return the index of the fold's first image of a class; the start rotates, to balance the folds."""
+        """Return the index of the fold's first image of a class; it rotates with the class."""
         assert self.fold
         return (self.fold[0] - 1 + label) % self.fold[1]
 
@@ -157,7 +164,7 @@ def groups_of(listing: Listing | None, settings: DataSettings) -> np.ndarray:
     """
     group, key = settings.group or "", f"data.group: {settings.group!r}"
     if listing is None or listing.shards:
-        raise InvalidInput(f"{key}: {settings.dataset} has no file for each image; split the files before")
+        raise InvalidInput(f"{key}: {settings.dataset} has no file for each image; split it beforehand")
     paths = [listing.name(index) for index in range(len(listing.labels))]
     paths = [path.removeprefix(settings.root).lstrip(os.sep) for path in paths]
     if listing.column is not None:
@@ -171,7 +178,7 @@ def groups_of(listing: Listing | None, settings: DataSettings) -> np.ndarray:
         names = [found[1] if (found := pattern.search(path)) else None for path in paths]
     without = [path for path, name in zip(paths, names, strict=True) if not name]
     if without:
-        reason = f"is not in the path {without[0]!r} and {len(without) - 1:,} others"
+        reason = f"does not match the path {without[0]!r} and {len(without) - 1:,} others"
         raise InvalidInput(f"{key}: {reason}; correct it, or rename the files")
     return np.unique(np.array(names, object), return_inverse=True)[1]
 
@@ -200,15 +207,15 @@ def _assign(labels: np.ndarray, groups: np.ndarray, shares: Sequence[float], see
     """Assign whole groups to splits so that each split has approximately its share of each class.
 
     The groups with the largest shares of their classes are first. A group goes to the split where the squared
-    deviations from the shares, over all classes, grow least. scikit-learn's StratifiedGroupKFold does so with
-    folds of one size. The last groups of a class fill its empty splits. An image of several labels counts in
-    each of its classes, and in a class of all images.
+    deviations from the shares, over all classes, grow least. scikit-learn's StratifiedGroupKFold does the
+    same for folds of equal size. The last groups of a class fill the splits that lack the class. An image of
+    several labels counts in each of its classes, and in a further class of all images.
 
     Args:
         labels: int64 (N,), or uint8 (N, C) of 0 and 1.
-        groups: int64 (N,).
+        groups: int64 (N,), the group of each image.
         shares: the share of each split, with sum 1.
-        seed: determines the order of groups with about the same weight.
+        seed: the seed of the order of groups with about the same shares.
 
     Returns:
         The index of each image's split, int64 (N,).
@@ -245,13 +252,13 @@ def _assign(labels: np.ndarray, groups: np.ndarray, shares: Sequence[float], see
 def _deal(labels: np.ndarray, shares: Sequence[float], seed: int) -> np.ndarray:
     """Deal images of several labels to splits: each split has its share of each combination of labels.
 
-    The images are in the order of their combinations, the rarest label first. Each goes to the split that
-    lacks most of its share of the images so far; a split without one of its labels comes first.
+    The images are in the order of their combinations, the rarest label first. Each image goes to the split
+    that lacks the most images so far. Splits that have no image yet with one of its labels take precedence.
 
     Args:
         labels: uint8 (N, C) of 0 and 1.
-        shares: of each split, in sum 1.
-        seed: the order of images with the same labels.
+        shares: the share of each split, with sum 1.
+        seed: the seed of the order of images with the same labels.
 
     Returns:
         The index of each image's split, int64 (N,).

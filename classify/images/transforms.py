@@ -32,8 +32,8 @@ INSTEAD = {  # remedies for transforms of batches or of floats
     "ToDtype": "remove it; images become floats afterwards",
     "ConvertImageDtype": "remove it; images become floats afterwards",
 }
-FORM = "must be a name, or one with its arguments, e.g. {ColorJitter: {brightness: 0.2}}"
-TRIES = 4  # runs of a transform on random pixels, in its check
+FORM = "must be a name, or a name with its arguments, e.g. {ColorJitter: {brightness: 0.2}}"
+TRIES = 4  # runs of a transform on random pixels, to check it
 
 Entry = Mapping[str, Mapping[str, Any]]  # a name and its arguments
 
@@ -50,7 +50,7 @@ def parse(path: str, value: Any, size: tuple[int, int]) -> tuple[Entry, ...]:
         The transforms, as mappings.
 
     Raises:
-        InvalidInput: with a line for each transform that is unknown, cannot be made, fails, changes the
+        InvalidInput: with a line for each transform that is unknown, cannot be created, fails, changes the
             image's size or type, or does nothing.
     """
     if not isinstance(value, (list, tuple)):
@@ -97,7 +97,7 @@ def _entry(path: str, value: Any, size: tuple[int, int]) -> Entry:
         raise InvalidInput(f"{path}: {name!r}: {which}")
     path, arguments = f"{path}.{name}", {} if given is None else given
     if name in INSTEAD:
-        raise InvalidInput(f"{path}: is not for single images of 0 to 255; {INSTEAD[name]}")
+        raise InvalidInput(f"{path}: does not work on a single uint8 image; {INSTEAD[name]}")
     if not isinstance(arguments, Mapping):
         raise InvalidInput(f"{path}: {arguments!r}: must be a mapping of its arguments, or nothing")
     known, errors, checked = inspect.signature(TRANSFORMS[name]).parameters, ErrorList(), {}
@@ -135,10 +135,10 @@ def _made(entry: Entry) -> v2.Transform:
 
 
 def _refusal(name: str, arguments: Mapping[str, Any], size: tuple[int, int]) -> str | None:
-    """Try a transform on images of high and low contrast; return why it is unusable, or None."""
+    """Try a transform on images of high and low contrast; return the reason if it is unusable, else None."""
     remedy = "change or remove it"
     if name == "RandomErasing" and isinstance(arguments.get("value"), str):
-        return "its random values are for images of floats; give a number from 0 to 255, or one a channel"
+        return "random values are for images of floats; give a number from 0 to 255, or one for each channel"
     noise = torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     changes, shown = False, f"an image of {size[0]}x{size[1]} pixels"
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
@@ -146,7 +146,7 @@ def _refusal(name: str, arguments: Mapping[str, Any], size: tuple[int, int]) -> 
         try:
             transform = _always(_made({name: arguments}))
         except Exception as error:  # the transforms raise different classes
-            return f"cannot be made ({one_line(error)}); {remedy}"
+            return f"cannot be created ({one_line(error)}); {remedy}"
         for number in range(TRIES):
             image = noise if number % 2 else noise // 4 + 96
             torch.default_generator.manual_seed(number)
@@ -156,15 +156,15 @@ def _refusal(name: str, arguments: Mapping[str, Any], size: tuple[int, int]) -> 
                 return f"fails on {shown} ({one_line(error)}); {remedy}"
             if type(after) is not Tensor or after.dtype != image.dtype:
                 kind = after.dtype if type(after) is Tensor else type(after).__name__
-                return f"makes {kind} of an image, which is a tensor of torch.uint8; {remedy}"
+                return f"turns an image, a tensor of torch.uint8, into {kind}; {remedy}"
             if after.shape != image.shape:
-                return f"makes {list(after.shape)} of an image of {list(image.shape)}; {remedy}"
+                return f"turns an image of shape {list(image.shape)} into {list(after.shape)}; {remedy}"
             changes |= not torch.equal(after, image)
     return None if changes else f"does nothing to an image; {remedy}"
 
 
 def _always(transform: v2.Transform) -> v2.Transform:
-    """Return a copy of the transform that is always applied."""
+    """Return a copy of a transform with all its probabilities 1."""
     certain = copy.deepcopy(transform)
     for each in certain.modules():
         if is_number(getattr(each, "p", None)):

@@ -1,4 +1,4 @@
-"""Test-time augmentation: the mean of the scores of several views classifies an image."""
+"""Test-time augmentation: an image's class is the one with the highest mean score over several views."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def view_scores(
     The views do not change the states of random generators.
 
     Args:
-        classify: returns logits (B, C) float32 of inputs.
+        classify: a function that returns the logits (B, C) float32 of inputs.
         inputs: (B, 3, H, W), normalised.
         chosen: the views; None for the images alone.
 

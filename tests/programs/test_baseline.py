@@ -175,7 +175,7 @@ def test_bad_input(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
     (tmp_path / "run/summary.json").touch()
-    for output, named in [(tmp_path / "run", "holds a run"), (text, "cannot be made")]:
+    for output, named in [(tmp_path / "run", "holds a run"), (text, "cannot be created")]:
         assert run_baseline(output).code == 2
         assert f"--output: {output}: {named}" in capsys.readouterr().err
 

@@ -91,7 +91,7 @@ def test_predict_agrees_with_evaluate(root, run, main, tmp_path):
     views = ["--tta", "mirror,shift=2"]
     said = main("predict", net, picture, *views).splitlines()[-1]
     assert (
-        said == "by the mean scores of several views of each image (test-time augmentation: mirror, shift 2)"
+        said == "scores are means over several views of each image (test-time augmentation: mirror, shift 2)"
     )
     rows = main("predict", net, root / "test", "--json", *views)
     assert all(row["test_time_augmentation"] == {"mirror": True, "shift": 2} for row in rows)

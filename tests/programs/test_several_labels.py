@@ -115,8 +115,12 @@ def test_a_network_and_data_of_the_other_kind_are_refused(runs, trained, capsys)
             *data(runs),
             "--tta",
             "mirror",
-        ): "--tta: mirror: does not go with several",
-        ("audit", *DIGITS, *data(runs)): "data.several_labels: ';': audits and heads need one label an image",
+        ): "--tta: mirror: does not work with several",
+        (
+            "audit",
+            *DIGITS,
+            *data(runs),
+        ): "data.several_labels: ';': audits and heads need one label for each image",
     }
     for arguments, line in refusals.items():
         assert checkpoint.main([str(each) for each in arguments]) == 2

@@ -37,8 +37,8 @@ def test_the_rate_follows_the_curve_and_not_its_noise(best):
 
 @table(
     "losses, line",
-    flat=(np.full(100, 2.3), "the loss falls at no rate"),
-    rising=(2.3 + np.arange(100) / 50, "the loss falls at no rate"),
+    flat=(np.full(100, 2.3), "the loss does not fall at rates from"),
+    rising=(2.3 + np.arange(100) / 50, "the loss does not fall at rates from"),
     few=(np.full(3, 2.3), "the loss is not finite after 3 steps"),
 )
 def test_a_curve_without_a_fall_has_no_rate(losses, line):

@@ -62,10 +62,10 @@ def test_a_finished_cross_validation_is_a_table_and_a_page(whole, tmp_path, caps
 @table(
     "arguments, line",
     one=(["--folds", "1"], "--folds: 1: must be from 2 to 1,000"),
-    resume=(["--folds", "3", "--resume", "latest"], "--folds: 3: does not go with --resume; --output alone continues"),
-    check=(["--folds", "3", "--check"], "--folds: 3: does not go with --check; give one of the two"),
-    find_lr=(["--folds", "3", "--find-lr"], "--folds: 3: does not go with --find-lr; give one of the two"),
-    tune=(["--folds", "3", "--tune"], "--folds: 3: does not go with --tune; give one of the two"),
+    resume=(["--folds", "3", "--resume", "latest"], "--folds: 3: does not work with --resume; --output alone continues"),
+    check=(["--folds", "3", "--check"], "--folds: 3: does not work with --check; give one of the two"),
+    find_lr=(["--folds", "3", "--find-lr"], "--folds: 3: does not work with --find-lr; give one of the two"),
+    tune=(["--folds", "3", "--tune"], "--folds: 3: does not work with --tune; give one of the two"),
     too_many=(["--folds", "99"], "data.fold: the class 'digit 0' has 40 images, too few for 99 folds; add some, or use"),
     test=(["--folds", "3", *overrides(data__test=0.3)], "data.test: 0.3: data.fold holds out the test images; remove"),
 )  # fmt: skip

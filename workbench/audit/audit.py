@@ -25,14 +25,14 @@ SHOWN = 100  # findings of a kind on the page
 _SECTIONS = {
     LEAK: (
         "Near-duplicates across splits",
-        "A network that trained on one picture of a pair scores too well on the other.",
+        "A network that trained on one image of a pair has a misleading score on the other.",
     ),
     LABEL: (
         "Labels to look at",
         "A classifier fitted without the image predicts another class. The most probable errors are first.",
     ),
-    COPY: ("Near-duplicates in a split", "Such pictures count twice."),
-    OUTLIER: ("Outliers", "The images that are least like any other."),
+    COPY: ("Near-duplicates in a split", "Such images count twice."),
+    OUTLIER: ("Outliers", "These images are least like any other image."),
 }
 
 
@@ -44,7 +44,7 @@ class Audit:
         dataset: the images.
         rows: the findings, the most important first.
         classes: the counts and the accuracy of every class.
-        accuracy: the share of all images that a head, fitted without the image, classifies as labelled.
+        accuracy: the share of all images whose label a head, fitted without the image, predicts.
         estimated_wrong: an estimate of the number of wrong labels.
     """
 
@@ -65,7 +65,7 @@ class Audit:
 
 
 def describe(plan: DataPlan) -> str:
-    """Return a description of the images of a plan."""
+    """Return a description of a plan's images."""
     counts = ", ".join(f"{plan.count(split):,} {split}" for split in plan.names)
     return f"{plan.settings.dataset} {plan.settings.root}: {counts}, {len(plan.classes)} classes"
 
@@ -106,7 +106,7 @@ def write(result: Audit, features: str, output: pathlib.Path) -> None:
     Args:
         result: the result of ``audit``.
         features: a description of the features.
-        output: the folder, which is created.
+        output: the folder, which is created if it is missing.
 
     Raises:
         InvalidInput: if the folder cannot be created.
@@ -176,7 +176,7 @@ def _table(result: Audit) -> str:
 
 
 def _list(result: Audit) -> str:
-    """Return the text of the list: near-duplicates are lines, other findings are comments to check."""
+    """Return the text of the list: near-duplicates are names, other findings are comments to check."""
     lines = [
         "# Images to leave out: data.exclude takes this file.",
         "# Near-duplicates: one image of each pair.",
@@ -194,7 +194,7 @@ def _list(result: Audit) -> str:
 
 
 def _line(name: str) -> str:
-    """Return a name as a line of the list; a comment if the name has a line break."""
+    """Return a line of the list with a name; a comment if the name has a line break."""
     if "\n" in name or "\r" in name:
         return f"# not listed, as its name has a line break: {printable(name)}"
     return f"./{_text(name)}" if name.startswith("#") else _text(name)

@@ -31,7 +31,7 @@ class Dataset:
     Attributes:
         plan: the plan of the data.
         sets: the images of each split.
-        names: the name of each image, as in a file for ``data.exclude``.
+        names: the name of each image, in the form of ``data.exclude``.
         splits: the split of each image.
         labels: int64 (N,), indices into the plan's classes.
     """
@@ -48,7 +48,7 @@ class Dataset:
 
         Args:
             section: the section ``data``.
-            size: height and width of the decoded images, in place of the section's.
+            size: height and width of the decoded images, in pixels; None for the section's size.
 
         Raises:
             InvalidInput: if a setting is wrong, or the data is missing or damaged.
@@ -57,7 +57,7 @@ class Dataset:
             section = {**section, "image_size": list(size), "resize": None}
         settings = DataSettings.parse(section)
         if settings.several_labels is not None:
-            reason = "audits and heads need one label an image; give other data"
+            reason = "audits and heads need one label for each image; give other data"
             raise InvalidInput(f"data.several_labels: {settings.several_labels!r}: {reason}")
         plan = DataPlan.resolve(settings)
         sets, names, splits, labels = {}, list[str](), [], []
@@ -117,7 +117,7 @@ class Dataset:
         return pathlib.Path(source.location.base, name).absolute().as_uri()
 
     def digest(self) -> str:
-        """Return the SHA-256 digest of the images, their size and their order; it reads all of them."""
+        """Return the SHA-256 digest of the images, their size and their order; this reads all images."""
         digest = hashlib.sha256()
         for images in self.batches():
             digest.update(repr(tuple(images.shape)).encode())

@@ -27,7 +27,7 @@ from deepspeed_trial.errors import InvalidInput, one_line
 class DecodedSource(Protocol):
     """A source that decodes its images.
 
-    All members raise ``InvalidInput`` with the folder or file if the data is missing, damaged or unusable.
+    If the data is missing, damaged or unusable, all members raise ``InvalidInput`` with the folder or file.
     """
 
     @property
@@ -36,10 +36,10 @@ class DecodedSource(Protocol):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """``train`` with ``test``, ``val`` or both, or only ``all``."""
+        """The names of the parts: ``train`` with ``test``, ``val`` or both; or only ``all``."""
 
     def count(self, part: str) -> int:
-        """Return the number of images in a part, without decoding any."""
+        """Return the number of images in a part, without decoding them."""
 
     def class_counts(self, part: str) -> Sequence[int]:
         """Return the number of a part's images in each class."""
@@ -56,9 +56,9 @@ class Kind:
     """A kind of dataset.
 
     Attributes:
-        open: opens the source at a location.
+        open: a function that opens the source at a location.
         of_any_size: whether its images may differ in size.
-        most_pixels: the longest side of a decoded image.
+        most_pixels: the maximum height and width of a decoded image.
     """
 
     open: Callable[[Location], Source]
@@ -68,7 +68,7 @@ class Kind:
 
 def _parquet(location: Location) -> Source:
     try:
-        from classify.images.sources.parquet_shards import ParquetShards  # its library takes a while
+        from classify.images.sources.parquet_shards import ParquetShards  # pyarrow takes a while to import
     except ImportError as error:
         reason = f"needs pyarrow ({one_line(error)}); pip install pyarrow"
         raise InvalidInput(f"data.dataset: 'parquet': {reason}") from error

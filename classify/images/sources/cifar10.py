@@ -1,4 +1,4 @@
-"""Torchvision's CIFAR10, downloaded and unpacked once per host into a file of decoded images.
+"""CIFAR-10, which torchvision downloads and unpacks once per host, in a file of decoded images.
 
 Source: https://www.cs.toronto.edu/~kriz/cifar.html
 """
@@ -70,7 +70,7 @@ class Cifar10:
 
 
 def _fingerprint(root: pathlib.Path) -> str:
-    """Return the sizes and times of the dataset's files; without a change, no new checksum is computed."""
+    """Return the sizes and times of the dataset's files; checksums are computed only after a change."""
     files = sorted((root / _CIFAR.base_folder).glob("*"))
     stats = [(file.name, file.stat()) for file in files]
     return repr([(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats])
@@ -105,7 +105,7 @@ def _fetched(root: pathlib.Path, part: str, may_download: bool) -> torchvision.d
         os.replace(partial / _CIFAR.base_folder, unpacked)
         return _CIFAR(str(root), train=part == "train")
     except (OSError, RuntimeError, http.client.HTTPException) as error:  # RuntimeError: for a wrong checksum
-        reason = f"{missing}, and getting it failed ({one_line(error)}); {remedy}"
+        reason = f"{missing}, and the download failed ({one_line(error)}); {remedy}"
         raise InvalidInput(f"data.root: {root}: {reason}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

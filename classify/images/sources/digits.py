@@ -10,13 +10,13 @@ from torch import Tensor
 
 from classify.images.listing import Location
 
-TESTED = 360  # of 1,797
+TESTED = 360  # the number of test images, of 1,797 images
 
 
 class Digits:
-    """1,797 handwritten digits (8x8, 16 greys), enlarged; 1,437 to train and 360 to test.
+    """1,797 handwritten digits (8x8, 17 grey values), enlarged; 1,437 to train and 360 to test.
 
-    Source: https://archive.ics.uci.edu/dataset/80, as shipped in ``sklearn.datasets.load_digits``.
+    Source: https://archive.ics.uci.edu/dataset/80, in the copy of ``sklearn.datasets.load_digits``.
     """
 
     classes = tuple("0123456789")
@@ -43,7 +43,7 @@ class Digits:
 
 
 def _chosen(part: str) -> tuple[Any, Any]:
-    """Return images (N, 8, 8) of 0 to 16 and labels (N,) of a part."""
+    """Return a part's images (N, 8, 8) with values from 0 to 16, and its labels (N,)."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 

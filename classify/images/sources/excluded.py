@@ -15,16 +15,16 @@ from classify.images.listing import ListedSource, WithoutSome
 from deepspeed_trial.errors import InvalidInput, printable
 from deepspeed_trial.input_files import parsed, refused, small_file
 
-LONGEST = 2**26  # bytes of the file
-_SHOWN = 20  # error lines; a count follows
+LONGEST = 2**26  # the maximum bytes of the file
+_SHOWN = 20  # the maximum of error lines; a count of the others follows
 
 
 def image_names(source: Any, part: str) -> Iterator[str]:
     """Yield the names of a part's images, in the order of their indices.
 
-    A file's name is its path relative to ``data.root``. An image in a shard is named by the shard and its
-    place there, from 0: ``train-000.tar#17``. An image of a ``DecodedSource`` is named by part and index:
-    ``train/17``.
+    A file's name is its path relative to ``data.root``. The name of an image in a shard is the shard and the
+    image's position in it, from 0: ``train-000.tar#17``. The name of an image of a ``DecodedSource`` is the
+    part and the index: ``train/17``.
 
     Args:
         source: a ``ListedSource`` or ``DecodedSource``.
@@ -44,7 +44,7 @@ def image_names(source: Any, part: str) -> Iterator[str]:
 
 
 def excluding(source: Any, file: str, size: tuple[int, int]) -> tuple[Any, str | None]:
-    """Return a source without some images, and the images as checkpoints name them.
+    """Return a source without some images, and the text by which checkpoints record these images.
 
     A training is the same as with a dataset that never had these images.
 
@@ -54,8 +54,8 @@ def excluding(source: Any, file: str, size: tuple[int, int]) -> tuple[Any, str |
         size: height and width of decoded images, in pixels.
 
     Raises:
-        InvalidInput: if the file cannot be read, with a line for each name that the dataset lacks, or if a
-            class of a part would have no images.
+        InvalidInput: if the file cannot be read; if the dataset lacks names, with a line for each of the
+            first 20; or if a class of a part would have no images.
     """
     lines = _lines(file)
     left_out, known = dict[str, list[int]](), set[str]()
@@ -69,7 +69,7 @@ def excluding(source: Any, file: str, size: tuple[int, int]) -> tuple[Any, str |
         if name not in known
     ]
     if len(errors) > _SHOWN:
-        more = f"{len(errors) - _SHOWN:,} more lines name no image of the dataset; write the list again"
+        more = f"{len(errors) - _SHOWN:,} more lines do not name an image; write the list again"
         errors = [*errors[:_SHOWN], f"data.exclude: {file}: {more}"]
     if errors:
         raise InvalidInput(errors)
@@ -89,10 +89,10 @@ def excluding(source: Any, file: str, size: tuple[int, int]) -> tuple[Any, str |
 
 def _lines(file: str) -> dict[str, int]:
     """Return the names in a file, and the number of each line."""
-    remedy = "give a file with the name of an image a line"
+    remedy = "give a text file with the name of an image in each line"
     with refused(f"data.exclude: {file}", remedy):
         content = small_file(file, LONGEST)
-    with parsed(f"data.exclude: {file}: is no UTF-8 text", remedy):
+    with parsed(f"data.exclude: {file}: is not text in UTF-8", remedy):
         text = content.decode("utf-8-sig")
     numbered = ((line.strip("\r"), number) for number, line in enumerate(text.split("\n"), 1))
     return {line.removeprefix("./"): number for line, number in numbered if line.strip() and line[0] != "#"}
@@ -130,7 +130,7 @@ class ExcludedPixels:
 
 
 def _identity(left_out: Mapping[str, list[int]]) -> str | None:
-    """Return the excluded images, as checkpoints name them; None if there are none."""
+    """Return the text by which checkpoints record the excluded images; None if there are none."""
     if not any(left_out.values()):
         return None
     digest = hashlib.sha256(repr(sorted(left_out.items())).encode()).hexdigest()[:8]

@@ -14,14 +14,15 @@ from deepspeed_trial.errors import ErrorList, InvalidInput
 from deepspeed_trial.input_files import refused
 
 _LIKE_PARTS = ("train", "training", "test", "testing", "val", "valid", "validation")
-_NEEDS = "it needs train/<class>/* with test/<class>/* or val/<class>/*, or only <class>/*, to be split"
+_NEEDS = "it needs train/<class>/* with test/<class>/* or val/<class>/*, or only <class>/*"
 
 
 class ImageFolder(ListedSource):
     """An image folder, listed once.
 
     Args:
-        location: a folder with ``train`` and also ``val``, ``test`` or both; or with a folder for each class.
+        location: a folder with the folder ``train``, and ``val``, ``test`` or both; or with a folder for each
+            class.
     """
 
     def __init__(self, location: Location) -> None:
@@ -32,13 +33,13 @@ class ImageFolder(ListedSource):
 
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
-        """The class names; all parts must have the same."""
+        """The class names; all parts must have the same classes."""
         with refused(f"data.root: {self.root}"):
             return tuple(_find_classes({part: self.folder_of(part) for part in self.parts}, self.root))
 
     @functools.cached_property
     def parts(self) -> tuple[str, ...]:
-        """``train`` with ``test``, ``val`` or both, or only ``all``."""
+        """The names of the parts: ``train`` with ``test``, ``val`` or both; or only ``all``."""
         with refused(f"data.root: {self.root}"):
             return _find_parts(self.root)
 
@@ -65,7 +66,7 @@ class ImageFolder(ListedSource):
         return dict(sum(self._passed_over.values(), beside))
 
     def folder_of(self, part: str) -> pathlib.Path:
-        """Return the folder of a part's classes."""
+        """Return the folder that contains a part's class folders."""
         return self.root if part == WHOLE else self.root / part
 
 
@@ -100,10 +101,10 @@ def _images_in(folder: str | os.PathLike[str], others: collections.Counter[str])
 
     Args:
         folder: the folder.
-        others: counts the other files by their extensions.
+        others: the counter of the other files, by extension.
 
     Raises:
-        OSError: if it cannot be read, or contains a link to one of its parents.
+        OSError: if the folder cannot be read, or contains a link to one of its parents.
     """
 
     def fail(error: OSError) -> None:
@@ -124,7 +125,7 @@ def _images_in(folder: str | os.PathLike[str], others: collections.Counter[str])
 
 
 def _others_in(folder: pathlib.Path) -> collections.Counter[str]:
-    """Count the files in a folder, except hidden ones, by extension; images directly in it have no class."""
+    """Count the files directly in a folder, except hidden files, by extension; images there have no class."""
     names = [entry.name for entry in os.scandir(folder) if not entry.is_dir()]
     return collections.Counter(_extension_of(name) for name in names if not name.startswith("."))
 
@@ -134,7 +135,7 @@ def _extension_of(name: str) -> str:
 
 
 def _is_circular(link: str, folder: str | os.PathLike[str]) -> bool:
-    """Return whether a link in a folder points to a folder that it lies in, perhaps through other links."""
+    """Return whether a link in a folder points to a folder that contains it, perhaps through other links."""
     path = pathlib.Path(link)
     target, inside = path.resolve(), (each for each in path.parents if each.is_relative_to(folder))
     return any(parent.resolve().is_relative_to(target) for parent in inside)
@@ -162,7 +163,7 @@ def _find_classes(folders: dict[str, pathlib.Path], root: pathlib.Path) -> list[
     classes = _subfolders(folder)
     for name in classes:
         if name != name.encode(errors="replace").decode():
-            raise InvalidInput(f"data.root: {folder}: the folder {name!r} has no UTF-8 name; rename it")
+            raise InvalidInput(f"data.root: {folder}: the folder {name!r} is not named in UTF-8; rename it")
     if len(classes) < 2:
         shown = f"only the class {classes[0]!r}" if classes else "no class folder"
         needs = "it needs a folder for each class, and at least two classes"

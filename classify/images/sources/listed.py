@@ -23,17 +23,17 @@ from deepspeed_trial.input_files import parsed, refused
 _PATHS, _LABELS = ("path", "file_name", "image", "url"), ("label", "class")  # columns
 _NO_URL = "download the images, or write them as shards (shards.py)"
 _TABLES = ("{}.csv", "{}.jsonl", "{}/metadata.csv", "{}/metadata.jsonl")
-_Numbered = tuple[int, Mapping[str, Any]]  # a row of a table, and its line
+_Numbered = tuple[int, Mapping[str, Any]]  # the line of a row in a table, and the row
 
 
 class Row(NamedTuple):
-    """A row of a table: an image.
+    """A row of a table, for one image.
 
     Attributes:
-        path: of its file.
-        labels: its classes as written: one, or any number with ``data.several_labels``.
-        where: its place in error lines.
-        group: its value of ``data.group``'s column; empty without one.
+        path: the path of the image's file.
+        labels: the image's classes as written: one class, or any number with ``data.several_labels``.
+        where: the row's file and line, for error lines.
+        group: the row's value in the column of ``data.group``; empty without such a column.
     """
 
     path: str
@@ -59,9 +59,9 @@ class NamedFiles(ListedSource):
 
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
-        """The class names: the columns of ``data.several_labels``, if it lists columns; else the labels.
+        """The class names: the columns that ``data.several_labels`` lists; else the sorted labels.
 
-        The labels are sorted. If they are numbers, the class names are the numbers from 0.
+        If the labels are numbers, the class names are the numbers from 0.
         """
         several = self.location.several_labels
         if isinstance(several, tuple):
@@ -79,11 +79,11 @@ class NamedFiles(ListedSource):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """``train`` with ``test``, ``val`` or both, or only ``all``."""
+        """The names of the parts: ``train`` with ``test``, ``val`` or both; or only ``all``."""
         return tuple(self._rows)
 
     def listing(self, part: str) -> FileListing:
-        """Return the files of a part, in the order of their names in the table."""
+        """Return the files of a part, in the order of the table's rows."""
         if part not in self._listings:
             rows, index = self._rows[part], {name: label for label, name in enumerate(self.classes)}
             labels: Any = [[label_of(label, index) for label in row.labels] for row in rows]
@@ -101,9 +101,9 @@ class NamedFiles(ListedSource):
 
 
 def table(location: Location) -> NamedFiles:
-    """Open the dataset of the table ``train.csv`` or ``train.jsonl``, and of tables ``val`` and ``test``.
+    """Open the dataset of a table ``train.csv`` or ``train.jsonl``, and perhaps tables ``val`` and ``test``.
 
-    Paths are relative to the table's folder.
+    Paths in a table are relative to its folder.
 
     Raises:
         InvalidInput: if there is no table, a table cannot be parsed, or a row has no path or label.
@@ -120,7 +120,7 @@ def table(location: Location) -> NamedFiles:
             with parsed(f"{file}: not a readable table", "write CSV in UTF-8, or JSON lines"):
                 rows[part] = _rows(content, file, location)
     if "train" not in rows and set(rows) != {WHOLE}:
-        needs = "it needs train.csv or train.jsonl, and may have the same of val and test"
+        needs = "it needs train.csv or train.jsonl, and may have such files for val and test"
         raise InvalidInput(f"data.root: {root}: holds no table of training images; {needs}")
     return NamedFiles(location, rows)
 
@@ -200,7 +200,7 @@ def _csv_rows(text: io.StringIO, file: str, label_columns: Sequence[tuple[str, .
 def _json_rows(text: io.StringIO, file: str) -> Iterator[_Numbered]:
     for number, line in enumerate(text, 1):
         if line.strip():
-            with parsed(f"{file}, line {number}: is no JSON", "write an object a line, with path and label"):
+            with parsed(f"{file}, line {number}: is not JSON", "write an object with path and label"):
                 row = json.loads(line)
             yield number, row if isinstance(row, dict) else {}
 
@@ -250,12 +250,12 @@ def own_source(file: str, location: Location) -> Any:
         raise InvalidInput(f"{key}: {reason}") from error
     urls = [row.path for named in rows.values() for row in named if is_remote(row.path)]
     if urls:
-        raise InvalidInput(f"{key}: source(root) gives the URL {urls[0]}; {_NO_URL}")
+        raise InvalidInput(f"{key}: source(root) returns the URL {urls[0]}; {_NO_URL}")
     known = (*PARTS, WHOLE)
     if not rows or not set(rows) <= set(known) or not all(rows.values()) or not {"train", "all"} & set(rows):
         shown = ", ".join(f"{part} ({len(images)})" for part, images in rows.items())
-        needs = "must give images of train, and of val or test, or of all"
-        raise InvalidInput(f"{key}: source(root) gives {shown or 'nothing'}; {needs}")
+        needs = "return images of train, and of val or test; or of all"
+        raise InvalidInput(f"{key}: source(root) returns {shown or 'nothing'}; {needs}")
     return NamedFiles(location, rows)
 
 
@@ -264,7 +264,7 @@ def _checked(source: Any, key: str) -> Any:
     members = ("classes", "parts", "count", "class_counts", images)
     missing = [name for name in members if not hasattr(source, name)]
     if missing:
-        reason = f"source(root) gives {printable(type(source).__name__)} without {', '.join(missing)}"
-        needs = "give {part: [(path, class), ...]}, or the members of DecodedSource"
+        reason = f"source(root) returns {printable(type(source).__name__)} without {', '.join(missing)}"
+        needs = "return {part: [(path, class), ...]}, or an object with the members of DecodedSource"
         raise InvalidInput(f"{key}: {reason}; {needs}")
     return source

@@ -1,4 +1,4 @@
-"""Parquet files as Hugging Face ``datasets`` write them: a column of encoded images, and one of labels.
+"""Parquet files of Hugging Face ``datasets``: a column of encoded images, and a column of labels.
 
 Source: https://huggingface.co/docs/hub/datasets-image#parquet-format
 """
@@ -22,20 +22,20 @@ from deepspeed_trial.input_files import parsed
 
 MOST_OF_A_GROUP = 2**30  # bytes of the images in a row group
 _ROWS = 2**16  # labels read at a time
-_IMAGES_READ = 16  # at a time
-_IMAGES, _LABELS = ("image", "img"), ("label", "labels", "class", "fine_label")  # columns, where no type says
-_REMEDY = "is it whole, and of images? write or fetch it again"
+_IMAGES_READ = 16  # images read at a time
+_IMAGES, _LABELS = ("image", "img"), ("label", "labels", "class", "fine_label")  # names of untyped columns
+_REMEDY = "it may be incomplete, or have no images; write or fetch it again"
 
 
 class ParquetListing(ShardListing):
     """The images of one part, in Parquet files.
 
-    Reading an image reads its row group; a process keeps the last four groups. Reading in order is fast. A
-    random order reads a new group for most images; use tar shards for that.
+    Reading an image reads its row group; a process caches the last four groups. Reading in order is fast. In
+    a random order, most images need another group; tar shards are faster then.
     """
 
     def name(self, index: int) -> str:
-        """Return the name of an image: the file and the row, from 0."""
+        """Return the name of an image: its file and its row, from 0."""
         shard, place = self.find(index)
         return f"{shard.url}, row {place - shard.start:,}"
 
@@ -59,7 +59,7 @@ class ParquetShards(ShardSource):
 
 
 def scan(file: pathlib.Path, name: str) -> Scanned:
-    """Read the labels of a file; raise ``InvalidInput`` if it is damaged or a label is missing."""
+    """Read the labels in a file; raise ``InvalidInput`` if it is damaged or a label is missing."""
     damaged = f"{name}: not a readable Parquet file"
     with parsed(damaged, _REMEDY), pyarrow.parquet.ParquetFile(file) as opened:
         schema, count = opened.schema_arrow, opened.metadata.num_rows
@@ -75,7 +75,7 @@ def scan(file: pathlib.Path, name: str) -> Scanned:
         twice = [each for each in (image, label) if schema.names.count(each) > 1]
         if twice:
             raise InvalidInput(f"{name}: has the column {twice[0]!r} more than once; rename one of them")
-        if count > (size := file.stat().st_size):  # an image has a byte at least
+        if count > (size := file.stat().st_size):  # an image has at least one byte
             raise ValueError(f"{count:,} rows in {size:,} bytes")
         codes, texts = _labels(file, str(label), name, count)
     entries = np.zeros(count, ENTRY)
@@ -84,10 +84,10 @@ def scan(file: pathlib.Path, name: str) -> Scanned:
 
 
 def _labels(file: pathlib.Path, column: str, name: str, count: int) -> tuple[np.ndarray, dict[str, int]]:
-    """Read a column in chunks; return a number for each row, and the number of each distinct label."""
+    """Read the labels in chunks; return each row's label number, uint32 (N,), and the numbers by label."""
     codes, texts = np.empty(count, np.uint32), dict[str, int]()
     start = 0
-    # As a dictionary, so that a text of many rows is in memory once
+    # In a dictionary array, the label of many rows is in memory once
     with pyarrow.parquet.ParquetFile(file, read_dictionary=[column]) as opened:
         for batch in opened.iter_batches(_ROWS, columns=[column], use_threads=False):
             values = batch.column(0)
@@ -100,12 +100,15 @@ def _labels(file: pathlib.Path, column: str, name: str, count: int) -> tuple[np.
             codes[start : start + len(values)] = np.array(numbers, np.uint32)[values.indices.to_numpy()]
             start += len(values)
     if start != count:
-        raise ValueError(f"{start:,} rows where it names {count:,}")
+        raise ValueError(f"{start:,} rows, but its metadata says {count:,}")
     return codes, texts
 
 
 def _features(schema: pyarrow.Schema) -> tuple[str | None, str | None, list[str] | None]:
-    """Find the columns of images and labels, and the class names, by the metadata or by common names."""
+    """Return the columns of images and of labels, and the class names; None for what is missing.
+
+    Common column names take precedence over the types in the metadata.
+    """
     try:
         about = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
         kinds: dict[str, Any] = {key: value for key, value in about.items() if isinstance(value, dict)}
@@ -119,7 +122,7 @@ def _features(schema: pyarrow.Schema) -> tuple[str | None, str | None, list[str]
     label = column("ClassLabel", _LABELS)
     names = kinds.get(str(label), {}).get("names")
     if names and not (isinstance(names, list) and all(isinstance(each, str) for each in names)):
-        raise ValueError(f"the class names of {label!r} are no list of strings")
+        raise ValueError(f"the class names of {label!r} are not a list of strings")
     return column("Image", _IMAGES), label, names or None
 
 
@@ -146,7 +149,7 @@ def _content(file: pathlib.Path, row: int) -> Any:
 
 @functools.lru_cache(4)
 def _group(file: pathlib.Path, version: _Version, group: int) -> pyarrow.ChunkedArray:
-    """Return the images of a row group; the file is closed, so that an evicted shard frees its room."""
+    """Return the images of a row group. The file is closed, so that evicting the shard frees its room."""
     metadata, column, _ = _about(file, version)
     paths = [metadata.schema.column(number).path for number in range(len(metadata.schema))]
     dictionaries = [path for path in paths if path.partition(".")[0] == column]

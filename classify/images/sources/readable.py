@@ -1,4 +1,4 @@
-"""The images that cannot be decoded, which ``data.unreadable: skip`` leaves out."""
+"""Finds the images that cannot be decoded, which ``data.unreadable: skip`` leaves out."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ def unreadable(
 ) -> dict[str, dict[int, str]]:
     """Return the unreadable images of each part: their indices, and an error line for each.
 
-    One process of a host decodes all images of a part once, and keeps the list in the cache's folder. The
-    list is a function of the part's files and the size alone, and so the same for any number of processes and
+    One process of a host decodes all images of a part once, and stores the list next to the decoded images.
+    The list depends only on the part's files and the size. So it is the same for any number of processes and
     after a resume.
 
     Args:
-        source: of the images.
+        source: the source of the images.
         size: height and width of the decoded images, in pixels.
-        fit: of images of another shape, as ``decode`` takes it.
-        keeps: whether the decoded images are kept, too, for ``open_pixels``.
+        fit: the treatment of other aspect ratios; see ``decode``.
+        keeps: whether to store the decoded images, too, for ``open_pixels``.
 
     Raises:
-        InvalidInput: if a file cannot be fetched or is missing.
+        InvalidInput: if a file is missing or cannot be fetched.
     """
     return {part: _of_part(source, part, size, fit, keeps) for part in source.parts}
 
 
 def refuse_empty_classes(source: ListedSource, left_out: Mapping[str, Mapping[int, str]]) -> None:
-    """Raise ``InvalidInput`` if no image of a class can be read."""
+    """Raise ``InvalidInput`` if all images of a class in a part are unreadable."""
     for part, lines in left_out.items():
         lost = counts_of(source.listing(part).labels[list(lines)], len(source.classes))
         for name, count, without in zip(source.classes, source.class_counts(part), lost, strict=True):
@@ -74,7 +74,7 @@ def _of_part(source: ListedSource, part: str, size: tuple[int, int], fit: str, k
             return fingerprint_of(others_left, size), others_left.labels
 
         if file.read(fingerprint_of(images, size), images.labels) is not None:
-            pass  # all have been decoded
+            pass  # all images have been decoded
         elif keeps:
             file.write(folder, len(images.labels), fill)
         else:
@@ -87,7 +87,7 @@ def _of_part(source: ListedSource, part: str, size: tuple[int, int], fit: str, k
 
 
 def _read(file: pathlib.Path, images: Listing) -> dict[int, str] | None:
-    """Return a stored list; None if there is none, or it is about other images."""
+    """Return a stored list; None if there is none, or it lists other images."""
     with contextlib.suppress(Exception):  # a damaged file fails in many ways, and a new list replaces it
         kept = json.loads(file.read_bytes())
         lines = {int(index): str(line) for index, line in kept["lines"].items()}

@@ -20,24 +20,24 @@ from deepspeed_trial.checkpoints.files import sha256
 from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line
 
 ATTEMPTS = 5
-FIRST_WAIT = 0.5  # seconds, which double with each further attempt
+FIRST_WAIT = 0.5  # seconds before the second attempt; the wait doubles with each further attempt
 TIMEOUT = 30  # seconds without a byte, after which an attempt has failed
-MOST_OF_A_FILE = 2**29  # bytes of an index, of a table, of class names
-MOST_OF_A_SHARD = 2**32  # bytes of a shard whose server does not say its size
-_ASKED = 16  # files at the same time
+MOST_OF_A_FILE = 2**29  # the maximum bytes of an index, a table or a file of class names
+MOST_OF_A_SHARD = 2**32  # the maximum bytes of a shard whose server does not say its size
+_ASKED = 16  # requests for sizes and versions at the same time
 # Names of a file's version in the answers of web servers and object stores
 _VERSIONS = "ETag etag Content-MD5 Digest md5Hash Last-Modified LastModified last_modified updated".split()
 _CREDENTIALS = "give credentials in the environment, as docs/sources.md says"
 _REFUSALS = ("NoCredentialsError", "CredentialRetrievalError", "ProfileNotFound", "DefaultCredentialsError")
 _Result = TypeVar("_Result")
-# Kept for ever: fsspec forgets its file systems in a fork. There the deletion of one would take its
-# connections out of the selector, which the parent shares, and the parent would wait for an answer in vain.
+# These references are never deleted. In a fork, fsspec drops its file systems. Deleting one there would
+# remove its connections from the selector that the parent shares, and the parent would wait forever.
 _opened: dict[int, fsspec.AbstractFileSystem] = {}
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Reads remote files.
+    """Lists, reads and fetches remote files.
 
     Attributes:
         options: fsspec's storage options, ``data.storage``.
@@ -78,7 +78,7 @@ class Storage:
                 what = f"no room for {shard.url} ({one_line(error)})"
                 raise InvalidInput(f"data.cache.folder: {target.parent}: {what}; {remedy}") from error
             if shard.size not in (0, size):
-                raise OSError(f"{size:,} bytes came; the index names {shard.size:,}")
+                raise OSError(f"{size:,} bytes arrived; the index says {shard.size:,}")
             if shard.sha256 and shard.sha256 != sha256(target):
                 raise OSError("its bytes differ from the bytes that its index describes")
 
@@ -88,7 +88,7 @@ class Storage:
         """Return the bytes of a small file; None if there is no such file.
 
         Raises:
-            InvalidInput: if it cannot be read, or has more than ``most`` bytes.
+            InvalidInput: if the file cannot be read, or has more than ``most`` bytes.
         """
         with tempfile.TemporaryDirectory() as folder:
             target = pathlib.Path(folder, "file")
@@ -121,7 +121,7 @@ class Storage:
             return dict(zip(urls, pool.map(self.about, urls), strict=True))
 
     def find(self, root: str) -> dict[str, tuple[int, str]]:
-        """Return the URLs of the files below a prefix, each with its size and its version."""
+        """Return the files below a prefix: the size and the version of each URL."""
         files = self.filesystem(root)
         found = _attempt(root, lambda: files.find(root, maxdepth=2, detail=True))
         return {files.unstrip_protocol(name): _about(answer) for name, answer in found.items()}
@@ -134,7 +134,7 @@ def _about(answer: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def _attempt(url: str, work: Callable[[], _Result]) -> _Result:
-    """Do the work; retry after a delay if the failure may be temporary.
+    """Call ``work`` and return its result; retry after a delay if the failure may be temporary.
 
     Raises:
         InvalidInput: with the URL, after the last failure.
@@ -151,13 +151,13 @@ def _attempt(url: str, work: Callable[[], _Result]) -> _Result:
         raise
     except FileNotFoundError as error:
         raise InvalidInput(f"{url}: no such file; correct data.root, or put it there") from error
-    except Exception as error:  # each file system has its own
+    except Exception as error:  # each file system raises other classes
         if isinstance(error, PermissionError) or type(error).__name__ in _REFUSALS:
             what = f"is refused ({one_line(error)}); {_CREDENTIALS}"
         else:
             times = f" in {ATTEMPTS} attempts" if _may_pass(error) else ""
             is_late = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # one class from Python 3.11 on
-            reason = f"not a byte in {TIMEOUT} s" if is_late else one_line(error)
+            reason = f"no byte arrived in {TIMEOUT} s" if is_late else one_line(error)
             what = f"cannot be read{times} ({reason}); check that the server has the file, and start again"
         raise InvalidInput(f"{url}: {what}") from error
 
@@ -172,14 +172,14 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _options(protocol: str) -> dict[str, Any]:
-    """Return storage options with time limits, and without read-ahead, so that each byte is counted."""
+    """Return storage options that set time limits, and let ``_download`` count each received byte."""
     if protocol in ("http", "https"):
         import aiohttp
 
         limits = aiohttp.ClientTimeout(total=None, sock_connect=TIMEOUT, sock_read=TIMEOUT)
         headers = {"Accept-Encoding": "identity"}
         return {"client_kwargs": {"timeout": limits, "auto_decompress": False, "headers": headers}}
-    if protocol in ("s3", "s3a"):  # by default it holds several ranges in memory, of any length
+    if protocol in ("s3", "s3a"):  # by default it has several ranges of any length in memory
         times = {"connect_timeout": TIMEOUT, "read_timeout": TIMEOUT}
         return {"config_kwargs": times, "max_concurrency": 1}
     return {}

@@ -23,10 +23,10 @@ from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.host_lock import lock_of, writable_folder
 from deepspeed_trial.input_files import refused
 
-SHARE = 0.9  # of the disk's room that shards may fill where no limit is given
-PAUSE = 0.1  # seconds
+SHARE = 0.9  # of the disk's free space, which shards may fill if no limit is given
+PAUSE = 0.1  # seconds between attempts to reserve space
 _KEY = "data.cache.folder"
-FOLDER = "shards"  # in the folder for all remote data
+FOLDER = "shards"  # the subfolder of the folder for all remote data
 _ROOM = "room"  # the lock of a folder of shards
 _FILE = re.compile(r"[0-9a-f]{24}(?:\.(\d+)\.partial)?")
 
@@ -34,12 +34,12 @@ _FILE = re.compile(r"[0-9a-f]{24}(?:\.(\d+)\.partial)?")
 class ShardCache:
     """A folder of fetched shards that all processes and runs of a host share.
 
-    A shard is either completely there or not at all. The least recently used shards are evicted for new ones;
-    a reader that still needs an evicted shard fetches it again.
+    A shard's file is always complete. The least recently used shards are evicted for new shards; a reader
+    that still needs an evicted shard fetches it again.
 
     Args:
-        folder: created if it is missing.
-        limit: maximum total size of the shards in bytes; None for ``SHARE`` of the disk's free space.
+        folder: the folder, which is created if it is missing.
+        limit: the maximum total size of the shards in bytes; None for ``SHARE`` of the disk's free space.
     """
 
     def __init__(self, folder: pathlib.Path, limit: int | None = None) -> None:
@@ -51,11 +51,11 @@ class ShardCache:
         return writable_folder(self._wanted, _KEY)
 
     def file(self, shard: Shard, fetch: Callable[[Shard, pathlib.Path], None]) -> pathlib.Path:
-        """Return the local file of a shard; fetch it if it is remote and not there.
+        """Return the local file of a shard; fetch a remote shard that is not in the folder.
 
         Args:
             shard: a shard.
-            fetch: a function that downloads it to a local file.
+            fetch: a function that downloads a shard to a local file.
 
         Raises:
             InvalidInput: from ``fetch``, or if there is too little disk space.
@@ -75,8 +75,8 @@ class ShardCache:
             while not self._reserve(shard, partial):
                 time.sleep(PAUSE)
             fetch(shard, partial)
-            with self._room():  # a process that counts must see it under one of its names
-                if not shard.size:  # the server did not tell it
+            with self._room():  # a process that counts shards must see this one under one of its names
+                if not shard.size:  # the server did not say the size
                     self._make_room(shard.url, partial.stat().st_size, partial)
                 os.replace(partial, target)
         except BaseException:
@@ -85,7 +85,7 @@ class ShardCache:
             raise
 
     def _reserve(self, shard: Shard, partial: pathlib.Path) -> bool:
-        """Reserve space for a new shard; return False while shards in transfer occupy it."""
+        """Reserve space for a new shard; return False while shards in transfer occupy the space."""
         with self._room():
             has_room = self._make_room(shard.url, shard.size, partial, waits=True)
             if has_room:
@@ -97,10 +97,12 @@ class ShardCache:
         return lock_of(self.folder, _ROOM)
 
     def _make_room(self, url: str, size: int, partial: pathlib.Path, waits: bool = False) -> bool:
-        """Evict the least recently used shards until a new one fits.
+        """Evict the least recently used shards until a new shard fits; return True.
 
-        With ``waits``, return False if the new shard will only fit after the transfers, when more can be
-        evicted.
+        With ``waits``, return False if the new shard fits only when shards in transfer can be evicted, too.
+
+        Raises:
+            InvalidInput: if the new shard cannot fit.
         """
         held = self._held(partial)
         limit = self.limit
@@ -117,13 +119,13 @@ class ShardCache:
         if excess > 0:
             what = f"{url} has {in_bytes(size)}"
             if self.limit is None:
-                place = f"{_KEY}: {self.folder}: holds {in_bytes(limit)} of shards at most"
+                place = f"{_KEY}: {self.folder}: has room for {in_bytes(limit)} of shards"
                 raise InvalidInput(f"{place}, but {what}; free some room, or give another folder")
             raise InvalidInput(f"data.cache.limit: {in_bytes(limit)}: {what}; raise it")
         return True
 
     def _held(self, but: pathlib.Path) -> dict[pathlib.Path, tuple[int, int]]:
-        """Return each shard's time of last use in ns, and its size; for a partial shard the final one."""
+        """Return each shard's time of last use in ns, and its size; for a partial shard its final size."""
         held = {}
         for file in self.folder.iterdir():
             named = _FILE.fullmatch(file.name)
@@ -155,7 +157,7 @@ def find(folders: Iterable[pathlib.Path]) -> dict[pathlib.Path, tuple[int, int]]
 
 
 def clear(folder: pathlib.Path) -> None:
-    """Remove a folder's shards that ``find`` returned, except shards in transfer.
+    """Remove the shards in a folder that ``find`` returned, except shards in transfer.
 
     A training that still needs a shard fetches it again.
     """
@@ -190,10 +192,10 @@ class ShardsAhead:
         self._changed = threading.Condition()
 
     def fetch(self, numbers: Sequence[int]) -> None:
-        """Replace the queue by the remote shards among these; transfers that have started are completed.
+        """Replace the queue by the remote shards among the given ones; transfers in progress are completed.
 
         Args:
-            numbers: the indices of the shards in the listing, in the order in which they will be read.
+            numbers: the indices of shards in the listing, in the order of reading.
         """
         shards = (self._listing.shards[number] for number in numbers)
         with self._changed:

@@ -1,7 +1,7 @@
 """The index of a dataset's shards, with an entry for each image; read from a file or built from the shards.
 
 The file ``index.npz`` is in numpy's format. Its array ``about`` is JSON in UTF-8 with the classes and each
-part's shards. Each part has an array of ``ENTRY`` in the order of the shards.
+part's shards. For each part it has an array of ``ENTRY``, in the order of the shards.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ FORMAT = 1
 ENTRY = np.dtype([("offset", "<u8"), ("size", "<u4"), ("label", "<u4"), ("position", "<u4")])
 _REMEDY = "write the shards again with shards.py, or remove the index, so that a scan replaces it"
 MOST_CLASSES = 1_000_000
-MOST_OF_A_LABEL = 255  # characters, as of a folder's name
-MOST_TEXT = 2**25  # bytes of ``about``
+MOST_OF_A_LABEL = 255  # characters, the maximum for a folder's name
+MOST_TEXT = 2**25  # the maximum bytes of ``about``
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class Index:
         Raises:
             InvalidInput: if the index is inconsistent, or the bytes are not an index.
         """
-        with parsed(f"{name}: is no index of these shards", _REMEDY):
+        with parsed(f"{name}: is not an index of these shards", _REMEDY):
             if content.lstrip()[:1] == b"<":
                 raise ValueError("it is a web page; does its server ask to log in?")
-            if content.count(b"PK\1\2") > 100:  # files in the list; zipfile makes an object of each
+            if content.count(b"PK\1\2") > 100:  # files in the archive; zipfile makes an object of each
                 raise ValueError("it has too many files")
             with zipfile.ZipFile(io.BytesIO(content)) as file:
                 text = _array(file, "about", np.dtype(np.uint8))
@@ -109,7 +109,7 @@ class Index:
 
 
 def _array(file: zipfile.ZipFile, name: str, kind: np.dtype) -> np.ndarray:
-    """Read a one-dimensional array, which must be uncompressed and have the length of its data."""
+    """Read a one-dimensional array of a dtype; it must be uncompressed, and its shape must match its data."""
     try:
         about = file.getinfo(f"{name}.npy")
         if about.compress_type == zipfile.ZIP_STORED and about.file_size == about.compress_size:
@@ -119,9 +119,9 @@ def _array(file: zipfile.ZipFile, name: str, kind: np.dtype) -> np.ndarray:
                     content = opened.read()
                     if dtype == kind and shape == (len(content) // kind.itemsize,):
                         return np.frombuffer(content, kind)
-    except ValueError:  # numpy advises to trust the file
+    except ValueError:  # numpy's message advises to trust the file
         pass
-    raise ValueError(f"its {name} is no array that shards.py writes")
+    raise ValueError(f"its {name} is not an array that shards.py writes")
 
 
 def _shard(about: Mapping[str, object]) -> Shard:
@@ -154,7 +154,7 @@ def _check(part: Part, classes: int) -> None:
 
 @contextlib.contextmanager
 def replacing(target: pathlib.Path) -> Iterator[BinaryIO]:
-    """Yield a new file, which replaces ``target`` if the block ends without an error."""
+    """Yield a new file; it replaces ``target`` if the block ends without an error."""
     partial = target.with_name(f"{target.name}.partial")
     partial.unlink(missing_ok=True)  # it may be a link
     try:
@@ -172,9 +172,9 @@ class Scanned:
     """The contents of one shard, found by a scan.
 
     Attributes:
-        texts: the distinct labels in the shard, as written (numbers or names), each with a number.
-        entries: ``ENTRY`` (N,), whose labels are the numbers in ``texts``.
-        classes: the class names that the shard lists, if it does.
+        texts: the distinct labels in the shard, as written (numbers or names), each with an index from 0.
+        entries: ``ENTRY`` (N,), with these indices as labels.
+        classes: the class names that the shard lists; None if it lists none.
     """
 
     texts: Mapping[str, int]
@@ -216,14 +216,14 @@ def classes_of(texts: Mapping[str, str], given: Sequence[str] | None = None) -> 
 
 
 def number_of(text: str, texts: dict[str, int], where: str) -> int:
-    """Return the number of a label among the distinct labels of a shard; a new label gets the next number.
+    """Return the index of a label among the distinct labels of a shard; a new label gets the next index.
 
     Raises:
-        InvalidInput: for a label that is too long for a class name, or too many labels.
+        InvalidInput: for a label that is too long for a class name, or for too many labels.
     """
     check_length(text, where)
     if len(texts) > MOST_CLASSES:
-        raise InvalidInput(f"{where}: has more than {MOST_CLASSES:,} classes; name fewer")
+        raise InvalidInput(f"{where}: has more than {MOST_CLASSES:,} classes; use fewer")
     return texts.setdefault(text, len(texts))
 
 
@@ -239,9 +239,9 @@ def _check_label(text: str, where: str) -> None:
     check_length(text, where)
     if re.fullmatch(r"[-+]\d+", text):
         remedy = "give a number from 0 on or a name, or remove the row"
-        raise InvalidInput(f"{where}: the label {text}: is the number of no class; {remedy}")
+        raise InvalidInput(f"{where}: the label {text}: is not the number of a class; {remedy}")
     if text != text.encode(errors="replace").decode():
-        raise InvalidInput(f"{where}: the label {text!r}: is no text in UTF-8; give another")
+        raise InvalidInput(f"{where}: the label {text!r}: is not text in UTF-8; give another label")
 
 
 def label_of(text: str, index: Mapping[str, int]) -> int:
@@ -250,7 +250,7 @@ def label_of(text: str, index: Mapping[str, int]) -> int:
 
 
 def join(pairs: Sequence[tuple[Scanned, Shard]], classes: Sequence[str]) -> Part:
-    """Combine scanned shards to a part, in their order."""
+    """Combine scanned shards to a part, in the given order."""
     start, shards = 0, list[Shard]()
     entries = np.concatenate([scanned.entries for scanned, _ in pairs])
     entries["position"] = np.arange(len(entries))

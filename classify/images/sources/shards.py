@@ -1,4 +1,4 @@
-"""Datasets in shards: finds their files by folder, prefix or pattern, and reads index and images."""
+"""Datasets in shards: finds the shards by folder, prefix or pattern, and reads the index and the images."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ShardListing(Listing):
             except InvalidInput:
                 if file.exists() or not is_remote(shard.url):
                     raise
-            # Another process has evicted the shard meanwhile
+            # Another process has evicted the shard in the meantime
 
     @abc.abstractmethod
     def read_one(self, shard: Shard, place: int, file: pathlib.Path) -> bytes:
@@ -107,8 +107,9 @@ class ShardSource(ListedSource):
 
     Attributes:
         ending: the ending of the files' names.
-        part_listing: the class for a part's listing.
-        scan: a function of a local file and its name in error lines; returns the file's contents.
+        part_listing: the class of a part's listing.
+        scan: a function that returns the contents of a local file, given the file and its name in error
+            lines.
     """
 
     ending: str
@@ -126,18 +127,18 @@ class ShardSource(ListedSource):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """``train`` with ``test``, ``val`` or both, or only ``all``."""
+        """The names of the parts: ``train`` with ``test``, ``val`` or both; or only ``all``."""
         return tuple(self.index.parts)
 
     def listing(self, part: str) -> ShardListing:
-        """Return the images of a part, in the order of the index; without an index, of the shards."""
+        """Return the images of a part, in the order of the index."""
         if part not in self._listings:
             self._listings[part] = self.part_listing(self.index.parts[part], self.classes, self.location)
         return self._listings[part]
 
     @functools.cached_property
     def index(self) -> Index:
-        """The index of the shards. The first call on a host fetches all shards and stores the index.
+        """The index of the shards. The first call on a host fetches all shards, and stores the index.
 
         Raises:
             InvalidInput: if there are no shards, a shard cannot be read, or a label is not a class.
@@ -152,7 +153,7 @@ class ShardSource(ListedSource):
         source = hashlib.sha256(repr((stamps, names)).encode()).hexdigest()
         with host_lock(self.location.folder, "shards-index", "data.root") as folder:
             file = folder / f".index-of{self.ending}.npz"
-            with contextlib.suppress(OSError, InvalidInput, LookupError, ValueError):  # a new one replaces it
+            with contextlib.suppress(OSError, InvalidInput, LookupError, ValueError):  # writes a new one
                 if (old := Index.read(small_file(file, MOST_OF_A_FILE), str(file))).source == source:
                     return _with_urls(old, {name: [s.url for s in shards] for name, shards in parts.items()})
             index = self._scan_all(parts, names, source)
@@ -188,14 +189,14 @@ def find(location: Location, ending: str) -> dict[str, list[Shard]]:
     """Return the shards of each part, sorted by name; their ``start`` and ``stop`` are still 0.
 
     The name of a file, or of its folder, begins with the name of its part. If no name begins with a part, or
-    all begin with ``train``, the files are the part ``all``.
+    all names begin with ``train``, the files are the part ``all``.
 
     Args:
         location: a folder, a prefix, or file names with ``{000..099}``, ``{a,b}`` and ``*``.
         ending: the ending of the files' names.
 
     Raises:
-        InvalidInput: if there are no files, or none with training images.
+        InvalidInput: if there are no files, or no training images.
     """
     root = location.root
     files = dict(sorted(_files(location, ending).items()))
@@ -212,8 +213,8 @@ def find(location: Location, ending: str) -> dict[str, list[Shard]]:
         return {WHOLE: next(iter(parts.values()))}
     if "train" not in parts or WHOLE in parts:
         shown = ", ".join(shards[0].url.rpartition("/")[2] for shards in parts.values())
-        needs = f"*{ending} must be named train-*, and val-* or test-*, or lie in such folders"
-        raise InvalidInput(f"data.root: {root}: {needs}; it holds {shown}")
+        needs = f"name the files *{ending} train-*, and val-* or test-*, or put them into such folders"
+        raise InvalidInput(f"data.root: {root}: holds {shown}; {needs}")
     return {part: parts[part] for part in PARTS if part in parts}
 
 
@@ -272,13 +273,13 @@ def _files(location: Location, ending: str) -> dict[str, tuple[int, str]]:
         return storage.about_all(names)
     if root.startswith(("http://", "https://")):
         remedy = f"give their names, such as {join(root, 'train-{000..099}' + ending)}"
-        remedy += ", or upload the files of shards.py, index.npz too" if ending == ".tar" else ""
+        remedy += ", or upload the folder of shards.py, with its index.npz" if ending == ".tar" else ""
         raise InvalidInput(f"data.root: {root}: a web server does not list its files; {remedy}")
     return {url: about for url, about in storage.find(root).items() if url.endswith(ending)}
 
 
 def _part(url: str, location: Location) -> str:
-    """Return the part that a file's name begins with, or its folder's name."""
+    """Return the part whose name begins a file's name, or else its folder's name; ``all`` without one."""
     folder, _, name = url.rpartition("/")
     if location.is_pattern:
         within = folder.rpartition("/")[2]

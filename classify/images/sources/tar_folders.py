@@ -35,10 +35,10 @@ _SAFE = string.punctuation.replace("%", "").replace("\\", "")
 
 @dataclass(frozen=True)
 class _Job:
-    """A shard to write: its images in their order, with their positions in the part."""
+    """A shard to write: its images in order, and their positions in the part."""
 
     target: pathlib.Path
-    start: int  # images in the shards before it
+    start: int  # the number of images in the previous shards
     paths: Sequence[str]
     keys: Sequence[str]
     labels: Sequence[int]
@@ -49,10 +49,10 @@ def write(folder: pathlib.Path, target: pathlib.Path, limit: int, seed: int) -> 
     """Write a folder of images as shards.
 
     Args:
-        folder: an image folder, as for ``ImageFolder``.
-        target: the folder for the shards; created if missing; must not have tar files of other data.
-        limit: maximum bytes of a shard; a larger image gets a shard of its own.
-        seed: determines the order of the images in the shards.
+        folder: an image folder; see ``ImageFolder``.
+        target: the folder for the shards, without tar files of other data; created if it is missing.
+        limit: the maximum bytes of a shard; a larger image is alone in a shard.
+        seed: the seed of the order of the images in the shards.
 
     Raises:
         InvalidInput: if the folder cannot be used, or one of its files changes during the writing.
@@ -63,7 +63,8 @@ def write(folder: pathlib.Path, target: pathlib.Path, limit: int, seed: int) -> 
     target.mkdir(parents=True, exist_ok=True)
     others = {file.name for file in target.glob("*.tar")} - {job.target.name for job in every}
     if others:
-        raise InvalidInput(f"{target}: holds {min(others)}, which is not of {folder}; give an empty folder")
+        what = f"holds {min(others)}, which is not a shard of {folder}"
+        raise InvalidInput(f"{target}: {what}; give an empty folder")
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     with concurrent.futures.ProcessPoolExecutor(min(joblib.cpu_count(), len(every)), context) as pool:
         results = pool.map(_write_shard, every)
@@ -86,13 +87,13 @@ def write(folder: pathlib.Path, target: pathlib.Path, limit: int, seed: int) -> 
 
 
 def _jobs(source: ImageFolder, part: str, target: pathlib.Path, limit: int, seed: int) -> list[_Job]:
-    """Split a part, in a random order by the seed, into shards of at most ``limit`` bytes."""
+    """Shuffle a part with a seed, and split it into shards of at most ``limit`` bytes."""
     images, folder = source.listing(part), source.folder_of(part)
     keys = _keys([os.path.relpath(path, folder) for path in images.paths])
     chosen, size = list[list[int]]([[]]), RECORDSIZE  # zeros fill a tar up to a multiple of this
     for index in np.random.default_rng((seed, len(part))).permutation(len(keys)).tolist():
         blocks = math.ceil(os.stat(images.paths[index]).st_size / BLOCKSIZE)
-        needed = (blocks + 3) * BLOCKSIZE  # with the image's header, the label's header and the label
+        needed = (blocks + 3) * BLOCKSIZE  # the image, its header, the label's header and the label
         if chosen[-1] and size + needed > limit:
             chosen.append([])
             size = RECORDSIZE
@@ -108,9 +109,9 @@ def _jobs(source: ImageFolder, part: str, target: pathlib.Path, limit: int, seed
 
 
 def _keys(names: Sequence[str]) -> list[str]:
-    """Return the tar members' names: the files' names, if they differ before the first dot.
+    """Return the tar members' names: each file's name, if its part before the first dot is unique.
 
-    Otherwise the names are quoted as in a URL, and the ending is appended again.
+    Any other name is percent-encoded like a URL, with its dots, and the extension is appended.
     """
     often = collections.Counter(os.path.splitext(name)[0] for name in names)
     keys = []
@@ -123,7 +124,7 @@ def _keys(names: Sequence[str]) -> list[str]:
 
 
 def _write_shard(job: _Job) -> tuple[Shard, np.ndarray, bool]:
-    """Write a shard if it does not exist; return it, its entries, and whether it existed."""
+    """Write a shard if it does not exist; return the shard, its entries, and whether it existed."""
     files = [(status.st_size, status.st_mtime_ns) for status in map(os.stat, job.paths)]
     wanted = hashlib.sha256(repr((job.keys, job.labels, files)).encode(errors="replace")).hexdigest()
     stamp, existed = _stamp(job.target), False
@@ -136,7 +137,7 @@ def _write_shard(job: _Job) -> tuple[Shard, np.ndarray, bool]:
             digest = sha256(job.target)
         except (OSError, tarfile.TarError, ValueError) as error:
             raise InvalidInput(
-                f"{job.target}: could not be written ({one_line(error)}); correct that"
+                f"{job.target}: could not be written ({one_line(error)}); remove the cause"
             ) from error
         with replacing(stamp) as file:
             file.write(f"{wanted} {digest}".encode())
@@ -154,11 +155,11 @@ def _write_tar(job: _Job) -> None:
         for path, key, label in zip(job.paths, job.keys, job.labels, strict=True):
             label_key = f"{os.path.splitext(key)[0]}.cls"
             for name, content in ((key, pathlib.Path(path).read_bytes()), (label_key, str(label).encode())):
-                member = tarfile.TarInfo(name)  # no owner, time 1970: the bytes depend on the folder alone
+                member = tarfile.TarInfo(name)  # no owner, time 1970: the bytes depend only on the images
                 member.size, member.mode = len(content), 0o644
                 tar.addfile(member, io.BytesIO(content))
 
 
 def _stamp(shard: pathlib.Path) -> pathlib.Path:
-    """Return the file that describes a finished shard until all shards are finished."""
+    """Return the file that marks a shard as finished, until all shards are finished."""
     return shard.with_name(f".{shard.name}.done")

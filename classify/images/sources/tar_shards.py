@@ -1,4 +1,4 @@
-"""Tar shards in WebDataset's format: ``train-000000.tar`` with ``KEY.jpg`` and ``KEY.cls`` or ``KEY.json``.
+"""Tar shards in WebDataset's format: ``train-000000.tar`` with ``KEY.jpg``, and ``KEY.cls`` or ``KEY.json``.
 
 Source: https://github.com/webdataset/webdataset
 """
@@ -54,7 +54,7 @@ class TarListing(ShardListing):
     """The images of one part, in tar shards."""
 
     def name(self, index: int) -> str:
-        """Return the name of an image: shard and member; if the shard is not local, its first byte."""
+        """Return an image's name: shard and member, or the image's first byte if the shard is not local."""
         shard, place = self.find(index)
         offset = int(self.entries["offset"][place])
         with contextlib.suppress(OSError, tarfile.TarError, KeyError):  # the shard may be gone
@@ -63,14 +63,14 @@ class TarListing(ShardListing):
         return f"{shard.url}, byte {offset:,}"
 
     def read_one(self, shard: Shard, place: int, file: pathlib.Path) -> bytes:
-        """Return the bytes of a member, if its header has the size from the index."""
+        """Return the bytes of a member; raise ``InvalidInput`` if its size differs from the index."""
         offset, size = int(self.entries["offset"][place]), int(self.entries["size"][place])
         self.local[shard.url] = file
         try:
             header, content = _member(file, offset, size)
             if header.size == size == len(content):
                 return content
-            reason = f"{header.size:,} bytes where its index says {size:,}"
+            reason = f"its header says {header.size:,} bytes, its index {size:,}"
         except (OSError, tarfile.TarError) as error:
             reason = one_line(error)
         remedy = "the shard and its index differ; write both again"
@@ -78,7 +78,7 @@ class TarListing(ShardListing):
 
 
 def _member(file: pathlib.Path, offset: int, size: int = 0) -> tuple[tarfile.TarInfo, bytes]:
-    """Return the header before an offset of a tar, and bytes from the offset on."""
+    """Return the header before an offset of a tar, and ``size`` bytes from the offset on."""
     with open(file, "rb", buffering=0) as opened:
         content = os.pread(opened.fileno(), BLOCKSIZE + size, max(0, offset - BLOCKSIZE))
     return tarfile.TarInfo.frombuf(content[:BLOCKSIZE], "utf-8", "surrogateescape"), content[BLOCKSIZE:]
@@ -93,7 +93,7 @@ class TarShards(ShardSource):
 
     @functools.cached_property
     def index(self) -> Index:
-        """The index in the shards' folder; without one, the index from a scan."""
+        """The index in the shards' folder; without an index there, the result of a scan."""
         content = None if self.location.is_pattern else self._beside(FILE, MOST_OF_A_FILE)
         if content is None:
             return super().index
@@ -125,11 +125,15 @@ class TarShards(ShardSource):
             return None
         if content.count(b"\n") > MOST_CLASSES:
             where = join(self.location.base, "classes.txt")
-            raise InvalidInput(f"{where}: names more than {MOST_CLASSES:,} classes; is it the right file?")
+            raise InvalidInput(f"{where}: names more than {MOST_CLASSES:,} classes; name fewer")
         return [line.strip() for line in content.decode(errors="replace").split("\n") if line.strip()]
 
     def _beside(self, name: str, most: int) -> bytes | None:
-        """Return the bytes of a file in the shards' folder, at most ``most``; None if it does not exist."""
+        """Return the bytes of a file in the shards' folder; None if it does not exist.
+
+        Raises:
+            InvalidInput: if the file cannot be read, or has more than ``most`` bytes.
+        """
         file = join(self.location.base, name)
         if is_remote(file):
             return Storage(self.location.storage).read(file, most)
@@ -138,14 +142,14 @@ class TarShards(ShardSource):
 
 
 def scan(file: pathlib.Path, name: str) -> Scanned:
-    """Read the names and the labels of the members of a tar.
+    """Read the positions and the labels of the images in a tar.
 
     Raises:
         InvalidInput: if the tar is damaged or incomplete, or a sample has no label or no image.
     """
     texts: dict[str, int] = {}
     rows: list[tuple[int, int, int, int]] = []
-    damaged = parsed(f"{name}: not a readable tar", "is it whole? write or fetch it again")
+    damaged = parsed(f"{name}: not a readable tar", "it may be incomplete; write or fetch it again")
     with damaged, refused(name), open(file, "rb") as opened:
         shown = (member for member in _members(opened) if os.path.basename(_key(member)))
         for key, files in itertools.groupby(shown, _key):
@@ -198,14 +202,14 @@ class _Tar(tarfile.TarFile):
 
 
 class _Member(tarfile.TarInfo):
-    """A tar member; refuses sparse files, and headers that are too large or too many."""
+    """A tar member; refuses sparse files, large headers and many headers."""
 
     def _proc_member(self, tar: _Tar) -> tarfile.TarInfo:
         """Check a header before tarfile reads the bytes that follow."""
         is_extended = self.type in _EXTENDED
         tar.headers = tar.headers + 1 if is_extended else 0
         if self.size < 0 or (is_extended and self.size > _MOST_OF_A_HEADER):
-            raise tarfile.ReadError(f"a header announces {self.size:,} bytes")
+            raise tarfile.ReadError(f"a header says that {self.size:,} bytes follow")
         if tar.headers > _MOST_HEADERS or len(tar.pax_headers) > _MOST_GLOBAL:
             raise tarfile.ReadError("too many headers before a member")
         return super()._proc_member(tar)  # type: ignore[misc]
@@ -221,7 +225,7 @@ def _members(opened: BinaryIO) -> Iterator[tuple[str, int, int]]:
     end, whole = -1, os.fstat(opened.fileno()).st_size
     with _Tar.open(fileobj=opened, mode="r:", tarinfo=_Member) as tar:
         while (member := tar.next()) is not None:
-            tar.members.clear()  # type: ignore[attr-defined]  # or it keeps them all
+            tar.members.clear()  # type: ignore[attr-defined]  # or tarfile keeps all members in memory
             is_inside = 0 <= member.size <= whole - member.offset_data
             if member.isfile() and not is_inside:
                 raise tarfile.ReadError("unexpected end of data")
@@ -231,5 +235,5 @@ def _members(opened: BinaryIO) -> Iterator[tuple[str, int, int]]:
             if member.isfile():
                 yield member.name, member.offset_data, member.size
     opened.seek(tar.offset)
-    if opened.read(BLOCKSIZE).strip(b"\0"):  # where tarfile ends without a word
+    if opened.read(BLOCKSIZE).strip(b"\0"):  # tarfile ends there without an error
         raise tarfile.ReadError(f"no header at byte {tar.offset:,}")

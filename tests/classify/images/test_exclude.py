@@ -66,7 +66,7 @@ def test_an_image_of_a_decoded_source_is_named_by_its_index(tmp_path):
     "content, lines",
     unknown=("train/a/1.bmp\ntrain/a/9.bmp\n\x1b[2J", ["line 2: train/a/9.bmp: the dataset has no such image", "line 3: \\x1b[2J: the dataset has no such image"]),
     empty_class=("test/b/1.bmp", ["leaves no image of the class 'b' in 'test'; remove some lines"]),
-    no_text=(b"\xff\xfe", ["is no UTF-8 text"]),
+    no_text=(b"\xff\xfe", ["is not text in UTF-8"]),
     no_file=(None, ["cannot be used"]),
 )  # fmt: skip
 def test_an_error_names_the_line(content, lines, folder, tmp_path, capsys):

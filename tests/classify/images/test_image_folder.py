@@ -95,14 +95,14 @@ def test_the_place_of_a_cache_is_shown_listed_and_cleared(folder, tmp_path, monk
     assert checkpoint.main(["caches", str(folder)]) == 0
     listed = capsys.readouterr().out
     assert [line.split()[2] for line in listed.splitlines()[:2]] == [str(raw), str(stand_in)]
-    assert listed.splitlines()[2] == "0.0 MiB of decoded images are kept"
+    assert listed.splitlines()[2] == "0.0 MiB of decoded images are stored"
     assert len(caches(folder)) + len(caches(tmp_path / "cache")) == 3
     with host_lock.host_lock(folder, "images-train-32x32", "data.root"):
         assert checkpoint.main(["caches", str(folder), "--clear"]) == 0
     assert "being written, left" in capsys.readouterr().out
     assert raw.exists() and not stand_in.exists()
     assert checkpoint.main(["caches", str(folder), "--clear"]) == 0
-    assert "0.0 MiB of decoded images are kept, 0.0 MiB removed" in capsys.readouterr().out
+    assert "0.0 MiB of decoded images are stored, 0.0 MiB removed" in capsys.readouterr().out
     assert greys(kept) == TRAIN  # a training has the file open
     left = {path.name for path in folder.iterdir() if path.suffix != ".lock"}
     assert left == {"train", "test", ".images-other.pt"}
@@ -276,7 +276,7 @@ def cut(path: pathlib.Path) -> None:
     link=(lambda root: (root / "train/b/0.png").symlink_to("nowhere"), ["{}/train/b/0.png:", "No such file"]),
     pipe=(lambda root: os.mkfifo(root / "train/b/0.png"), ["{}/train/b/0.png:", "is not a file"]),
     endless=(lambda root: endless(root / "train/b/0.png"), ["{}/train/b/0.png:", "not a readable image (has 1,099,511,627,776 bytes, more than 268,435,456)"]),
-    name=(lambda root: os.mkdir(os.fsencode(root / "train") + b"/\xff"), ["{}/train:", "no UTF-8 name"]),
+    name=(lambda root: os.mkdir(os.fsencode(root / "train") + b"/\xff"), ["{}/train:", "is not named in UTF-8"]),
     loop=(lambda root: (root / "train/a/again").symlink_to(".."), ["data.root: {}:", "a circular link", "a/again"]),
     loops=(lambda root: [(root / "train/a" / name).symlink_to(".") for name in ("one", "two")], ["data.root: {}:", "a circular link"]),
     text=(lambda root: (root / "train/b/0.png").write_text("a\nb"), ["{}/train/b/0.png:", "not a readable image"]),

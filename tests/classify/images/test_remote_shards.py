@@ -272,7 +272,7 @@ def test_shards_leave_a_tenth_of_the_disk_where_no_limit_is_given(tmp_path, monk
     assert held(tmp_path) == [102, 103, 104, 105]  # 414 of 450
     line = error_line(kept.file, Shard("http://host/large", 451, 0, 1), write)
     assert line.startswith(
-        f"data.cache.folder: {tmp_path}: holds 0.0 MiB of shards at most, but http://host/large has 0.0 MiB"
+        f"data.cache.folder: {tmp_path}: has room for 0.0 MiB of shards, but http://host/large has 0.0 MiB"
     )
 
 

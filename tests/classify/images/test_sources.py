@@ -68,7 +68,7 @@ def test_shards_hold_the_files_of_the_folder_and_their_classes(photos, written, 
     assert shards.main(["write", str(photos), str(other), "--seed=-1"]) == 2
     assert capsys.readouterr().err == "shards.py: --seed: -1: must be 0 or more\n"
     assert shards.main(["write", str(photos / "train"), str(other)]) == 2
-    assert "which is not of" in capsys.readouterr().err
+    assert "which is not a shard of" in capsys.readouterr().err
 
 
 def test_interrupted_writing_continues(photos, written, tmp_path, capsys):
@@ -156,7 +156,7 @@ def test_no_table_names_a_url(tmp_path):
     )
     (tmp_path / "own.py").write_text(f"def source(root):\n    return {{'all': [('{url}', 1)]}}\n")
     line = refused(str(tmp_path / "own.py"), tmp_path)
-    assert line == f"data.dataset: {tmp_path}/own.py: source(root) gives the URL {url}; {remedy}"
+    assert line == f"data.dataset: {tmp_path}/own.py: source(root) returns the URL {url}; {remedy}"
 
 
 def test_braces_are_ranges_and_choices():
@@ -171,7 +171,7 @@ ATTEMPTS = f"{FIRST}: cannot be read in 5 attempts ("
 @table(
     "fault, said",
     errors=(("500", 99), [f"{ATTEMPTS}500", "start again"]),
-    silent=(("silent", 99), [f"{ATTEMPTS}not a byte in 0.5 s", "start again"]),
+    silent=(("silent", 99), [f"{ATTEMPTS}no byte arrived in 0.5 s", "start again"]),
     dies=(("dies", 99), [ATTEMPTS, "start again"]),
     alters=(("alters", 99), [f"{ATTEMPTS}its bytes differ", "start again"]),
     missing=(("404", 99), [f"{FIRST}: no such file; correct data.root"]),
@@ -261,43 +261,43 @@ def without_index(change, names=True):
     truncated=(lambda root: os.truncate(root / "train-000001.tar", 5000), ["train-000001.tar: has 5,000 bytes, but its index", "write or fetch both again"]),
     lost=(lambda root: (root / "train-000001.tar").unlink(), ["data.root: ", "train-000001.tar: cannot be used (", "put it there"]),
     bad_image=(spoil_image, ["train-000000.tar, member ", ": not a readable image (cannot identify image file); repair or remove"]),
-    other_index=(lambda root: (root / "index.npz").write_bytes(b"x"), ["index.npz: is no index of these shards (", "; write the shards again"]),
+    other_index=(lambda root: (root / "index.npz").write_bytes(b"x"), ["index.npz: is not an index of these shards (", "; write the shards again"]),
     offsets=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["offset"][1:2].__isub__(512)), ["train-000000.tar: no image of ", "the shard and its index differ"]),
     sizes=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["size"][:1].__isub__(1)), ["train-000000.tar: no image of ", "the shard and its index differ"]),
     beyond=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["size"].__iadd__(10**6)), ["index.npz: ", "beyond the end of train-000000.tar"]),
     labels=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["label"].__iadd__(7)), ["index.npz: ", "it has the label 9, but 3 classes"]),
     counts=(lambda root: rewrite_index(root, lambda about, _: about["parts"]["train"][0].update(stop=1)), ["index.npz: ", "the counts of images are wrong at train-000001.tar"]),
     positions=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["position"].__ixor__(1)[:1].fill(0)), ["index.npz: ", "its positions do not name every image once"]),
-    cut_tar=(without_index(lambda tar: os.truncate(tar, 5000)), ["train-000000.tar: not a readable tar (unexpected end of data); is it whole?"]),
+    cut_tar=(without_index(lambda tar: os.truncate(tar, 5000)), ["train-000000.tar: not a readable tar (unexpected end of data); it may be incomplete"]),
     no_tar=(without_index(lambda tar: tar.write_bytes(b"x" * 2000)), ["train-000000.tar: not a readable tar ("]),
     no_label=(without_index(lambda tar: add(tar, png=b"x")), ["train-000000.tar: the sample cat/new has no label; add KEY.cls"]),
     no_image=(without_index(lambda tar: add(tar, json=b'{"label": 1}')), ["train-000000.tar: the sample cat/new has no image (.jpg"]),
     number=(without_index(lambda tar: add(tar, png=b"x", cls=b"3")), ["train-000000.tar: the label '3' is not a class: the dataset names 3 classes"]),
     unnamed=(without_index(lambda tar: add(tar, png=b"x", json=b'{"class": "cow"}'), names=False), ["the label ", " is not a class: other labels are names"]),
-    page=(lambda root: (root / "index.npz").write_text("<!DOCTYPE html><title>Log in</title>"), ["index.npz: is no index of these shards (it is a web page; does its server ask to log in?)"]),
-    objects=(rewrite_array("part-train", array((2,), "|O", b"x")), ["index.npz: is no index of these shards (its part-train is no array that shards.py writes)"]),
-    zeros=(rewrite_array("part-train", array((10**12,), "<u8")), ["its part-train is no array that shards.py writes"]),
-    packed=(rewrite_array("part-train", array((10**8,), "|u1", bytes(10**8)), zipfile.ZIP_DEFLATED), ["its about is no array that shards.py writes"]),
+    page=(lambda root: (root / "index.npz").write_text("<!DOCTYPE html><title>Log in</title>"), ["index.npz: is not an index of these shards (it is a web page; does its server ask to log in?)"]),
+    objects=(rewrite_array("part-train", array((2,), "|O", b"x")), ["index.npz: is not an index of these shards (its part-train is not an array that shards.py writes)"]),
+    zeros=(rewrite_array("part-train", array((10**12,), "<u8")), ["its part-train is not an array that shards.py writes"]),
+    packed=(rewrite_array("part-train", array((10**8,), "|u1", bytes(10**8)), zipfile.ZIP_DEFLATED), ["its about is not an array that shards.py writes"]),
     many=(lambda root: (root / "index.npz").write_bytes(b"PK\1\2" * 10**6), ["it has too many files"]),
     far=(lambda root: rewrite_index(root, lambda _, arrays: arrays["part-train"]["position"][:1].__ior__(2**31)), ["its positions do not name every image once"]),
     elsewhere=(lambda root: rewrite_index(root, lambda about, _: about["parts"]["train"][0].update(url="../x.tar")), ["index.npz: names the shard '../x.tar', which is not in its folder"]),
     field=(lambda root: rewrite_index(root, lambda about, _: about["parts"]["train"][0].update(size="9")), ["the fields of a shard have the wrong types"]),
     part=(lambda root: rewrite_index(root, lambda about, _: about["parts"].update({"../x": []})), ["it has no parts of all, test, train, val"]),
-    long_name_of_array=(lambda root: overwrite(root / "index.npz", 26, b"\xff\xff"), ["index.npz: is no index of these shards (File name in directory 'about.npy' and header"]),
-    nested_index=(rewrite_array("about", array((10**5,), "|u1", b"[" * 10**5)), ["index.npz: is no index of these shards (maximum recursion depth exceeded"]),
+    long_name_of_array=(lambda root: overwrite(root / "index.npz", 26, b"\xff\xff"), ["index.npz: is not an index of these shards (File name in directory 'about.npy' and header"]),
+    nested_index=(rewrite_array("about", array((10**5,), "|u1", b"[" * 10**5)), ["index.npz: is not an index of these shards (maximum recursion depth exceeded"]),
     sparse=(without_index(lambda tar: headers(tar, tarfile.GNUTYPE_SPARSE)), ["train-000000.tar: not a readable tar (a member is a sparse file"]),
     pax_sparse=(without_index(lambda tar: add(tar, pax={"GNU.sparse.major": "1", "GNU.sparse.minor": "0"}, png=b"x")), ["train-000000.tar: not a readable tar (a member is a sparse file"]),
     pax_map=(without_index(lambda tar: add(tar, pax={"GNU.sparse.map": "x"}, png=b"x")), ["train-000000.tar: not a readable tar (a member is a sparse file"]),
-    pax_size=(without_index(lambda tar: headers(tar, tarfile.XHDTYPE, size=2**33)), ["train-000000.tar: not a readable tar (a header announces 8,589,934,592 bytes)"]),
+    pax_size=(without_index(lambda tar: headers(tar, tarfile.XHDTYPE, size=2**33)), ["train-000000.tar: not a readable tar (a header says that 8,589,934,592 bytes follow)"]),
     pax_back=(without_index(lambda tar: add(tar, pax={"size": "-4096"}, png=b"x", cls=b"0")), ["train-000000.tar: not a readable tar ("]),
     pax_chain=(without_index(lambda tar: headers(tar, tarfile.XHDTYPE, 2000)), ["train-000000.tar: not a readable tar (too many headers before a member)"]),
-    long_name=(without_index(lambda tar: headers(tar, tarfile.GNUTYPE_LONGNAME, size=2**20)), ["train-000000.tar: not a readable tar (a header announces 1,048,576 bytes)"]),
+    long_name=(without_index(lambda tar: headers(tar, tarfile.GNUTYPE_LONGNAME, size=2**20)), ["train-000000.tar: not a readable tar (a header says that 1,048,576 bytes follow)"]),
     middle=(without_index(lambda tar: tar.write_bytes(b"x" * 512 + tar.read_bytes()[512:])), ["train-000000.tar: not a readable tar ("]),
     later=(without_index(lambda tar: tar.write_bytes(tar.read_bytes().rstrip(b"\0") + bytes(600) + b"x" * 5000)), ["train-000000.tar: not a readable tar (no header at byte "]),
     digits=(without_index(lambda tar: add(tar, png=b"x", cls=b"9" * 5000), names=False), ["train-000000.tar: the sample cat/new: the label '99999999999999999999'... has 5,000 characters"]),
     nested=(without_index(lambda tar: add(tar, png=b"x", json=b"[" * 50_000)), ["train-000000.tar: the sample cat/new has no label"]),
     long_label=(without_index(lambda tar: add(tar, png=b"x", cls=bytes(10**6))), ["train-000000.tar: the member cat/new.cls has 1,000,000 bytes, more than 65,536"]),
-    negative=(without_index(lambda tar: add(tar, png=b"x", cls=b"-1"), names=False), ["train-000000.tar: the label -1: is the number of no class"]),
+    negative=(without_index(lambda tar: add(tar, png=b"x", cls=b"-1"), names=False), ["train-000000.tar: the label -1: is not the number of a class"]),
     empty=(lambda root: [each.unlink() for each in root.glob("*")], ["data.root: ", "holds no *.tar; give their folder"]),
 )  # fmt: skip
 def test_damaged_shards_are_one_line(written, tmp_path, change, said):
@@ -360,7 +360,7 @@ def rows(text: str | bytes, name: str = "train.csv"):
     no_rows=("parquet", lambda root: parquet(root, [], image=pyarrow.array([], pyarrow.binary())), ["train.parquet: holds no image; remove it"]),
     many_rows=("parquet", lambda root: parquet(root, [0, 1] * 10_000, image=[b"x"] * 20_000), ["train.parquet: not a readable Parquet file (20,000 rows in "]),
     column_twice=("parquet", lambda root: parquet_of(root, ["image", "label", "label"], [GOOD, [0, 1, 0], [0, 1, 0]]), ["train.parquet: has the column 'label' more than once"]),
-    names_of_numbers=("parquet", lambda root: parquet_of(root, ["image", "label"], [GOOD, [0, 1, 0]], names=5), ["train.parquet: not a readable Parquet file (the class names of 'label' are no list of strings)"]),
+    names_of_numbers=("parquet", lambda root: parquet_of(root, ["image", "label"], [GOOD, [0, 1, 0]], names=5), ["train.parquet: not a readable Parquet file (the class names of 'label' are not a list of strings)"]),
     nested_names=("parquet", lambda root: parquet_of(root, ["image", "picture"], [GOOD, [0, 1, 0]], names="["), ["train.parquet: has no column of labels"]),
     label_lists=("parquet", lambda root: parquet_of(root, ["image", "label"], [GOOD, [[0], [1], [0]]]), ["train.parquet: not a readable Parquet file ("]),
     label_digits=("parquet", lambda root: parquet_of(root, ["image", "label"], [GOOD, ["0", "1", "9" * 5000]]), ["train.parquet: the label '99999999999999999999'... has 5,000 characters"]),
@@ -373,20 +373,20 @@ def rows(text: str | bytes, name: str = "train.csv"):
     short_row=("table", rows('path,label\n"a\n.png",1\na.png\n'), ["train.csv, line 4: has no label (label, class); add it, or remove the row"]),
     long_field=("table", rows("path,label\n" + "a" * 200_000 + ",1\n"), ["train.csv: not a readable table (field larger than field limit (131072)); write CSV in UTF-8, or JSON lines"]),
     long_label=("table", rows("path,label\na.png,1\na.png," + "9" * 5000 + "\n"), ["train.csv, line 3: the label '99999999999999999999'... has 5,000 characters, more than 255; give a shorter one"]),
-    negative=("table", rows("path,label\na.png,0\na.png,1\na.png,-1\n"), ["train.csv, line 4: the label -1: is the number of no class; give a number from 0 on or a name, or remove the row"]),
+    negative=("table", rows("path,label\na.png,0\na.png,1\na.png,-1\n"), ["train.csv, line 4: the label -1: is not the number of a class; give a number from 0 on or a name, or remove the row"]),
     zero_byte=("table", rows('{"path": "a\\u0000.png", "label": 0}\n{"path": "a.png", "label": 0}\n' + '{"path": "a.png", "label": 1}\n' * 2, "train.jsonl"), ["a\\x00.png: cannot be used (", "null byte"]),
-    half_letter=("table", rows('{"path": "a.png", "label": "\\ud800"}\n{"path": "a.png", "label": "b"}\n', "train.jsonl"), ["train.jsonl, line 1: the label '\\ud800': is no text in UTF-8"]),
-    nested=("table", rows("[" * 100_000, "train.jsonl"), ["train.jsonl, line 1: is no JSON (maximum recursion depth exceeded", "; write an object a line"]),
-    digits=("table", rows('{"path": "a.png", "label": ' + "9" * 5000 + "}", "train.jsonl"), ["train.jsonl, line 1: is no JSON (Exceeds the limit", "; write an object a line"]),
+    half_letter=("table", rows('{"path": "a.png", "label": "\\ud800"}\n{"path": "a.png", "label": "b"}\n', "train.jsonl"), ["train.jsonl, line 1: the label '\\ud800': is not text in UTF-8"]),
+    nested=("table", rows("[" * 100_000, "train.jsonl"), ["train.jsonl, line 1: is not JSON (maximum recursion depth exceeded", "; write an object with path"]),
+    digits=("table", rows('{"path": "a.png", "label": ' + "9" * 5000 + "}", "train.jsonl"), ["train.jsonl, line 1: is not JSON (Exceeds the limit", "; write an object with path"]),
     list_label=("table", rows('{"path": "a.png", "label": [1]}', "train.jsonl"), ["train.jsonl, line 1: label: [1]: must be a text or a whole number"]),
     no_object=("table", rows("[1]\n", "train.jsonl"), ["train.jsonl, line 1: has no path (path, file_name"]),
-    no_json=("table", rows("{\n", "train.jsonl"), ["train.jsonl, line 1: is no JSON (Expecting property name", "; write an object a line, with path and label"]),
+    no_json=("table", rows("{\n", "train.jsonl"), ["train.jsonl, line 1: is not JSON (Expecting property name", "; write an object with path and label"]),
     mixed=("table", rows("path,label\na.png,1\na.png,cat\n"), ["train.csv, line 2: the label '1' is not a class: other labels are names"]),
     no_file=("table", rows("path,label\na.png,1\na.png,1\na.png,0\nb.png,0\n"), ["b.png: ", "No such file"]),
     own_missing=("own.py", None, ["data.dataset: own.py: no such file"]),
     own_fails=("own.py", "def source(root):\n    return 1 / 0\n", ["data.dataset: own.py: fails in line 2 (ZeroDivisionError: division by zero); correct it"]),
-    own_empty=("own.py", "def source(root):\n    return {'train': []}\n", ["data.dataset: own.py: source(root) gives train (0); must give images"]),
-    own_other=("own.py", "def source(root):\n    return 5\n", ["data.dataset: own.py: source(root) gives int without classes, parts"]),
+    own_empty=("own.py", "def source(root):\n    return {'train': []}\n", ["data.dataset: own.py: source(root) returns train (0); return images"]),
+    own_other=("own.py", "def source(root):\n    return 5\n", ["data.dataset: own.py: source(root) returns int without classes, parts"]),
     own_none=("own.py", "def sauce(root):\n    return 5\n", ["data.dataset: own.py: has no source; define source(root)"]),
     unknown=("tfrecord", None, ["data.dataset: 'tfrecord': must be one of cifar10, digits, ", ", or a file FILE.py of yours"]),
     library=("webdataset", "az://box/set", ["az://box/set/index.npz: az:// needs adlfs; pip install adlfs"]),

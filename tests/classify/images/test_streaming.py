@@ -111,7 +111,7 @@ def test_a_full_disk_ends_only_the_cache(photos, root, tmp_path, capfd):
     process.join(300)
     assert process.exitcode == 0
     (line,) = [each for each in capfd.readouterr().err.splitlines() if "growing" in each]
-    assert "no more decoded images are kept (" in line and "each epoch decodes them again" in line
+    assert "cannot store more decoded images (" in line and "each epoch decodes them again" in line
 
 
 def test_no_room_for_a_cache_is_told_as_that(root, monkeypatch):
@@ -127,7 +127,7 @@ def test_a_cache_that_cannot_be_completed_ends_only_the_cache(root, monkeypatch,
     images = stream("imagefolder", root)
     assert torch.equal(everything(images), everything(images))
     (line,) = [each for each in capfd.readouterr().err.splitlines() if "growing" in each]
-    assert "no more decoded images are kept ([Errno 5] Input/output error)" in line
+    assert "cannot store more decoded images ([Errno 5] Input/output error)" in line
 
 
 def test_an_unreadable_image_is_named_when_a_step_selects_it(root):

@@ -175,7 +175,7 @@ def test_a_fit_of_two_classes_and_of_raw_features_is_scikit_learns():
 @table(
     "arguments, line",
     folder=(["audit", "{tmp}/none"], "data.root: {tmp}/none: no such folder; "),
-    both=(["audit", "{tmp}", "--config", "experiments/digits.yaml"], "--config: experiments/digits.yaml: {tmp} is given, too; remove one of the two"),
+    both=(["audit", "{tmp}", "--config", "experiments/digits.yaml"], "--config: experiments/digits.yaml: {tmp} also names images; remove one of the two"),
     net=(["audit", "--net", "{tmp}/none.pt", *DIGITS], "{tmp}/none.pt: "),
     target=(["head", "{tmp}/none.pt", "{tmp}/new.onnx", *DIGITS], "{tmp}/new.onnx: must be the name of a file that ends in .pt"),
 )  # fmt: skip
