@@ -1,13 +1,13 @@
 """Compare the trial with its peers on this machine, in one run, and write benchmarks/RESULTS.md.
 
-    python3 -m benchmarks                                                  all of it: an hour on two cores
+    python3 -m benchmarks                                                  all parts: an hour on two cores
     python3 -m benchmarks --quick --set data.dataset=digits                two minutes
     python3 -m benchmarks --set data.dataset=imagefolder --set data.root=FOLDER --json results.json
     python3 -m benchmarks --only steps                                     or costs, or programs
 
 Contenders take turns within a repeat, so that other load on the machine affects all of them equally.
-Figures are medians over the repeats. The spread is the interquartile range over the median. Ratios are more
-reliable than absolute figures.
+Figures are medians over the repeats. The spread is the interquartile range divided by the median. Ratios are
+more reliable than absolute figures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from deepspeed_trial.errors import InvalidInput, print_errors
 from deepspeed_trial.processes import device_type
 
 PARTS = ("steps", "costs", "programs")
-# Hyperparameters and keys of data that the bare loops have
+# The hyperparameters and the keys of the section data that the bare loops support
 HYPERPARAMETERS = (
     """max_length deepspeed_config overwrite_deepspeed_args net net_args channels_last""".split()
 )
@@ -45,7 +45,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=int,
         default=5,
         metavar="N",
-        help="repeats of the steps; half as many of the programs (5)",
+        help="repeats of the steps; the programs have half of them (5)",
     )
     add("--only", choices=PARTS, help="measure one part; write no RESULTS.md")
     add("--json", type=pathlib.Path, metavar="FILE", help="also write all measured times to this file")
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = costs.measure(args.config, args.overrides, 3 if args.quick else 3 * args.repeats)
         keep("costs", found, costs.lines(found))
     if args.only in (None, "programs"):
-        # The recipes are the programs' own, the images are not.
+        # The programs have their own recipes, but use the given images
         images = [each for each in args.overrides if each.startswith("data.")]
         watched = programs.measure(images, 1 if args.quick else max(1, args.repeats // 2))
         keep("programs", watched, programs.lines(watched))
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse an experiment that would fail later or needs a feature that the bare loops lack; decode images.
+    """Refuse an experiment that would fail later, or that the bare loops do not support; decode the images.
 
     Raises:
         InvalidInput: with a line for each error.

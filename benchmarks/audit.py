@@ -4,7 +4,7 @@
 
 IMAGES has a folder of images for each class. The benchmark uses the same number of images of each class, a
 fifth of them in ``test``. It plants 20 copies of training images in ``test`` (as JPEG, mirrored, or cropped
-by 5 %), and 30 images in the folder of another class. It counts the first 60 rows of ``audit.csv``.
+by 5 %), and 30 images in the folder of another class. It counts these in the first 60 rows of ``audit.csv``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COPIES, WRONG, ROWS = 20, 30, 60
 
 @dataclass(frozen=True)
 class Planted:
-    """The planted faults, by paths that count from the folder.
+    """The paths of the planted faults, relative to the folder.
 
     Attributes:
         copies: the copies in ``test``.
@@ -55,10 +55,10 @@ def plant(
     Args:
         source: a folder with a folder of images for each class.
         target: a folder to create.
-        images: number of images, including the copies.
-        seed: determines the chosen images.
-        copies: near-duplicates of training images, in ``test``.
-        wrong: images in the folder of another class.
+        images: the number of images, including the copies.
+        seed: the seed that chooses the images.
+        copies: the number of near-duplicates of training images to plant in ``test``.
+        wrong: the number of images to put into the folder of another class.
     """
     random = np.random.default_rng(seed)
     classes = sorted(folder.name for folder in source.iterdir() if folder.is_dir())
@@ -90,7 +90,7 @@ def plant(
 
 
 def _change(image: Image.Image, kind: int) -> Image.Image:
-    """Return the image itself, which becomes a JPEG of quality 75; mirrored; or without 5 % of its sides."""
+    """Return the image unchanged (its copy is a JPEG file), mirrored, or without 5 % of each side."""
     if kind == 0:
         return image
     if kind == 1:
@@ -114,9 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", metavar="IMAGES", type=pathlib.Path)
-    parser.add_argument("--net", metavar="NET", help="gives the features")
+    parser.add_argument("--net", metavar="NET", help="the network for the features")
     parser.add_argument("--images", type=int, default=2000)
-    parser.add_argument("--size", type=int, default=32, help="of the images, in pixels")
+    parser.add_argument("--size", type=int, default=32, help="side of the images, in pixels")
     parser.add_argument("--seeds", type=int, default=3)
     args = parser.parse_args(argv)
     print(f"| seed | copies of {COPIES} | wrong labels of {WRONG} | seconds |\n|---|---|---|---|")

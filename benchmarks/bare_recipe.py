@@ -3,7 +3,7 @@
     python3 -m benchmarks.bare_recipe --set data.dataset=digits        100 losses
 
 It shares the network, the images, their order and their augmentation with the trial. Its optimizer and its
-schedule are written out below.
+schedule are in this file.
 """
 
 from __future__ import annotations
@@ -27,13 +27,11 @@ NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
 
 
 def losses(config: TrialConfig) -> Iterator[Tensor]:
-    """Train a step for every loss that the caller takes.
+    """Train; yield the mean loss of each step, a scalar.
 
     Args:
-        config: of a plain network and Muon with a rate that falls to 0, in one process without accumulation.
-
-    Returns:
-        The mean loss of every step, a scalar.
+        config: the configuration of a plain network and of Muon with a learning rate that falls to 0, in one
+            process without accumulation.
     """
     device, hyper, params = torch.device("cpu"), config.hyper, config.deepspeed["optimizer"]["params"]
     images = data.Images(config.source, config.seed, device)
@@ -70,15 +68,15 @@ def losses(config: TrialConfig) -> Iterator[Tensor]:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose matrices are made nearly orthogonal by five Newton-Schulz steps.
+    """Muon: SGD with momentum whose update matrices five Newton-Schulz steps make nearly orthogonal.
 
     Source: https://kellerjordan.github.io/posts/muon/
 
     Args:
-        filters: weights of convolutions, (filters, channels, height, width).
+        filters: the weights of convolutions, each (filters, channels, height, width).
         lr: the learning rate.
-        momentum: of the gradients' running mean; Nesterov's.
-        weight_decay: apart from the gradients, times the rate.
+        momentum: the share of the old value in the gradients' running mean, with Nesterov's look-ahead.
+        weight_decay: the decoupled weight decay, which is multiplied by the learning rate.
     """
 
     def __init__(
@@ -88,7 +86,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Does a step."""
+        """Update the weights."""
         for group in self.param_groups:
             for weight in group["params"]:
                 mean = self.state[weight].setdefault("mean", torch.zeros_like(weight))
@@ -99,7 +97,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """A matrix nearly orthogonal in the direction of a matrix (rows, columns), longer where it is tall."""
+    """Return a nearly orthogonal matrix close to a matrix (rows, columns); a tall matrix is scaled up."""
     a, b, c = NEWTON_SCHULZ
     rows, columns = matrix.shape
     x = matrix.T if rows > columns else matrix
@@ -111,7 +109,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def main() -> int:
-    """Prints the losses of the first steps."""
+    """Print the losses of the first 100 steps; return the exit code."""
     args = command_line.parser(__doc__, "experiments/cifar10-90.yaml").parse_args()
     experiment = experiment_file.load(args.config, args.overrides)
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, 1, "cpu")

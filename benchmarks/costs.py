@@ -1,4 +1,4 @@
-"""Costs of a run besides its steps: start, validation, images in memory."""
+"""Measures costs of a run other than its steps: start, validation, images in memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def measure(config: str, overrides: Sequence[str], repeats: int) -> dict[str, An
     """Measure every cost in new processes.
 
     Returns:
-        ``start``: for every repeat, wall seconds since the command and processor seconds at three ends: of a
-        process that imports the ``libraries`` alone, of the ``imports`` of ``train.py``, and of its
-        ``first_step``, with empty caches of compiled operators; ``validation``: seconds of the trial's
-        validations, and of bare forward passes by batch size; ``images``: bytes of the cache files (0 for
-        embedded images), and the ranks' proportional shares of them.
+        ``start``: for each repeat, pairs of wall seconds and processor seconds. They are those of a process
+        that only imports the ``libraries``, and of ``train.py`` until the end of its ``imports`` and of its
+        ``first_step``, with empty caches of compiled operators. ``validation``: the seconds of the trial's
+        validations, and of bare forward passes by batch size. ``images``: the bytes of the files of decoded
+        images (0 without files), and the ranks' proportional shares of them.
     """
     request = {"config": config, "overrides": list(overrides), "repeats": repeats}
     doubled = [*overrides, "hyperparameters.overwrite_deepspeed_args.train_batch_size=16", "data.device=cpu"]
@@ -48,7 +48,11 @@ def start(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def validation_ratio(costs: dict[str, Any]) -> tuple[float, int, float]:
-    """Return the trial's seconds over the best bare forward pass's, that pass's batch size, the spread."""
+    """Compare the trial's validation with the fastest bare forward pass.
+
+    Returns:
+        The ratio of their seconds, the batch size of that pass, and the spread of the trial's seconds.
+    """
     seconds = {name: statistics.median(times) for name, times in costs["validation"]["seconds"].items()}
     trial = seconds.pop("trial")
     best = min(seconds, key=lambda name: seconds[name])

@@ -1,4 +1,4 @@
-"""Complete programs for comparison, as published, but on the images of any dataset.
+"""Published programs for comparison, changed only to use the images of any dataset.
 
     python3 -m benchmarks.peers pytorch-tutorial FOLDER
     torchrun ... or deepspeed --num_gpus 1 --module benchmarks.peers deepspeed-tutorial FOLDER
@@ -35,7 +35,7 @@ class Pictures(Dataset):
 
     @classmethod
     def read(cls, file: pathlib.Path) -> Pictures:
-        """Reads a split."""
+        """Read a split."""
         with np.load(file) as kept:
             return cls(kept["pixels"], kept["labels"].tolist())
 
@@ -47,7 +47,7 @@ class Pictures(Dataset):
 
 
 def pytorch_tutorial(folder: pathlib.Path) -> None:
-    """PyTorch's tutorial: SGD, batch 4, 2 epochs, 2 workers.
+    """Run PyTorch's tutorial: SGD, batch 4, 2 epochs, 2 workers.
 
     Source: https://pytorch.org/tutorials/beginner/blitz/cifar10_tutorial.html
     """
@@ -75,9 +75,9 @@ def pytorch_tutorial(folder: pathlib.Path) -> None:
 
 
 def deepspeed_tutorial(folder: pathlib.Path) -> None:
-    """DeepSpeed's ``cifar10_deepspeed.py`` in fp32, ZeRO 0: Adam, batch 16, 1 epoch, the engine's loader.
+    """Run DeepSpeed's ``cifar10_deepspeed.py`` in fp32, ZeRO 0: Adam, batch 16, 1 epoch, the engine's loader.
 
-    On a CPU with ``torch_adam``: DeepSpeed would first compile its Adam for over a minute.
+    On a CPU it uses ``torch_adam``: DeepSpeed would first compile its Adam for over a minute.
     Source: https://github.com/deepspeedai/DeepSpeedExamples/blob/master/training/cifar/cifar10_deepspeed.py
     """
     import deepspeed
@@ -109,7 +109,7 @@ def deepspeed_tutorial(folder: pathlib.Path) -> None:
 
 
 def plain_loop(folder: pathlib.Path) -> None:
-    """A loop as short as PyTorch allows with the recipe of ``cifar10-67.yaml``, all images in memory."""
+    """Run a minimal PyTorch loop with the recipe of ``cifar10-67.yaml`` and all images in memory."""
     from classify.images.augment import Augmentation, Augmenter
     from classify.images.order import Order
     from data import as_inputs

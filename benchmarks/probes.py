@@ -33,7 +33,7 @@ BATCHES = (100, 250, 500, 1000, 2000)
 
 @contextmanager
 def context_of(request: dict[str, Any]) -> Iterator[Any]:
-    """A context for the experiment that a request names."""
+    """Yield a context for the experiment that a request names."""
     experiment = experiment_file.load(request["config"], request["overrides"])
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder)
@@ -45,7 +45,7 @@ class Stopwatch(pytorch.PyTorchCallback):
     """Times validations by the trial, and bare forward passes over float tensors in memory, in turn.
 
     Args:
-        trial: whose validation, and network.
+        trial: the trial whose validations and network are timed.
     """
 
     def __init__(self, trial: CIFARTrial) -> None:
@@ -66,7 +66,7 @@ class Stopwatch(pytorch.PyTorchCallback):
             self.since = time.perf_counter()
             with torch.no_grad():
                 for part in self.inputs.split(size):
-                    self.net(part)  # which in eval mode gives logits alone
+                    self.net(part)  # in eval mode a network returns only logits
             self._stop(str(size))
 
     def _stop(self, name: str) -> None:
@@ -75,7 +75,7 @@ class Stopwatch(pytorch.PyTorchCallback):
 
 
 def validation(request: dict[str, Any], answer: pathlib.Path) -> None:
-    """Validates after every step; the first warms up."""
+    """Write the seconds of validations after each step, without the first one, which warms up."""
 
     class Timed(CIFARTrial):
         def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
@@ -95,7 +95,7 @@ def images(request: dict[str, Any], answer: pathlib.Path) -> None:
     with context_of(request) as context:
         trial = CIFARTrial(context)
         touched = sum(int(each.images.sum()) for each in (trial.images.train, trial.images.test))
-        context.distributed.allgather(touched)  # all have read all of it
+        context.distributed.allgather(touched)  # all ranks have read all pixels
         shares = {
             each.path: each.pss for each in psutil.Process().memory_maps() if each.path.endswith(".raw")
         }

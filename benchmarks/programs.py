@@ -1,4 +1,4 @@
-"""Times whole programs, from the start of the process, to the accuracies that they reach."""
+"""Times whole programs, from the start of the process until they reach an accuracy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PEERS = {
     "trial": "`python3 train.py --config experiments/cifar10-67.yaml`",
 }
 ACCURACY = re.compile(r"validation .*?\baccuracy (\d\.\d+)")
-LEVELS = (0.60, 0.66)  # and the accuracies of the tutorials
+LEVELS = (0.60, 0.66)  # compared accuracies, besides those of the tutorials
 
 
 @dataclass
@@ -44,10 +44,10 @@ class Watched:
     """One execution of a program.
 
     Attributes:
-        seconds: from the start of the process to its end.
-        reached: (seconds since the start of the process, accuracy) of every validation.
-        training: when training began, in seconds since the start of the process.
-        memory: the largest proportional set size of its processes together, in bytes.
+        seconds: the time from the start of the process to its end.
+        reached: pairs of the seconds since the start of the process and the accuracy, for each validation.
+        training: the seconds from the start of the process to the start of the training.
+        memory: the maximum of the summed proportional set sizes of its processes, in bytes.
     """
 
     seconds: float = 0.0
@@ -56,7 +56,7 @@ class Watched:
     memory: int = 0
 
     def time_to(self, accuracy: float, since_training: bool = False) -> float | None:
-        """Seconds to the first validation with at least this accuracy, or None."""
+        """Return the seconds to the first validation with at least this accuracy; None without one."""
         since = self.training if since_training else 0.0
         return next((seconds - since for seconds, reached in self.reached if reached >= accuracy), None)
 
@@ -96,7 +96,7 @@ def _sample(process: subprocess.Popen, watched: Watched) -> None:
             parent = psutil.Process(process.pid)
             for each in [parent, *parent.children(recursive=True)]:
                 total += each.memory_full_info().pss
-        except (psutil.Error, OSError):  # one of them has just ended
+        except (psutil.Error, OSError):  # a process has just ended
             total = 0
         watched.memory = max(watched.memory, total)
         time.sleep(0.5)
@@ -106,8 +106,8 @@ def measure(overrides: Sequence[str], repeats: int) -> dict[str, Any]:
     """Run the programs in turn.
 
     Args:
-        overrides: ``--set`` values that name the data.
-        repeats: runs of every program.
+        overrides: the values of ``--set`` that name the data.
+        repeats: the number of runs of each program.
     """
     environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     environment.setdefault("OMP_NUM_THREADS", str(joblib.cpu_count()))
@@ -136,7 +136,7 @@ def measure(overrides: Sequence[str], repeats: int) -> dict[str, Any]:
 
 
 def write_inputs(overrides: Sequence[str], folder: pathlib.Path) -> None:
-    """Writes the decoded images and the recipe of ``cifar10-67.yaml`` for the peers."""
+    """Write the decoded images and the recipe of ``cifar10-67.yaml`` for the peers."""
     experiment = experiment_file.load(str(PROJECT / FAST), overrides)
     config = TrialConfig.resolve(experiment.hyperparameters, experiment.config, 1, device_type())
     splits = {split: config.source.load(split) for split in ("train", "test")}
@@ -163,7 +163,7 @@ def write_inputs(overrides: Sequence[str], folder: pathlib.Path) -> None:
 
 
 def line(program: str, watched: Watched) -> str:
-    """One execution, as text."""
+    """Describe one execution in a line."""
     best = max((accuracy for _, accuracy in watched.reached), default=0.0)
     return f"{program}: {watched.seconds:.1f} s, accuracy {best:.4f}, peak {watched.memory / 2**20:,.0f} MiB"
 

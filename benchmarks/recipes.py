@@ -3,8 +3,8 @@
     python3 -m benchmarks.recipes                                      an hour on two cores
     python3 -m benchmarks.recipes cifar10-90 --seeds 0 --set data.dataset=imagefolder --set data.root=FOLDER
 
-A recipe takes turns with a bare PyTorch loop to compare their speeds. Both keep freed memory. The same
-command continues an interrupted one: it skips the runs that --output holds.
+A recipe takes turns with a bare PyTorch loop to compare their speeds. Both reuse freed memory. After an
+interruption the same command continues: it skips the runs whose results --output holds.
 """
 
 from __future__ import annotations

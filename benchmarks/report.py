@@ -1,4 +1,4 @@
-"""RESULTS.md and its chart, from the measurements of a run."""
+"""Writes RESULTS.md and its chart from the measurements of a run."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _programs(measured: dict[str, Any]) -> list[str]:
 
 
 def chart(results: dict[str, Any], file: pathlib.Path) -> None:
-    """Draws images a second relative to the bare PyTorch loop's, and every program's accuracy over time."""
+    """Draw the contenders' images a second relative to the bare PyTorch loop, and accuracies over time."""
     from matplotlib.figure import Figure
 
     rows, runs = results["steps"], programs.parsed(results["programs"])

@@ -1,4 +1,4 @@
-"""``train.py`` to the end of its first step: when its imports ended, and when the step did.
+"""Run ``train.py`` to the end of its first step, and time the ends of its imports and of the step.
 
     python3 -m benchmarks.start REQUEST ANSWER
 
@@ -21,7 +21,7 @@ from classify.config import command_line
 
 
 def main(request: dict[str, Any], answer: pathlib.Path) -> int:
-    """Write wall seconds since the command and processor seconds at both ends; return the exit code."""
+    """Write both times, in wall seconds since the command and in processor seconds; return the exit code."""
     ends: dict[str, tuple[float, float]] = {}
     importing = command_line.importing
 

@@ -1,4 +1,4 @@
-"""Time an optimizer step of the contenders, which run in separate processes and take turns."""
+"""Times optimizer steps of the contenders, which run in separate processes and take turns."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PEERS = tuple(name for name in CONTENDERS if name != "trial")
 
 
 def measure_all(config: str, overrides: Sequence[str], quick: bool, repeats: int) -> Iterator[dict[str, Any]]:
-    """Measures at every point: processes, ZeRO stage and micro-batch."""
+    """Measure at every point, a number of processes, a ZeRO stage and a micro-batch; yield the results."""
     micro_batches, stages, processes = ((16, 256), (0,), (1,)) if quick else ((16, 256, 1024), (0, 2), (1, 2))
     section = experiment_file.load(config, overrides).config.get("data")
     images = DataPlan.resolve(DataSettings.parse(section)).count("train")
@@ -57,10 +57,10 @@ def measure(
     repeats: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Times every contender at one point.
+    """Time every contender at one point.
 
     Returns:
-        The point; the contenders' ``rates`` in images a second, one a repeat; their medians and spreads.
+        The point; the contenders' ``rates`` in images a second, for each repeat; their medians and spreads.
     """
     deepspeed = "hyperparameters.overwrite_deepspeed_args."
     overrides = [
@@ -70,7 +70,7 @@ def measure(
         f"{deepspeed}gradient_accumulation_steps=1",
         f"{deepspeed}zero_optimization.stage={stage}",
     ]
-    steps = max(5, int(seconds * 3000 / (micro_batch + 10)))  # about ``seconds`` a segment on two cores
+    steps = max(5, int(seconds * 3000 / (micro_batch + 10)))  # a segment takes about ``seconds`` on two cores
     period = experiment_file.load(config, overrides).scheduling_unit
     if steps > period / 4:
         steps = period  # small steps take no longer than a report: report at the trial's period
@@ -85,7 +85,13 @@ def measure(
 def take_turns(
     contenders: dict[str, tuple[str, dict[str, Any]]], processes: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Return the images a second of contenders and their requests in each repeat, after one that warms up."""
+    """Return each contender's images a second in each repeat, after a repeat that warms up.
+
+    Args:
+        contenders: the worker's contender and its request, by name.
+        processes: the number of processes of each contender.
+        repeats: the number of repeats.
+    """
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     with contextlib.ExitStack() as stack:
         workers = {
@@ -108,7 +114,7 @@ def contender(
     Args:
         name: one of ``CONTENDERS``.
         request: the request of ``benchmarks.worker``.
-        processes: how many.
+        processes: the number of processes.
     """
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         asked = pathlib.Path(folder, "request.json")
@@ -136,7 +142,7 @@ def contender(
         finally:
             with contextlib.suppress(BrokenPipeError):
                 turns.close()
-            for _ in lines:  # its last, without which it could not end
+            for _ in lines:  # read its last lines, or a full pipe could block its end
                 pass
             worker.wait()
 
@@ -158,10 +164,10 @@ def run(
     """Run a module in one or more processes and return its answer.
 
     Args:
-        module: its name and arguments; the files of the request and the answer come after them.
-        request: what to measure.
-        processes: how many.
-        environment: more variables for them.
+        module: the module's name and arguments; the files of the request and the answer are appended.
+        request: the measurement, as JSON values.
+        processes: the number of processes.
+        environment: more environment variables for the processes.
     """
     with tempfile.TemporaryDirectory() as folder:
         asked, answer = pathlib.Path(folder, "request.json"), pathlib.Path(folder, "answer.json")
@@ -175,7 +181,7 @@ def run(
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the interquartile range over the median."""
+    """Return the interquartile range divided by the median."""
     if len(values) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4)
@@ -183,14 +189,14 @@ def spread(values: Sequence[float]) -> float:
 
 
 def ratios(row: dict[str, Any]) -> dict[str, float]:
-    """Return the trial's speed over every peer's, medians over the repeats."""
+    """Return the ratio of the trial's speed to each peer's speed, the median over the repeats."""
     rates = row["rates"]
     pairs = {peer: zip(rates["trial"], rates[peer], strict=True) for peer in PEERS}
     return {peer: statistics.median(a / b for a, b in each) for peer, each in pairs.items()}
 
 
 def line(row: dict[str, Any]) -> str:
-    """One row of the table, as text."""
+    """Describe one row of the table in a line."""
     rates = "  ".join(f"{name} {rate:,.0f}" for name, rate in row["images_per_second"].items())
     what = f"{row['processes']} processes, ZeRO {row['stage']}, micro-batch {row['micro_batch']}"
     return f"{what}: images/s {rates}; " + ", ".join(

@@ -1,15 +1,15 @@
-"""One contender: it trains a segment when ``benchmarks.steps`` gives it the turn.
+"""Run one contender, which trains a segment of steps at each turn that ``benchmarks.steps`` gives it.
 
     python3 -m benchmarks.worker CONTENDER REQUEST
 
 - ``pytorch``: a bare PyTorch loop over float tensors in memory;
-- ``engine``: a bare DeepSpeed loop over the same;
+- ``engine``: a bare DeepSpeed loop over the same tensors;
 - ``trial``: this package's trial in `deepspeed_trial`'s trainer, with reports and TensorBoard;
 - ``example``: the style of Determined's own examples: its stock trainer, a PIL dataset and 2 workers;
 - ``recipe``: a recipe as a bare PyTorch loop, with its images' order and augmentation.
 
-``REQUEST`` is JSON. For every line on stdin the contender trains ``steps`` steps, then prints their images
-and their seconds.
+``REQUEST`` is JSON. For each line on stdin the contender trains ``steps`` steps, then prints the number of
+their images and their seconds.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ Fetch = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 class EndOfTurns(Exception):
-    """There is nothing more to measure."""
+    """Ends a contender after its last turn."""
 
 
 class Turns:
-    """Measure segments of steps, at this contender's turns.
+    """Measures segments of steps at this contender's turns.
 
     Args:
-        steps: in a segment.
-        distributed: the ranks.
+        steps: the number of steps in a segment.
+        distributed: the context of the ranks.
     """
 
     def __init__(self, steps: int, distributed: core.DistributedContext) -> None:
@@ -66,10 +66,13 @@ class Turns:
         self.since: float | None = None
 
     def before_step(self, images: int) -> None:
-        """Called before every step with the images in it; waits for the turn where a segment begins.
+        """Count a step that begins now; at the start of a segment, first wait for the turn.
+
+        Args:
+            images: the number of images in the step.
 
         Raises:
-            EndOfTurns: if there is no further one.
+            EndOfTurns: if there is no further turn.
         """
         if self.done % self.steps == 0:
             self._end_segment()
@@ -87,7 +90,7 @@ class Turns:
 
 
 def main(contender: str, request: dict[str, Any]) -> None:
-    """Runs a contender as a request says: ``config``, ``overrides``, ``steps``."""
+    """Run a contender with a request: ``config``, ``overrides`` and ``steps``."""
     experiment = experiment_file.load(request["config"], request["overrides"])
     with tempfile.TemporaryDirectory() as folder:
         output = pathlib.Path(folder)
@@ -95,7 +98,7 @@ def main(contender: str, request: dict[str, Any]) -> None:
             experiment.hyperparameters,
             experiment.config,
             output=output,
-            enable_tensorboard_logging=contender == "example",  # as in train.py, whose trial has its own
+            enable_tensorboard_logging=contender == "example",  # the trial writes its own logs
         ) as context:
             turns = Turns(request["steps"], context.distributed)
             try:
@@ -114,7 +117,7 @@ def resolve(context: Any, experiment: Experiment) -> TrialConfig:
 
 
 def bare_pytorch(context: Any, experiment: Experiment, turns: Turns) -> None:
-    """A loop as short as PyTorch allows, with the trial's optimizer."""
+    """Train in a minimal PyTorch loop with the trial's optimizer."""
     config = resolve(context, experiment)
     fetch = fetch_from_memory(context, config)
     net = registry.build(config.net).to(context.device, config.dtype)
@@ -123,7 +126,7 @@ def bare_pytorch(context: Any, experiment: Experiment, turns: Turns) -> None:
     kind, params = config.deepspeed["optimizer"]["type"], config.deepspeed["optimizer"]["params"]
     cls = optimizer_class(kind)
     if cls is None:
-        raise InvalidInput(f"optimizer.type: {kind!r}: plain PyTorch has none of that name; choose another")
+        raise InvalidInput(f"optimizer.type: {kind!r}: PyTorch has no such optimizer; choose another")
     optimizer = cls(
         net.parameters(), **{key: value for key, value in params.items() if key not in ADAM_SWITCHES}
     )
@@ -136,7 +139,7 @@ def bare_pytorch(context: Any, experiment: Experiment, turns: Turns) -> None:
 
 
 def bare_engine(context: Any, experiment: Experiment, turns: Turns) -> None:
-    """A loop as short as DeepSpeed allows, with the trial's configuration."""
+    """Train in a minimal DeepSpeed loop with the trial's configuration."""
     config = resolve(context, experiment)
     fetch = fetch_from_memory(context, config)
     net = registry.build(config.net)
@@ -172,7 +175,7 @@ def fetch_from_memory(context: Any, config: TrialConfig) -> Fetch:
 
 
 def trial(context: Any, experiment: Experiment, turns: Turns) -> None:
-    """This package's trial in `deepspeed_trial`'s trainer."""
+    """Train this package's trial with `deepspeed_trial`'s trainer."""
 
     class Timed(CIFARTrial):
         def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
@@ -184,7 +187,7 @@ def trial(context: Any, experiment: Experiment, turns: Turns) -> None:
 
 
 class ExampleTrial(det_ds.DeepSpeedTrial):
-    """A trial as Determined's examples are written: an image at a time, the engine as DeepSpeed makes it."""
+    """A trial in the style of Determined's examples: it loads one image at a time."""
 
     def __init__(self, context: Any, config: TrialConfig, turns: Turns) -> None:
         self.context, self.dtype, self.turns = context, config.dtype, turns
@@ -204,7 +207,7 @@ class ExampleTrial(det_ds.DeepSpeedTrial):
 
     @override
     def build_validation_data_loader(self) -> pytorch.DataLoader:
-        return self.build_training_data_loader()  # which is never asked
+        return self.build_training_data_loader()  # never used
 
     @override
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
@@ -213,7 +216,7 @@ class ExampleTrial(det_ds.DeepSpeedTrial):
         loss = F.cross_entropy(registry.logits(self.model_engine(inputs.to(self.dtype))), labels)
         self.model_engine.backward(loss)
         self.model_engine.step()
-        return {"loss": loss.float()}  # which Determined makes an array, and numpy has no bf16
+        return {"loss": loss.float()}  # Determined converts it to numpy, which has no bf16
 
     @override
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:
@@ -221,7 +224,7 @@ class ExampleTrial(det_ds.DeepSpeedTrial):
 
 
 def example(context: Any, experiment: Experiment, turns: Turns) -> None:
-    """Determined's own trainer, which prints its reports."""
+    """Train ``ExampleTrial`` with Determined's own trainer, which prints its reports."""
     made = ExampleTrial(context, resolve(context, experiment), turns)
     reports = pytorch.Batch(experiment.scheduling_unit)
     det_ds.DeepSpeedTrialController._sync_device = lambda self: get_accelerator().synchronize()
@@ -229,7 +232,7 @@ def example(context: Any, experiment: Experiment, turns: Turns) -> None:
 
 
 def recipe(context: Any, experiment: Experiment, turns: Turns) -> None:
-    """The loop of ``benchmarks/bare_recipe.py``."""
+    """Train in the loop of ``benchmarks/bare_recipe.py``."""
     config = resolve(context, experiment)
     losses = bare_recipe.losses(config)
     while True:

@@ -36,9 +36,9 @@ from workbench.audit.dataset import Dataset
 from workbench.publish.scoring import inputs_of
 
 FOLDER = "features"  # in the user's cache; checkpoint.py caches lists it
-PATCH, FILTERS, SAMPLED = 6, 256, 20_000  # side of a patch in pixels, number of filters, patches that whiten
+PATCH, FILTERS, SAMPLED = 6, 256, 20_000  # side of a patch in pixels; numbers of filters, of sampled patches
 REGIONS = 2  # responses are averaged in 2 x 2 regions of an image
-_FORMAT = 1  # of the computation; features of another are computed again
+_FORMAT = 1  # the version of the computation; features of another version are computed again
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Extractor:
     Attributes:
         name: the function's name in the output.
         identity: a digest that changes with the function.
-        compute: maps images (B, 3, h, w) uint8 to features (B, D) float32.
+        compute: the function, from images (B, 3, h, w) uint8 to features (B, D) float32.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Extractor:
 
 
 class HeadInput:
-    """A network's head and the features that it gets.
+    """A network's head and its inputs, the features.
 
     Args:
         net: the network, in evaluation mode, on the CPU.
@@ -84,15 +84,15 @@ class HeadInput:
         )
         features, scores = self._run(example * 2 - 1)
         if features.shape[1] != self.head.in_features:
-            raise InvalidInput(f"{path}: its last layer gets several vectors per image; use another network")
+            raise InvalidInput(f"{path}: its last layer gets several vectors an image; use another network")
         outputs = self.head(features).detach()
         self.scale = float((scores * outputs).sum() / outputs.square().sum().clamp(min=1e-30))
         if not torch.allclose(scores, self.scale * outputs, rtol=1e-3, atol=1e-5):
-            raise InvalidInput(f"{path}: layers follow its last fully connected one; use another network")
+            raise InvalidInput(f"{path}: layers follow its last fully connected layer; use another network")
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of the decoded images that the network takes, in pixels."""
+        """Height and width of the decoded images for the network, in pixels."""
         height, width = self.description["input"]["resize"]
         return height, width
 
@@ -120,10 +120,10 @@ class HeadInput:
 
 
 def of_network(path: pathlib.Path) -> tuple[Extractor, HeadInput]:
-    """Return the extractor that computes the inputs of an exported network's head, and that head.
+    """Return the extractor of an exported network's features, and the head that they are inputs of.
 
     Raises:
-        InvalidInput: if the file is damaged or of a network without a fully connected head.
+        InvalidInput: if the file is damaged, or its network has no fully connected head.
     """
     net, description = net_file.read(path)
     head = HeadInput(net, description, str(path))
@@ -139,7 +139,7 @@ def of_patches(dataset: Dataset, seed: int = 0) -> Extractor:
 
     Args:
         dataset: the images to take the patches from.
-        seed: the seed of the choice of the patches.
+        seed: the seed that chooses the patches.
     """
     with threadpool_limits(1):  # the same bits on any number of cores
         weight, shift, side = _whitened(dataset, seed)
@@ -224,7 +224,7 @@ def kept(
     identity = f"{_FORMAT} {torch.__version__} {extractor.identity} {dataset.digest()}"
     folder = folder or stand_ins() / FOLDER
     file = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npy"
-    with contextlib.suppress(OSError, ValueError, EOFError):  # none, or a damaged one, which is replaced
+    with contextlib.suppress(OSError, ValueError, EOFError):  # a missing or damaged file is written
         features = np.load(file, allow_pickle=False)
         if features.dtype == np.float32 and features.ndim == 2 and len(features) == len(dataset):
             return Features(features, None)
@@ -243,7 +243,7 @@ def kept(
 
 def _computed(extractor: Extractor, dataset: Dataset, workers: int) -> np.ndarray:
     chunks = dataset.chunks()
-    # The workers compute with one thread each, so a fork, which copies nothing, is safe despite threads here
+    # A fork copies nothing. It is safe despite the threads of this process: a worker computes with one thread
     context = multiprocessing.get_context("fork")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork despite threads
@@ -253,7 +253,7 @@ def _computed(extractor: Extractor, dataset: Dataset, workers: int) -> np.ndarra
             return np.concatenate(list(pool.map(_compute, chunks)))
 
 
-_task: tuple[Extractor, Dataset]  # of this worker
+_task: tuple[Extractor, Dataset]  # the arguments of this worker
 
 
 def _start(task: tuple[Extractor, Dataset]) -> None:

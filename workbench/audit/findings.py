@@ -14,14 +14,14 @@ from torch.nn import functional as F
 from classify.images.listing import PARTS
 from workbench.audit.dataset import Dataset
 
-THUMBNAIL = 12  # pixels a side of the images that are compared
-ALIKE = 0.95  # the least correlation of two thumbnails of one picture
-COMPARED = 32  # pixels a side of the images whose edges are compared
-SAME_EDGES = 0.85  # their least correlation in two files of one picture
-CROPS = (1.0, 0.97, 0.95, 0.9375, 0.92, 0.9)  # shares of a side
-MOST = 20  # pairs of an image that are looked at
-FEW = 30  # images of a class in a split; its metrics mean little
-NEIGHBOURS = 10  # whose mean likeness makes an image an outlier
+THUMBNAIL = 12  # the side of thumbnails, in pixels
+ALIKE = 0.95  # the minimum correlation of the thumbnails of near-duplicates
+COMPARED = 32  # the side of the images whose edges are compared, in pixels
+SAME_EDGES = 0.85  # the minimum correlation of the edges of near-duplicates
+CROPS = (1.0, 0.97, 0.95, 0.9375, 0.92, 0.9)  # the sides of the compared crops, as shares of the image's side
+MOST = 20  # the number of an image's pairs that are compared by edges
+FEW = 30  # with fewer images of a class in a split, the class's metrics mean little
+NEIGHBOURS = 10  # the number of neighbours whose mean similarity to an image is compared
 FARTHEST = 0.01  # the share of images that are listed as outliers
 
 LEAK, COPY, LABEL, OUTLIER = "leak", "copy", "label", "outlier"  # kinds of findings
@@ -29,13 +29,13 @@ LEAK, COPY, LABEL, OUTLIER = "leak", "copy", "label", "outlier"  # kinds of find
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding about one image or two.
+    """A finding about one image, or about two images.
 
     Attributes:
         kind: ``leak`` (near-duplicates in two splits), ``copy`` (near-duplicates in one split), ``label`` (a
             label to check) or ``outlier``.
-        score: for near-duplicates their correlation; for a label its probability of being right; for an
-            outlier the mean cosine similarity to its neighbours.
+        score: the correlation of near-duplicates, the probability that a label is right, or the mean cosine
+            similarity of an outlier to its neighbours.
         images: the indices of the images; the first is the one to leave out.
         note: a description of the finding.
     """
@@ -47,9 +47,10 @@ class Finding:
 
 
 def near_duplicates(dataset: Dataset) -> list[Finding]:
-    """Return pairs of near-duplicates, also mirrored: pairs across splits first, then the most similar first.
+    """Return the pairs of near-duplicates: pairs across splits first, then the most similar pairs first.
 
-    A pair may differ in file format, size and brightness, and by a crop of a few percent.
+    The images of a pair may be mirrored, may differ in file format, size and brightness, and may be cropped
+    by a few percent.
     """
     size = (COMPARED, COMPARED)
     small = torch.cat([_scaled(images, size).round().to(torch.uint8) for images in dataset.batches()])
@@ -91,7 +92,7 @@ def _scaled(images: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _thumbnails(images: Tensor) -> Tensor:
-    """Return vectors (B, 432) float32 of images (B, 3, h, w) uint8; of length 1, less at low contrast."""
+    """Return vectors (B, 432) float32 of images (B, 3, h, w) uint8, of length 1 (less for low contrast)."""
     small = _scaled(images, (THUMBNAIL, THUMBNAIL))
     small = (small - small.mean((2, 3), keepdim=True)).flatten(1)
     return small / small.norm(dim=1, keepdim=True).clamp(min=100)
@@ -109,7 +110,7 @@ def _edge_likeness(one: Tensor, other: Tensor) -> float:
 
 
 def _edges(grey: Tensor) -> Tensor:
-    """Return the differences of neighbours in images (B, 1, h, w), as vectors of length 1."""
+    """Return the differences of neighbouring pixels in images (B, 1, h, w), as vectors of length 1."""
     inner = grey[..., 1:, 1:]
     edges = torch.cat([inner - grey[..., :-1, 1:], inner - grey[..., 1:, :-1]], 1).flatten(1)
     return edges / edges.norm(dim=1, keepdim=True).clamp(min=50)
@@ -120,7 +121,8 @@ def wrong_labels(dataset: Dataset, probabilities: np.ndarray) -> list[Finding]:
 
     Args:
         dataset: the images.
-        probabilities: float64 (N, C), each image's by a head that was fitted without the image.
+        probabilities: float64 (N, C), each image's probabilities from a head that was fitted without the
+            image.
     """
     guesses, scores = probabilities.argmax(1), probabilities[np.arange(len(dataset)), dataset.labels]
     contradicted = np.flatnonzero(guesses != dataset.labels)
@@ -137,12 +139,13 @@ def estimated_wrong(labels: np.ndarray, probabilities: np.ndarray) -> int:
     """Return an estimate of the number of wrong labels.
 
     A class is confident for an image if its probability is at least the mean over the images with this label.
-    A label counts as wrong if the most probable confident class is another one (C. Northcutt,
+    A label counts as wrong if the most probable confident class is another class (C. Northcutt,
     L. Jiang, I. Chuang, "Confident Learning", https://arxiv.org/abs/1911.00068).
 
     Args:
         labels: int64 (N,); each class has an image.
-        probabilities: float64 (N, C), each image's by a head that was fitted without the image.
+        probabilities: float64 (N, C), each image's probabilities from a head that was fitted without the
+            image.
     """
     means = np.array(
         [probabilities[labels == label, label].mean() for label in range(probabilities.shape[1])]
@@ -158,7 +161,7 @@ def outliers(dataset: Dataset, features: np.ndarray) -> list[Finding]:
         dataset: the images.
         features: float32 (N, D).
     """
-    count = min(NEIGHBOURS + 1, len(dataset))  # the image itself is one
+    count = min(NEIGHBOURS + 1, len(dataset))  # an image is its own nearest neighbour
     centred = features - features.mean(0)
     distances, _ = NearestNeighbors(n_neighbors=count, metric="cosine").fit(centred).kneighbors(centred)
     likeness = 1 - distances[:, 1:].mean(1)
@@ -176,10 +179,10 @@ class ClassRow:
 
     Attributes:
         name: the class name.
-        counts: the number of its images in each split.
-        accuracy: the share of its images that a head, fitted without the image, classifies as labelled.
-        confused: the other class that the heads predict most often, and the share of the images.
-        is_small: whether a split has fewer than 30 of its images.
+        counts: the number of the class's images in each split.
+        accuracy: the share of the class's images that a head, fitted without the image, classifies correctly.
+        confused: the other class that the heads predict most often for these images, and its share of them.
+        is_small: whether a split has fewer than 30 of the class's images.
     """
 
     name: str

@@ -17,8 +17,8 @@ from threadpoolctl import threadpool_limits
 
 INVERSE_PENALTIES = (0.001, 0.01, 0.1)  # scikit-learn's C, of features with a standard deviation of 1
 FOLDS = 5
-STEPS = 300  # of L-BFGS
-WIDEST = 512  # features that the heads of folds take
+STEPS = 300  # the maximum number of steps of L-BFGS
+WIDEST = 512  # the maximum number of features for the heads of folds
 
 
 def fit(
@@ -63,20 +63,20 @@ def _fit(
     model = LogisticRegression(C=inverse_penalty, fit_intercept=intercept, max_iter=STEPS)
     model.fit(vectors, labels)
     weights, biases = model.coef_, np.broadcast_to(model.intercept_, len(model.coef_))
-    if len(weights) == 1:  # of two classes scikit-learn gives the second one's alone
+    if len(weights) == 1:  # for two classes scikit-learn returns only the weights of the second class
         weights, biases = np.concatenate([-weights, weights]) / 2, np.array([-biases[0], biases[0]]) / 2
     return weights, biases
 
 
 def probabilities(features: np.ndarray, weights: np.ndarray, biases: np.ndarray) -> np.ndarray:
-    """Return the probability of each class, float64 (N, C), of features (N, D)."""
+    """Return the probability of each class, float64 (N, C), for features (N, D)."""
     scores = features @ weights.T + biases
     scores = np.exp(scores - scores.max(1, keepdims=True))
     return scores / scores.sum(1, keepdims=True)
 
 
 def _reduced(vectors: np.ndarray) -> np.ndarray:
-    """Return vectors (N, D) in the basis of their 512 largest principal components if D is above 512.
+    """Return vectors (N, D); if D is above 512, in the basis of their 512 largest principal components.
 
     The components keep their scale, so an L2 penalty has the same effect.
     """
@@ -89,9 +89,9 @@ def _reduced(vectors: np.ndarray) -> np.ndarray:
 def held_out(
     features: np.ndarray, labels: np.ndarray, workers: int | None = None, intercept: bool = True
 ) -> tuple[np.ndarray, float]:
-    """Return each image's probabilities (N, C) by a head that was fitted without the image, and the penalty.
+    """Return the probabilities (N, C) from heads fitted without the image, and the inverse penalty.
 
-    The penalty is the one of ``INVERSE_PENALTIES`` with the lowest loss on the held-out images.
+    The penalty is the value in ``INVERSE_PENALTIES`` with the lowest loss on the held-out images.
 
     Args:
         features: float64 (N, D).

@@ -1,4 +1,4 @@
-"""A new network from a trained one: a linear head is fitted to its features, without a training loop."""
+"""Fits a linear head to the features of a trained network, without a training loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Linear:
         weights: the weights of the whole network, by name, in fp32.
         description: the network's description; see ``net_file.read_description``.
         accuracy: the accuracy on ``split``.
-        split: the last split of the data, which tests the head.
+        split: the last split of the data, on which the head is tested.
         seconds: the time to fit the head, without the time to compute the features.
     """
 

@@ -43,7 +43,7 @@ FORMS = {
     "onnx": Form(".onnx", _described(onnx_file.save, with_digest=True), onnx_file.read),
     "hf": Form(None, hugging_face.write, network.read_weights),
 }
-OF_INT8 = "onnx"  # the form with integers
+OF_INT8 = "onnx"  # the form that can have 8-bit integers
 
 
 def by_ending(path: pathlib.Path) -> str:
@@ -55,7 +55,7 @@ def read(path: pathlib.Path) -> Classifier:
     """Read a network of any form; for the folder of a run, read its ``net.pt``.
 
     Raises:
-        InvalidInput: if the file or its description is missing, damaged or of another network.
+        InvalidInput: if the file or its description is missing or damaged, or describes another network.
     """
     if os.path.isfile(path / net_file.NAMES[0]):
         path = path / net_file.NAMES[0]

@@ -20,10 +20,10 @@ from deepspeed_trial.errors import InvalidInput
 from workbench.publish import scoring
 from workbench.publish.network import Classifier
 
-BATCH = 16
-GRID = 7  # places of a map in each direction, at most; max pooling gives a finer one isolated dots
+BATCH = 16  # images at a time
+GRID = 7  # the maximum cells of a map in each direction; max pooling would give a finer map isolated dots
 
-# Red, green and blue, and the opacity, of the least and the greatest heat
+# Rows: the heat, its red, green and blue, and its opacity
 HEAT = np.array(
     [[0.0, 0.35, 0.75, 1.0], [40, 90, 255, 255], [40, 200, 190, 40], [200, 120, 0, 0], [0.0, 0.2, 0.5, 0.65]]
 )
@@ -60,7 +60,7 @@ def heat_maps(classifier: Classifier, inputs: Tensor, classes: Tensor) -> Tensor
         classes: int64 (B,), a class for each image.
 
     Raises:
-        InvalidInput: if the form gives no gradients, or if the network has no such convolution.
+        InvalidInput: if the form has no gradients, or if the network has no such convolution.
     """
     if classifier.net is None:
         raise InvalidInput(
@@ -80,7 +80,7 @@ def heat_maps(classifier: Classifier, inputs: Tensor, classes: Tensor) -> Tensor
 def _features(net: nn.Module, inputs: Tensor, classes: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return the last convolution's features (B, C, h, w) float32, and the gradients of the logits."""
     outputs: list[Tensor] = []
-    thread = threading.get_ident()  # others may use the same network
+    thread = threading.get_ident()  # other threads may use the same network
 
     def keep(_module: nn.Module, _inputs: object, output: Tensor) -> None:
         if threading.get_ident() == thread and output.ndim == 4 and output.shape[2] * output.shape[3] > 1:
@@ -107,5 +107,5 @@ def overlay(image: np.ndarray, heat: np.ndarray) -> np.ndarray:
     places, *colours, opacity = HEAT
     painted = np.stack([np.interp(heat, places, colour) for colour in colours], axis=2)
     share = np.interp(heat, places, opacity)[..., None]
-    grey = image.mean(2, keepdims=True) * 0.5 + image * 0.5  # the heat stands out
+    grey = image.mean(2, keepdims=True) * 0.5 + image * 0.5  # less colour, so that the heat stands out
     return (grey * (1 - share) + painted * share).round().astype(np.uint8)

@@ -26,12 +26,12 @@ def write(
 
     Args:
         classifier: a classifier from a file of weights.
-        files: the files of the images, which can all be read.
+        files: the files of the images; all are readable.
         scores: (N, C) float32, the probability of every class.
         target: the page's file.
 
     Raises:
-        InvalidInput: if there are more than 500 images, or the network has no heat maps.
+        InvalidInput: if there are more than 500 images, or in the same cases as ``heat_maps.heat_maps``.
     """
     if len(files) > MOST:
         raise InvalidInput(f"--heat: {len(files):,} images: a page shows at most {MOST}; give fewer")

@@ -26,7 +26,7 @@ from workbench.publish import model_card
 from workbench.publish.network import Trained, save_safetensors
 from workbench.publish.scoring import fitting
 
-TIMMS = {CROP: "center", PAD: "border", STRETCH: "squash"}  # crop modes
+TIMMS = {CROP: "center", PAD: "border", STRETCH: "squash"}  # timm's crop modes
 CARD, PREPROCESSING = "README.md", "preprocessor_config.json"
 
 
@@ -63,7 +63,7 @@ def write(path: pathlib.Path, trained: Trained) -> None:
 
 
 def _without_places(description: Any) -> dict[str, Any]:
-    """Remove local paths: of the data's root only the last name stays; cache and storage are removed."""
+    """Remove local paths: keep only the last name of the data's root, and remove cache and storage."""
     provenance = description["provenance"]
     given = provenance.get("data")
     if not isinstance(given, dict) or not isinstance(given.get("root"), str):
@@ -116,7 +116,7 @@ def _preprocessing(seen: dict[str, Any]) -> dict[str, Any]:
     return {
         "do_resize": True,
         "size": {"height": seen["resize"][0], "width": seen["resize"][1]},
-        "resample": 2,  # bilinear, as Pillow counts
+        "resample": 2,  # bilinear, in Pillow's numbering
         "do_center_crop": True,
         "crop_size": {"height": seen["height"], "width": seen["width"]},
         "do_rescale": True,

@@ -1,4 +1,4 @@
-"""A trained network to export; a network that was read from a file; files of weights: .pt, .safetensors."""
+"""A trained network before its export, a network from a file, and the files of weights: .pt, .safetensors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Trained:
         """Trace the network with ``torch.export``, with a dynamic batch size.
 
         Raises:
-            InvalidInput: if it cannot be traced.
+            InvalidInput: if the network cannot be traced.
         """
         seen, name = self.description["input"], self.description["net"]["name"]
         if name == registry.MOE:
@@ -54,7 +54,7 @@ class Trained:
         net = self.module()
         try:
             return torch.export.export(net, (example,), dynamic_shapes=({0: batch},))
-        except Exception as error:  # of torch, or of the network's code
+        except Exception as error:  # torch and the network's code raise any class
             what = f"torch.export cannot trace {name} ({one_line(error)[:300]})"
             raise InvalidInput(f"--format: {what}; use pt, safetensors or hf") from error
 
@@ -65,7 +65,7 @@ class Classifier:
 
     Attributes:
         description: the network's description; see ``net_file.read_description``.
-        classify: maps inputs (B, 3, H, W) float32 to logits (B, C) float32, on the CPU.
+        classify: the function from inputs (B, 3, H, W) float32 to logits (B, C) float32, on the CPU.
         net: the torch module that computes the logits; None for ONNX.
     """
 
@@ -75,12 +75,12 @@ class Classifier:
 
     @property
     def temperature(self) -> float:
-        """Temperature of the probabilities; 1 for a network without a fitted temperature."""
+        """The temperature of the probabilities; 1 for a network without a fitted temperature."""
         return float((self.description.get("confidence") or {TEMPERATURE: 1.0})[TEMPERATURE])
 
     @property
     def thresholds(self) -> Mapping[str, float] | None:
-        """Threshold of each label's probability; None for a network that gives an image one label."""
+        """The threshold of each label's probability; None for a network that gives an image one label."""
         return self.description.get("thresholds")
 
     def labels(self, probabilities: Tensor) -> list[str]:
@@ -130,7 +130,7 @@ def save_safetensors(path: pathlib.Path, trained: Trained) -> None:
     from safetensors.torch import save
 
     tensors = {name: weight.contiguous() for name, weight in trained.weights.items()}
-    # Not save_file, which makes files that only their owner may read
+    # Not save_file, whose files only their owner may read
     path.write_bytes(save(tensors, as_text(trained.description)))
 
 
@@ -150,7 +150,7 @@ def read_weights(path: pathlib.Path) -> Classifier:
     """Read a file or folder of weights; the classifier computes in the network's dtype, as in validation.
 
     Raises:
-        InvalidInput: if the file or its description is missing, damaged or of another network.
+        InvalidInput: if the file or its description is missing or damaged, or describes another network.
     """
     net, description = net_file.read(path)
     dtype = getattr(torch, description["dtype"])

@@ -24,7 +24,7 @@ def save(path: pathlib.Path, trained: Trained) -> None:
     """Write a network for any number of normalised inputs (B, 3, H, W).
 
     Raises:
-        InvalidInput: if it cannot be traced, or has no counterpart in ONNX.
+        InvalidInput: if the network cannot be traced, or has no counterpart in ONNX.
     """
     import onnx
 
@@ -52,7 +52,8 @@ def save(path: pathlib.Path, trained: Trained) -> None:
 def _quantize(path: pathlib.Path, trained: Trained) -> None:
     """Convert weights to int8 and activations to uint8, scaled by calibration images.
 
-    Weights have 7 bits: AVX2 and AVX-512 without VNNI add two products in 16 bits, and 8 bits would saturate.
+    Weights use 7 bits: AVX2 and AVX-512 without VNNI add two products in 16 bits, which 8 bits would
+    overflow.
     """
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -82,14 +83,14 @@ def _quantize(path: pathlib.Path, trained: Trained) -> None:
         raise
     except Exception as error:  # ONNX Runtime's have no common class
         what = f"ONNX Runtime cannot quantize {trained.description['net']['name']}"
-        raise InvalidInput(f"--int8: {what} ({one_line(error)[:300]}); leave it out") from error
+        raise InvalidInput(f"--int8: {what} ({one_line(error)[:300]}); remove --int8") from error
 
 
 def read(path: pathlib.Path) -> Classifier:
-    """Read a file that ``save`` wrote; ONNX Runtime computes it on the CPU, with torch's number of threads.
+    """Read a file that ``save`` wrote; ONNX Runtime runs it on the CPU, with torch's number of threads.
 
     Raises:
-        InvalidInput: if the file or its description is missing, damaged or of another network.
+        InvalidInput: if the file or its description is missing or damaged, or describes another network.
     """
     import onnxruntime
 

@@ -28,16 +28,16 @@ from classify.reports.summary import metrics_summary
 from deepspeed_trial.errors import ErrorList, InvalidInput
 from workbench.publish.network import Classifier
 
-BATCH, PIXELS = 500, 2**25  # the most images, and the most pixels, classified at a time
-FOR_INT8 = 512  # training images that scale int8
+BATCH, PIXELS = 500, 2**25  # the maximum images, and the maximum pixels, classified at a time
+FOR_INT8 = 512  # the number of training images that scale int8 values
 
 
 class Answers(NamedTuple):
     """The answers of a network.
 
     Attributes:
-        probabilities: the probability of every class, at the network's temperature, or of every label: (N, C)
-            float32.
+        probabilities: (N, C) float32, the probability of every class, at the network's temperature; or of
+            every label.
         unknown: whether the network is unsure about an image, (N,) bool; see ``threshold_of``.
     """
 
@@ -109,7 +109,7 @@ def threshold_of(classifier: Classifier, given: str, net: pathlib.Path) -> float
     stored = classifier.description.get("confidence") or {}
     if classifier.thresholds is not None:
         raise InvalidInput(
-            f"--unknown: {net} gives an image any number of labels, also none; remove the option"
+            f"--unknown: {net} already gives an image any number of labels, or none; remove the option"
         )
     if not given and not stored:
         why = "its weights were saved before they were validated, or by an earlier version of this program"
@@ -139,7 +139,7 @@ def validation(
 
 
 def calibration(description: Mapping[str, Any], images: ImageSet) -> Iterator[Tensor]:
-    """Yield inputs (B, 3, H, W) float32 of 512 evenly spaced training images, or of all images if fewer."""
+    """Yield inputs (B, 3, H, W) float32 of at most 512 evenly spaced training images."""
     chosen = torch.linspace(0, len(images) - 1, min(FOR_INT8, len(images))).long()
     return inputs_of(description, images.select(chosen), 64)
 
@@ -164,7 +164,7 @@ def open_images(
         InvalidInput: if the data is missing or damaged, or has other classes or no such split.
     """
     settings = DataSettings.parse(experiment_file.read(config, overrides).get("data"))
-    stored, fit = fitting(description)  # and not the experiment file's
+    stored, fit = fitting(description)  # in place of the experiment file's values
     settings = dataclasses.replace(settings, image_size=stored, resize=None, fit=fit)
     splits = DataPlan.resolve(settings)
     if splits.has_several_labels != ("thresholds" in description):

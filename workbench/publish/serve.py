@@ -1,4 +1,4 @@
-"""A web page that only this machine reaches: a person drops an image on it and sees the image's classes.
+"""A web page that only this machine can open: a person drops an image on it and sees the image's classes.
 
 A request contains the bytes of an image, which stay in memory: no request can name a file or an address.
 """
@@ -28,10 +28,10 @@ from workbench.publish.network import Classifier
 from workbench.reports import page, recorded_run
 
 HOST = "127.0.0.1"
-NAMES = (HOST, "localhost")  # this machine's, to a browser on it
-MOST_BYTES, MOST_MEGAPIXELS = 20 * 2**20, 50  # of an image
-AT_ONCE = 4  # images in memory
-EXAMPLES = 12
+NAMES = (HOST, "localhost")  # the names of this machine for its browsers
+MOST_BYTES, MOST_MEGAPIXELS = 20 * 2**20, 50  # the maxima for an image
+AT_ONCE = 4  # images in memory at a time
+EXAMPLES = 12  # images of the run on the page
 PATIENCE = 20  # seconds that a client may be silent
 TEMPLATE = pathlib.Path(__file__).with_name("serve.html.jinja")
 HEADERS = {
@@ -83,7 +83,7 @@ def answer(classifier: Classifier, content: bytes) -> dict[str, Any]:
             pixels = opened.width * opened.height
     except MissingPackage:
         raise
-    except Exception as error:  # which differ between Pillow's formats
+    except Exception as error:  # Pillow's formats raise different classes
         raise InvalidInput("image: not a readable image; give another") from error
     if pixels > MOST_MEGAPIXELS * 1e6:
         much = f"{pixels / 1e6:,.0f} megapixels are more than {MOST_MEGAPIXELS}"

@@ -30,9 +30,9 @@ from workbench.reports.recorded_run import RecordedRun, picture_of
 
 TEMPLATE = pathlib.Path(__file__).with_name("report.html.jinja")
 TRACKED = (*net_file.NAMES, summary.FILE, metrics_log.FILE, "run.json")
-MATRIX = 40  # classes at most of a confusion matrix
-PAIRS = 20  # of classes, without a matrix
-REFRESH = 5  # seconds between two pages of a run that trains
+MATRIX = 40  # the maximum classes of a confusion matrix
+PAIRS = 20  # the number of confused pairs of classes that replace a larger matrix
+REFRESH = 5  # seconds after which the page of a training run is written again
 
 
 def write(folders: Sequence[pathlib.Path], target: pathlib.Path, refresh: int = 0) -> bool:
@@ -41,7 +41,7 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path, refresh: int = 
     Args:
         folders: the folders of the runs.
         target: the page's file.
-        refresh: interval in seconds at which the page of a running training reloads; 0 for never.
+        refresh: the interval in seconds at which the page of a running training reloads; 0 for never.
 
     Returns:
         Whether at least one run is still training.
@@ -65,17 +65,17 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path, refresh: int = 
 
 
 def follow(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
-    """Write the page again and again while a run trains; the browser reloads it."""
+    """Write the page every ``REFRESH`` seconds while a run trains; the browser reloads it."""
     while write(folders, target, REFRESH):
         time.sleep(REFRESH)
 
 
 def tracked_files(output: pathlib.Path) -> list[pathlib.Path]:
-    """Write the report of a local run. Return the files for trackers, without the report if that failed."""
+    """Write the report of a local run; return the files for trackers, without a report that failed."""
     report, files = output / "report.html", [output / name for name in TRACKED]
     try:
         write([output], report)
-    except Exception as error:  # pictures, fonts or the disk: a finished training must not fail for them
+    except Exception as error:  # of pictures, fonts or the disk: a finished training must not fail for it
         print(printable(f"note: {report}: not written ({one_line(error)})"), file=sys.stderr)
         return files
     return [report, *files]

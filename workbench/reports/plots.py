@@ -11,10 +11,10 @@ from deepspeed_trial.errors import printable
 
 WIDTH, HEIGHT = 400, 250
 LEFT, TOP, RIGHT, BOTTOM = 46, 10, 392, 212  # edges of the area with the lines
-COLOURS = 8  # of ``page.html.jinja``
-DASHES = ("", "7 5", "2 4", "9 4 2 4", "14 4")  # tell lines apart where one hides another
-MOST_POINTS = 400  # of a line
-MOST_DOTS = 40
+COLOURS = 8  # the number of colours in ``page.html.jinja``
+DASHES = ("", "7 5", "2 4", "9 4 2 4", "14 4")  # they distinguish lines that overlap
+MOST_POINTS = 400  # the maximum points of a line
+MOST_DOTS = 40  # a line with more points has no dots
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Line:
         name: the name in the legend.
         xs: the x of each point; points that are not finite are left out.
         ys: the y of each point.
-        number: selects colour and dashes: lines with the same number look the same.
+        number: the number that selects colour and dashes; lines with the same number look the same.
         is_thin: whether the line is thin and without dots.
     """
 

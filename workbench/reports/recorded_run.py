@@ -34,7 +34,7 @@ from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.local import metrics_log
 from deepspeed_trial.local.folder import LOCK
 
-MOST_PIXELS = 2**24  # of a picture in the file of a run
+MOST_PIXELS = 2**24  # the maximum pixels of a picture in a run's file
 
 
 def _is_picture(value: Any) -> bool:
@@ -70,7 +70,7 @@ def labels_of(classified: Mapping[str, Any], key: str) -> list[int]:
 
 def picture_of(classified: Mapping[str, Any]) -> str:
     """Return the PNG or JPEG file of an image of ``classification.json`` in base64."""
-    return classified.get("picture") or classified.get("png", "")  # "png": of an earlier version
+    return classified.get("picture") or classified.get("png", "")  # "png": the key of an earlier version
 
 
 _SHOWN = list_of(Rule(_is_classified, "must have image, predicted, label, loss and picture"))
@@ -251,7 +251,7 @@ def _summary_so_far(
     summary: dict[str, Any] = {"steps": max((each["steps_completed"] for each in metrics), default=0)}
     validations = [each for each in metrics if each["group"] == "validation"]
     if validations and classification:
-        with contextlib.suppress(KeyError):  # of a class: the two files are not of the same validation
+        with contextlib.suppress(KeyError):  # of a class: the files are from different validations
             summary["validation"] = summaries.metrics_summary(validations[-1], classification["classes"])
     return summary
 
@@ -262,7 +262,7 @@ def _class_errors(classification: dict[str, Any]) -> list[str]:
     errors = []
     for prefix, part in {"": classification, "test.": classification.get("test") or {}}.items():
         matrix = part.get("confusion")
-        shapes = [count] * count, [2] * count  # the second: of several labels an image
+        shapes = [count] * count, [2] * count  # the second: with several labels an image
         if matrix is not None and [len(row) for row in matrix] not in shapes:
             errors.append(f"{prefix}confusion: must have a row and a column for each of {count} classes")
         if len({len(row) for row in part.get("bins") or []}) > 1:
@@ -311,7 +311,7 @@ def results(folder: pathlib.Path, provenance: Mapping[str, Any]) -> list[Result]
     words = f"{images:,} {run.chosen_on}"
     if split == "test":
         words += ", which also validated the training"
-    if provenance.get("checkpoint") in (None, summary.get("checkpoint")):  # None: the file of the run itself
+    if provenance.get("checkpoint") in (None, summary.get("checkpoint")):  # None: the run's net.pt
         tested = summary.get("test") or {}
         found = [Result(split, words, _known(summary["validation"]))]
         if "accuracy" in tested:

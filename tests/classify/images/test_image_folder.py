@@ -99,7 +99,7 @@ def test_the_place_of_a_cache_is_shown_listed_and_cleared(folder, tmp_path, monk
     assert len(caches(folder)) + len(caches(tmp_path / "cache")) == 3
     with host_lock.host_lock(folder, "images-train-32x32", "data.root"):
         assert checkpoint.main(["caches", str(folder), "--clear"]) == 0
-    assert "being written, left" in capsys.readouterr().out
+    assert "a process is writing it; not removed" in capsys.readouterr().out
     assert raw.exists() and not stand_in.exists()
     assert checkpoint.main(["caches", str(folder), "--clear"]) == 0
     assert "0.0 MiB of decoded images are stored, 0.0 MiB removed" in capsys.readouterr().out

@@ -104,7 +104,7 @@ def test_any_dataset_can_hold_images_out(dataset):
     "sizes, section, line",
     small=({"a": 9, "b": 2}, {"validation": 0.1}, "data.root: the class 'b' has 2 images, too few for 3 spl"),
     test_twice=({"train__a": 2, "train__b": 2, "test__a": 2, "test__b": 2}, {"test": 0.5}, "data.test: 0.5: the dataset already has a part test; remove this key"),
-    val_twice=({"train__a": 2, "train__b": 2, "val__a": 2, "val__b": 2}, {"validation": 0.5}, "data.validation: 0.5: the dataset has a part val; use auto, or rem"),
+    val_twice=({"train__a": 2, "train__b": 2, "val__a": 2, "val__b": 2}, {"validation": 0.5}, "data.validation: 0.5: the dataset already has a part val; use auto, or rem"),
     only_train=({"train__a": 2, "train__b": 2}, {}, "has no folder 'test' nor 'val'; it needs train/<class>"),
     no_train=({"test__a": 2, "test__b": 2}, {}, "has no folder 'train'; it needs train/<class>/* with"),
     named_otherwise=({"Train__a": 2, "valid__a": 2}, {}, "holds the folder 'Train'; rename it to train, val"),
