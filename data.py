@@ -122,7 +122,7 @@ class Images:
         pixels = images.select(chosen)
         if self.augmenter is None:
             return images.center_crop(pixels), images.labels[chosen]
-        apart = copy.copy(self.augmenter)  # a copy with an epoch of its own
+        apart = copy.copy(self.augmenter)  # the copy changes its epoch alone
         return apart(pixels, chosen, 0), images.labels[chosen]
 
     def training_order(self, batch_size: int, micro_batches_per_step: int) -> Order:

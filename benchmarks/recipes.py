@@ -133,7 +133,7 @@ def train(file: str, run: str, seed: int, args: argparse.Namespace) -> None:
 
 
 def speeds(file: str, batch: int, args: argparse.Namespace) -> dict[str, float]:
-    """Measure images per second of the trial and of its recipe's bare loop, in turns, at the first steps.
+    """Measure the first steps of the trial and of its recipe's bare loop, alternately, in images per second.
 
     ``ratio`` is the median of the ratios of the turns.
     """

@@ -45,7 +45,7 @@ SMALLER_UNTIL = 0.7  # the share of the steps with smaller images
 BATCHES = (48, 2_000)  # with fewer images, Muon takes longer than the forward and backward passes
 SKEWED = 4  # the ratio of the largest class to the smallest one
 SPEED_OF_A_GPU = 8_000  # images of 32x32 pixels a second, by a cautious estimate
-OPERATIONS = 708e6  # in a training step of airbench of width 64, for each image of 32x32 pixels
+OPERATIONS = 708e6  # of a 32x32 image in a training step of airbench with width 64
 EFFICIENCY = 0.7  # on a CPU, the FLOP/s of the training divided by the FLOP/s of a matrix product
 LOOKED_AT = 50  # the number of images whose size is read
 

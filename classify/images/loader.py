@@ -98,7 +98,7 @@ def whole_micro_batch(batch: Any) -> Any:
 
 
 class MicroBatchLoader(pytorch.DataLoader):
-    """The loader from which Determined gets a rank's micro-batches.
+    """The loader that gives Determined a rank's micro-batches.
 
     If a GPU trains on images in host memory, a thread prefetches and pins them. Worker processes decode
     streamed images, or transform images, before the step needs them. The workers are forks that share the

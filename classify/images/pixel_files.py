@@ -59,7 +59,7 @@ class PixelFile:
 
     Args:
         root: the dataset's folder.
-        name: the part's name, with which the file's name begins.
+        name: the part's name, the start of the file's name.
         size: height and width of the images, in pixels.
     """
 

@@ -60,8 +60,8 @@ class DataPlan:
         streams: whether images are decoded when a step needs them, instead of all before the first step.
         keeps: whether a file stores streamed images after their first decoding.
         window: the number of shards that are shuffled together; None for all.
-        excluded_identity: the text by which checkpoints record the images that ``data.exclude`` names; None
-            if there are none.
+        excluded_identity: the record of the images that ``data.exclude`` names, in checkpoints; None if there
+            are none.
         unreadable: the images of each part that ``data.unreadable: skip`` leaves out: their indices, and an
             error line for each.
     """
@@ -143,7 +143,7 @@ class DataPlan:
 
     @property
     def left_out_identity(self) -> str | None:
-        """The text by which checkpoints record the left-out images; None if there are none."""
+        """The record of the left-out images in checkpoints; None if there are none."""
         if not self.left_out:
             return None
         indices = {part: list(lines) for part, lines in self.unreadable.items()}

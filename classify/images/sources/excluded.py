@@ -44,7 +44,7 @@ def image_names(source: Any, part: str) -> Iterator[str]:
 
 
 def excluding(source: Any, file: str, size: tuple[int, int]) -> tuple[Any, str | None]:
-    """Return a source without some images, and the text by which checkpoints record these images.
+    """Return a source without some images, and the record of these images in checkpoints.
 
     A training is the same as with a dataset that never had these images.
 
@@ -54,8 +54,8 @@ def excluding(source: Any, file: str, size: tuple[int, int]) -> tuple[Any, str |
         size: height and width of decoded images, in pixels.
 
     Raises:
-        InvalidInput: if the file cannot be read; if the dataset lacks names, with a line for each of the
-            first 20; or if a class of a part would have no images.
+        InvalidInput: if the file cannot be read, or a class of a part would have no images; with a line for
+            each of the first 20 names that the dataset lacks.
     """
     lines = _lines(file)
     left_out, known = dict[str, list[int]](), set[str]()
@@ -130,7 +130,7 @@ class ExcludedPixels:
 
 
 def _identity(left_out: Mapping[str, list[int]]) -> str | None:
-    """Return the text by which checkpoints record the excluded images; None if there are none."""
+    """Return the record of the excluded images in checkpoints; None if there are none."""
     if not any(left_out.values()):
         return None
     digest = hashlib.sha256(repr(sorted(left_out.items())).encode()).hexdigest()[:8]

@@ -27,7 +27,7 @@ _Numbered = tuple[int, Mapping[str, Any]]  # the line of a row in a table, and t
 
 
 class Row(NamedTuple):
-    """A row of a table, for one image.
+    """A row of a table. It describes one image.
 
     Attributes:
         path: the path of the image's file.

@@ -105,7 +105,7 @@ def _labels(file: pathlib.Path, column: str, name: str, count: int) -> tuple[np.
 
 
 def _features(schema: pyarrow.Schema) -> tuple[str | None, str | None, list[str] | None]:
-    """Return the columns of images and of labels, and the class names; None for what is missing.
+    """Return the columns of images and of labels, and the class names; each is None if it is missing.
 
     Common column names take precedence over the types in the metadata.
     """

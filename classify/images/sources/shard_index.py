@@ -40,8 +40,8 @@ class Part:
 
     Attributes:
         shards: the shards, in the order of their images; an index of ``shards.py`` has file names as URLs.
-        entries: ``ENTRY`` (N,) in the order of the shards: the byte or row at which an image begins in its
-            shard, its size in bytes if known, its label, and its index in the dataset.
+        entries: ``ENTRY`` (N,) in the order of the shards. ``offset`` is the image's first byte or its row in
+            its shard, ``size`` its bytes if known, ``position`` its index in the dataset.
     """
 
     shards: Sequence[Shard]
