@@ -20,9 +20,9 @@ def measure(config: str, overrides: Sequence[str], repeats: int) -> dict[str, An
     """Measure every cost in new processes.
 
     Returns:
-        ``start``: in each repeat, pairs of wall seconds and processor seconds, until the end of a process that
-        only imports the ``libraries``, and until ``train.py`` ends its ``imports`` and its ``first_step``. The
-        caches of compiled operators are empty. ``validation``: the seconds of the trial's
+        ``start``: in each repeat, pairs of wall seconds and processor seconds, until the end of a process
+        that only imports the ``libraries``, and until ``train.py`` ends its ``imports`` and its
+        ``first_step``. The caches of compiled operators are empty. ``validation``: the seconds of the trial's
         validations, and of bare forward passes by batch size. ``images``: the bytes of the files of decoded
         images (0 without files), and the ranks' proportional shares of them.
     """
