@@ -107,7 +107,7 @@ def test_a_network_and_data_of_the_other_kind_are_refused(runs, trained, capsys)
             trained,
             trained,
             "--unknown",
-        ): f"--unknown: {trained} gives an image any number of labels",
+        ): f"--unknown: {trained} already gives an image any number of labels",
         (
             "evaluate",
             trained,
