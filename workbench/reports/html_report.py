@@ -111,7 +111,7 @@ def _shown(run: RecordedRun, name: str, target: pathlib.Path) -> dict[str, Any]:
         "mistakes": _tiles(mistakes, classes, target, _heat(run, mistakes)),
         "unsure": _tiles(classified.get("unsure") or [], classes, target),
         "augmented": [
-            (each["picture"], " + ".join(classes[label] for label in each["labels"]))
+            (each["picture"], in_words(each["labels"], classes))
             for each in run.classification.get("augmented") or []
         ],
         "command": _typed(redaction.command(run.described["command"])),
