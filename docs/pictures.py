@@ -26,7 +26,7 @@ from workbench.publish import forms, serve  # noqa: E402
 from workbench.reports import html_report  # noqa: E402
 
 WIDTH, HEIGHT = 1280, 1500
-COLOURS = 224  # of a picture: a third of the bytes
+COLOURS = 192  # of a picture: a third of the bytes
 
 
 def main() -> None:

@@ -125,7 +125,7 @@ def described(classifier: Classifier, net: pathlib.Path) -> dict[str, Any]:
         "name": description["net"]["name"],
         "size": description["input"],
         "classes": description["classes"],
-        "results": [(f"{accuracy:.2%}", images) for accuracy, images in shown if accuracy is not None],
+        "results": [(f"{100 * share:.2f} %", images) for share, images in shown if share is not None],
         "examples": [recorded_run.picture_of(each) for each in examples[:EXAMPLES]],
         "most_bytes": MOST_BYTES,
     }
