@@ -81,6 +81,7 @@ def test_planted_copies_and_wrong_labels_are_in_the_first_rows(planted, main, tm
     page = (tmp_path / "audit.html").read_text()
     for name in [*faults.copies, *sorted(faults.wrong)[:1]]:
         assert f'<a href="{(root / name).as_uri()}">{name}</a>' in page
+        assert f'alt="{name}"' in page
     assert before == {path: path.stat().st_mtime_ns for path in root.rglob("*.*") if path.name[0] != "."}
     (again,) = (line for line in main("audit", root, *SIZE, "--output", tmp_path) if "features" in line)
     assert again.endswith("stored by an earlier command")
