@@ -16,7 +16,7 @@ import joblib
 import torch
 from ruamel.yaml import YAML
 
-from classify.config import command_line, experiment_file
+from classify.config import command_line, experiment_fields, experiment_file
 from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from deepspeed_trial import redaction
@@ -88,6 +88,8 @@ def prepare(folder: pathlib.Path, argv: Sequence[str]) -> Training:
     """
     args, others = parser().parse_known_args(argv)
     minutes = _minutes(args)
+    if args.resume and not args.output:
+        raise InvalidInput(f"--resume: {args.resume}: needs --output, the folder of the run")
     output = args.output or default_output(folder.resolve().name or "images")
     arguments = ["--output", str(output), *others]
     arguments += ["--resume", args.resume] if args.resume else []
@@ -168,6 +170,8 @@ def _experiment(folder: pathlib.Path, settings: Settings, args: argparse.Namespa
         lambda hyperparameters: command_line.short_overrides(args, hyperparameters),
     )
     if redaction.experiment(config) != config:
+        experiment_fields.check(config)  # redaction hides the values of unknown keys, too
+        DataSettings.parse(config.get("data"))
         raise InvalidInput(
             f"--set: {EXPERIMENT} of the run would hold a credential; write your own file, and give --config"
         )
