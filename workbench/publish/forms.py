@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from classify.models import net_file
+from deepspeed_trial.errors import InvalidInput
 from workbench.publish import hugging_face, network, onnx_file
 from workbench.publish.network import Classifier, Trained
 
@@ -59,4 +60,6 @@ def read(path: pathlib.Path) -> Classifier:
     """
     if os.path.isfile(path / net_file.NAMES[0]):
         path = path / net_file.NAMES[0]
+    if os.path.isdir(path) and not any((path / name).exists() for name in net_file.IN_A_FOLDER):
+        raise InvalidInput(f"{path}: holds no network; give the folder of a finished run, or its net.pt")
     return FORMS["hf" if os.path.isdir(path) else by_ending(path)].read(path)
