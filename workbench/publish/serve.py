@@ -191,6 +191,9 @@ class Handler(BaseHTTPRequestHandler):
         if len(length) > len(str(MOST_BYTES)) or int(length) > MOST_BYTES:
             much = f"image: is larger than {MOST_BYTES // 2**20} MiB; give a smaller image"
             return self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, much)
+        if self.headers.get_content_type() == "multipart/form-data":
+            remedy = "send the file's bytes alone, e.g. curl --data-binary @photo.jpg"
+            return self._refuse(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"image: is part of a form; {remedy}")
         with self.server.slots:
             try:
                 found = answer(self.server.classifier, self.rfile.read(int(length)))

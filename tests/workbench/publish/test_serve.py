@@ -153,6 +153,16 @@ def test_a_request_that_brings_no_image_is_refused(content, status, line, port, 
         assert (found, json.loads(said)) == (status, {"error": line})
 
 
+def test_an_image_in_a_form_is_refused_with_a_remedy(port):
+    status, _, said = ask(
+        port, "POST", b"", "/", Content_Type="multipart/form-data; boundary=x", Content_Length="0"
+    )
+    assert (status, json.loads(said)["error"]) == (
+        415,
+        "image: is part of a form; send the file's bytes alone, e.g. curl --data-binary @photo.jpg",
+    )
+
+
 @table(
     "length, status",
     none=(None, 411),
