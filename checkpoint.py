@@ -136,6 +136,7 @@ def _add_tta(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tta", metavar="mirror,shift=N", help=meaning)
 
 
+@command_line.quiet_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
     args, program = parse(argv), command_line.called("checkpoint")
@@ -146,6 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             commands[args.command](args)
     except (InvalidInput, TrainingStopped) as error:
         return print_errors(program, error)
+    except BrokenPipeError:
+        raise  # of stdout: quiet_pipe ends the program
     except OSError as error:
         print(f"{program}: a path cannot be used ({one_line(error)}); repair or change it", file=sys.stderr)
         return 1 if error.errno in DISK_FULL else 2

@@ -44,6 +44,11 @@ if TYPE_CHECKING:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
+    return parser().parse_args(argv)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of all options."""
     parser = command_line.parser(__doc__, "const.yaml")
     add = parser.add_argument
     command_line.add_short_forms(parser)
@@ -60,9 +65,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--folds", type=int, metavar="K", help="cross-validate: train K times, each time without a K-th")
     add("--slots", type=int, metavar="N", help="the number of processes for --check, --tune or --folds")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher gives it
-    return parser.parse_args(argv)
+    return parser
 
 
+@command_line.quiet_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; return the exit code."""
     args = parse(argv)

@@ -39,7 +39,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from classify import add_project
-from classify.config.command_line import COMMAND
+from classify.config.command_line import COMMAND, quiet_pipe
 
 # Programs of the project, and their descriptions; every other command is a subcommand of checkpoint.py
 PROGRAMS = {
@@ -50,6 +50,7 @@ PROGRAMS = {
 EXPERIMENT = "experiment.yaml"  # of a run that `classify FOLDER` made
 
 
+@quiet_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, or train on a folder; return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -124,6 +125,8 @@ def train(folder: str, argv: Sequence[str], commands: Mapping[str, str]) -> int:
     """Train on a folder of images, and write the report; return the exit code."""
     from deepspeed_trial.errors import InvalidInput, nearest
 
+    if os.path.isfile(folder):
+        raise InvalidInput(f"{folder}: is a file; give a folder that holds a folder of images for each class")
     if not os.path.isdir(folder):
         hint = nearest(folder, commands)
         raise InvalidInput(
@@ -135,6 +138,12 @@ def train(folder: str, argv: Sequence[str], commands: Mapping[str, str]) -> int:
     from deepspeed_trial.local.folder import shown
     from workbench import photos
 
+    if not {"-h", "--help"} & {*argv}:
+        with named(COMMAND):  # before the images are read and the run's folder is made
+            options = importlib.import_module("train").parser()
+        options.allow_abbrev = False
+        options.add_argument("--minutes")
+        options.parse_args(argv)
     training = photos.prepare(pathlib.Path(folder), argv)
     code = run("train", training.arguments)
     if training.only_checks or code == 2:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
+import os
 import pathlib
 import re
+import select
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, ParamSpec
 
 from classify.config.schedules import PEAK_KEYS
 
+P = ParamSpec("P")
 COMMAND = "classify"  # runs the programs from any folder; see classify/__main__.py
 # The path and the form of each short option's value. The program replaces "deepspeed" at the start of a path
 # by the place of DeepSpeed's keys in the experiment file.
@@ -37,6 +41,26 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def quiet_pipe(main: Callable[P, int]) -> Callable[P, int]:
+    """Make a program end with code 1 and no traceback if the reader of its output, e.g. head, has ended."""
+
+    @functools.wraps(main)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        code = 1
+        try:
+            code = main(*args, **kwargs)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            poll = select.poll()
+            poll.register(sys.stdout, 0)
+            if not poll.poll(0):
+                raise  # another pipe is broken
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at the exit
+        return code
+
+    return run
 
 
 def folder(text: str) -> pathlib.Path:
@@ -69,6 +93,29 @@ def called(program: str) -> str:
     return COMMAND if is_command else f"{program}.py"
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser that answers an unknown argument with one line and the option that was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print an error and exit with code 2."""
+        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
+        if not unknown:
+            super().error(message)
+        from deepspeed_trial.errors import nearest, printable  # here: the import takes seconds
+
+        if re.match(r"[a-z][\w.]*=", unknown):
+            remedy = f"is no option; give --set {unknown}"
+        else:
+            options = {
+                word: None
+                for action in self._actions
+                if action.help != argparse.SUPPRESS
+                for word in action.option_strings
+            }
+            remedy = f"is no option; {nearest(unknown.partition('=')[0], options)}"
+        self.exit(2, printable(f"{self.prog}: {unknown}: {remedy}") + "\n")
+
+
 def parser(description: str | None, config: str, what: str = "experiment file") -> argparse.ArgumentParser:
     """Return a parser with ``--config FILE`` and ``--set PATH=VALUE``.
 
@@ -77,9 +124,7 @@ def parser(description: str | None, config: str, what: str = "experiment file") 
         config: the default file.
         what: the help text of ``--config``.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_experiment_options(parser, config, what)
     return parser
 

@@ -6,6 +6,7 @@ import pathlib
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 
 import numpy as np
@@ -133,6 +134,13 @@ def test_a_run_continues_with_its_own_settings(home, trained):
     twice=(["Bücher", "--minutes", "1", "--epochs", "2"], "--minutes: 1: --epochs sets the length, too; give one of the two"),
     no_classes=(["Bücher/Öl"], "data.root: Bücher/Öl: has no folder 'train'; it needs train/<class>/*"),
     used=(["Bücher", "--output", "used"], "--output: used/experiment.yaml: exists; give another folder"),
+    unknown_key=(["Bücher", "--set", "data.imagesize=64"], "data.imagesize: '***': unknown key; did you mean 'image_size'?"),
+    unknown_field=(["Bücher", "--set", "sercher.metric=accuracy"], "sercher: {'metric': '***'}: unknown key; did you mean 'searcher'?"),
+    unknown_option=(["Bücher", "--minuts", "1"], "--minuts: is no option; did you mean '--minutes'?"),
+    without_set=(["Bücher", "lr=0.1"], "lr=0.1: is no option; give --set lr=0.1"),
+    resume=(["Bücher", "--resume", "latest"], "--resume: latest: needs --output, the folder of the run"),
+    a_file=(["Bücher/Öl/Größe 1.png"], "Bücher/Öl/Größe 1.png: is a file; give a folder that holds"),
+    no_run=(["predict", "Bücher", "Bücher/Öl"], "Bücher: holds no network; give the folder of a finished run, or its net.pt"),
     secret=(["Bücher", "--set", "data.storage={key: abc}"], "--set: experiment.yaml of the run would hold a credential"),
 )  # fmt: skip
 def test_bad_input_is_a_line(home, monkeypatch, capsys, argv, line):
@@ -140,7 +148,11 @@ def test_bad_input_is_a_line(home, monkeypatch, capsys, argv, line):
     (home / "used").mkdir(exist_ok=True)
     (home / "used/experiment.yaml").write_text("name: mine")
     before = sorted(home.glob("runs/*"))
-    assert command.main(argv) == 2
+    try:
+        code = command.main(argv)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2
     out, err = capsys.readouterr()
     assert err.startswith(f"classify: {line}") and err.count("\n") == 1 and not out
     assert sorted(home.glob("runs/*")) == before
@@ -153,6 +165,17 @@ def test_a_check_prints_no_warning(home):
     said = [line for line in made.stderr.splitlines() if " are stored decoded in " not in line]
     assert made.code == 0 and all(line.startswith("classify: ") for line in said), made.stderr
     assert any(": base 820, weights " in line and ", activations " in line for line in said)
+
+
+@pytest.mark.parametrize("command", (["-m", "classify", "--help"], ["train.py", "--keys"]))
+def test_a_closed_pipe_ends_a_program_without_a_traceback(command):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        made = subprocess.run(
+            [sys.executable, *command], cwd=PROJECT, stdout=closed, stderr=subprocess.PIPE, check=False
+        )
+    assert (made.returncode, made.stderr) == (1, b"")
 
 
 def test_a_refused_training_leaves_no_folder(home):
