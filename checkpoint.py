@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("predict", help="classify image files")
     add = command.add_argument
-    add("net", metavar="NET", **path)
+    add("net", metavar="NET", help="the folder of a run, or a network's file", **path)
     add("images", metavar="IMAGE_OR_FOLDER", nargs="+", **path)
     add("--json", action="store_true", help="print a JSON list with the probability of every class")
     meaning = "answer unknown for an image whose highest probability is below THRESHOLD"
@@ -77,12 +77,12 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("serve", help="serve a local web page that classifies dropped images")
     add = command.add_argument
-    add("net", metavar="NET", **path)
+    add("net", metavar="NET", help="the folder of a run, or a network's file", **path)
     add("--port", type=int, default=7860, metavar="N", help="port of 127.0.0.1 (%(default)s); 0: a free port")
 
     command = commands.add_parser("evaluate", help="validate a network")
     add = command.add_argument
-    add("net", metavar="NET", **path)
+    add("net", metavar="NET", help="the folder of a run, or a network's file", **path)
     _add_tta(command)
     add("--split", choices=("train", "val", "test"), help="the images to validate on (test, else val)")
     command_line.add_experiment_options(command, CONFIG)

@@ -148,11 +148,9 @@ def test_bad_input_is_a_line(home, monkeypatch, capsys, argv, line):
     (home / "used").mkdir(exist_ok=True)
     (home / "used/experiment.yaml").write_text("name: mine")
     before = sorted(home.glob("runs/*"))
-    try:
-        code = command.main(argv)
-    except SystemExit as ended:
-        code = ended.code
-    assert code == 2
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(command.main(argv))
+    assert ended.value.code == 2
     out, err = capsys.readouterr()
     assert err.startswith(f"classify: {line}") and err.count("\n") == 1 and not out
     assert sorted(home.glob("runs/*")) == before
