@@ -1,8 +1,8 @@
 """An image classifier.
 
-In a notebook, or in a ``net.py`` next to your photos:
+Examples for a notebook, and for a ``net.py`` next to your photos:
 
-    run = classify.train("photos", minutes=5)    # the folder of the run
+    run = classify.train("photos", minutes=5)    # the run's folder
     net = classify.load(run)
     net.predict(["a.jpg"])                       # class, probability, and all probabilities of each image
 
@@ -24,7 +24,7 @@ import importlib
 import sys
 from typing import Any
 
-# Their modules import torch, so Python reads a module when a program asks for its name
+# The module of each public name, imported at the first use of the name: these modules import torch
 PUBLIC = {
     "train": "workbench.notebook",
     "load": "workbench.notebook",

@@ -3,8 +3,8 @@
     classify FOLDER [--minutes N] [OPTION...]         train, test, and write a report
     classify COMMAND ...                              use the network: the commands are below
 
-FOLDER has a folder of images for each class: photos/cat/1.jpg, photos/dog/1.jpg. It may hold train/ with
-val/, test/ or both instead, each with the classes. The images may have any common format and size.
+FOLDER has a folder of images for each class: photos/cat/1.jpg, photos/dog/1.jpg. Instead it may have train/
+with val/, test/ or both, each with a folder for each class. The images may have any common format and size.
 
     classify photos                                   at most 15 minutes
     classify photos --minutes 60                      larger images, a better network
@@ -20,12 +20,12 @@ val/, test/ or both instead, each with the classes. The images may have any comm
 
 RUN is the folder of a run, runs/FOLDER-<time> by default. It gets net.pt (the network), report.html,
 summary.json, the checkpoints, and experiment.yaml with the settings. The first lines of a run say how the
-images are split and which settings it has chosen by their number, the minutes and the machine. The best
-weights by the validation metric are kept and tested. Ctrl-C saves a checkpoint.
+images are split, and which settings the run has chosen by the number of images, the minutes and the machine.
+The run keeps and tests the weights with the best validation metric. Ctrl-C saves a checkpoint.
 
 --config FILE, or else experiment.yaml in the working directory, replaces the chosen settings. FILE may also
-be one of experiments/ in this package. A net.py in the working directory may add networks, by
-@classify.register("NAME"). Exit codes: 0 done, 2 bad input, 130 interrupted, 1 anything else.
+be a file of this package, e.g. experiments/photos.yaml. A net.py in the working directory may add networks
+with @classify.register("NAME"). Exit codes: 0 done, 2 bad input, 130 interrupted, 1 anything else.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from classify.config.command_line import COMMAND, quiet_pipe
 
 # Programs of the project, and their descriptions; every other command is a subcommand of checkpoint.py
 PROGRAMS = {
-    "train": "train by an experiment file alone, with every option",
-    "search": "search for hyperparameters by an experiment file",
+    "train": "train with an experiment file, with every option of train.py",
+    "search": "search for hyperparameters, with the ranges in an experiment file",
     "shards": "write a folder of images as tar shards",
 }
-EXPERIMENT = "experiment.yaml"  # of a run that `classify FOLDER` made
+EXPERIMENT = "experiment.yaml"  # in the folder of a run of `classify FOLDER`
 
 
 @quiet_pipe
@@ -86,7 +86,7 @@ def subcommands() -> dict[str, str]:
 
 
 def run(program: str, argv: Sequence[str], name: str = COMMAND) -> int:
-    """Run a program of the project under a name of the command; return its exit code."""
+    """Run a program of the project, whose usage lines show ``name``; return its exit code."""
     with named(name):
         code: int = importlib.import_module(program).main(argv)
     return code
@@ -94,7 +94,7 @@ def run(program: str, argv: Sequence[str], name: str = COMMAND) -> int:
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """Name this process ``classify`` or ``classify train``, for usage lines, hints and ``run.json``."""
+    """Set this process's name in usage lines, hints and ``run.json``, e.g. ``classify train``."""
     before = sys.argv
     sys.argv = [name, *before[len(name.split()) :]]
     try:
@@ -113,7 +113,7 @@ def take_net() -> None:
 
 
 def experiment_of(command: str, argv: Sequence[str]) -> list[str]:
-    """Return ``--config FILE`` for the evaluation of a run's network by the run's experiment file."""
+    """Return ``--config FILE`` with a run's experiment file for ``classify evaluate``; else nothing."""
     if command != "evaluate" or any(word.startswith("--config") for word in argv):
         return []
     nets = [pathlib.Path(word) for word in argv if not word.startswith("-") and os.path.exists(word)]

@@ -19,8 +19,8 @@ from classify.config.schedules import PEAK_KEYS
 
 P = ParamSpec("P")
 COMMAND = "classify"  # runs the programs from any folder; see classify/__main__.py
-# The path and the form of each short option's value. The program replaces "deepspeed" at the start of a path
-# by the place of DeepSpeed's keys in the experiment file.
+# For each short option: the path of the key that it sets, and the form of the key's value. The program
+# replaces "deepspeed" at the start of a path with the section that has DeepSpeed's keys.
 SHORT_FORMS = {
     "epochs": ("hyperparameters.max_length", "{{epochs: {}}}"),
     "lr": ("deepspeed.optimizer.params.lr", "{}"),
@@ -66,16 +66,16 @@ def quiet_pipe(main: Callable[P, int]) -> Callable[P, int]:
 def folder(text: str) -> pathlib.Path:
     """Return an option's folder; refuse an empty text, e.g. from an unset shell variable."""
     if not text:
-        raise argparse.ArgumentTypeError("'' is no folder; give a folder, or leave the option out")
+        raise argparse.ArgumentTypeError("'' is not a folder; give a folder, or leave the option out")
     return pathlib.Path(text)
 
 
 def typed(program: str, *words: object) -> str:
-    """Return a command line as a user would type it: with ``classify`` if that started this process.
+    """Return a command line as a user would type it: with ``classify`` if that command started this process.
 
     Args:
         program: ``train`` or ``checkpoint``.
-        words: its arguments; they are quoted for the shell.
+        words: the program's arguments; the function quotes them for the shell.
     """
     start = [COMMAND, *["train"] * (program == "train")]
     if called(program) != COMMAND:
@@ -84,7 +84,7 @@ def typed(program: str, *words: object) -> str:
 
 
 def called(program: str) -> str:
-    """Return the name of this process at the start of its lines: ``classify``, or a program's file.
+    """Return the name at the start of this process's lines: ``classify``, or a program's file.
 
     Args:
         program: ``train``, ``checkpoint``, ``search`` or ``shards``.
@@ -132,7 +132,7 @@ def parser(description: str | None, config: str, what: str = "experiment file") 
 def add_experiment_options(
     parser: argparse.ArgumentParser, config: str | None, what: str = "experiment file"
 ) -> None:
-    """Add ``--config FILE`` and ``--set PATH=VALUE``, whose values are ``overrides``."""
+    """Add ``--config FILE`` and ``--set PATH=VALUE``; the texts of ``--set`` become ``overrides``."""
     parser.add_argument(
         "--config", default=config, metavar="FILE", help=what + " (%(default)s)" * bool(config)
     )
@@ -160,7 +160,7 @@ def short_overrides(args: argparse.Namespace, hyperparameters: Any) -> list[str]
 
     Args:
         args: parsed arguments of a parser with ``add_short_forms``.
-        hyperparameters: the experiment file's; they show where the file has DeepSpeed's keys.
+        hyperparameters: the experiment file's hyperparameters; they show where the file has DeepSpeed's keys.
 
     Raises:
         InvalidInput: with a line for each value that ``--set`` also sets.
@@ -190,7 +190,10 @@ def short_overrides(args: argparse.Namespace, hyperparameters: Any) -> list[str]
 
 
 def _at(config: Any, path: str) -> tuple[str, Any]:
-    """Return the path of a value, through ``{type: const, val: VALUE}``, and the value or None."""
+    """Return the full path of a value, and the value: None if it is missing.
+
+    The full path includes ``val`` for each ``{type: const, val: VALUE}`` on it.
+    """
     keys = []
     for key in path.split("."):
         if isinstance(config, Mapping) and config.get("type") == "const" and "val" in config:

@@ -59,7 +59,7 @@ SEARCHERS = {
     "adaptive_asha": [*_HALVING, "mode", "max_rungs", "bracket_rungs"],
     "tpe": [*_COMMON, "max_trials", "max_concurrent_trials"],
 }
-MODES = ("aggressive", "standard", "conservative")  # of adaptive_asha
+MODES = ("aggressive", "standard", "conservative")  # the values of adaptive_asha's mode
 _PERIOD = elsewhere(" or ".join(f"{{{unit}: N}}" for unit in PERIOD_UNITS))
 _METRIC = Rule(
     lambda value: is_metric(value) or value == SPEED_METRIC,
@@ -101,8 +101,8 @@ SECTIONS = {
         host_path=_key(elsewhere("a folder's path"), "The folder of `shared_fs`."),
         storage_path=_key(elsewhere("a folder's path"), "The folder in `host_path`."),
         container_path=_key(elsewhere("a folder's path"), "The folder of `directory`."),
-        save_trial_best=_key(whole(0), "The best checkpoints to keep.", 1),
-        save_trial_latest=_key(whole(0), "The latest checkpoints to keep.", 1),
+        save_trial_best=_key(whole(0), "The number of best checkpoints to keep.", 1),
+        save_trial_latest=_key(whole(0), "The number of latest checkpoints to keep.", 1),
     ),
     "profiling": _keys(
         "begin_on_batch end_after_batch sync_timings",
@@ -110,11 +110,13 @@ SECTIONS = {
     ),
     "searcher": _keys(
         "source_trial_id source_checkpoint_uuid max_length time_metric max_time",
-        name=_key(TEXT._replace(message=f"must be one of {', '.join(SEARCHERS)}"), "The search.", "single"),
+        name=_key(
+            TEXT._replace(message=f"must be one of {', '.join(SEARCHERS)}"), "The search method.", "single"
+        ),
         metric=_key(_METRIC, "The metric that chooses checkpoints and trials.", "accuracy"),
         smaller_is_better=_key(BOOL, "Smaller values of the metric are better.", True),
         max_trials=_key(whole(1), "The number of trials."),
-        max_concurrent_trials=_key(whole(0), "The trials that may run at a time; 0: any number."),
+        max_concurrent_trials=_key(whole(0), "The number of trials that may run at a time; 0: any number."),
         divisor=_key(
             Rule(lambda v: is_finite(v) and v > 1, "must be a number above 1"),
             "At each comparison, one in this many trials continues.",
@@ -137,7 +139,7 @@ SAMPLED_TYPES = ("int", "double", "log", "categorical")
 
 
 def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
-    """Check all fields except ``data``; among the hyperparameters only ``max_length``.
+    """Check all fields except ``data``; of the hyperparameters, check only ``max_length``.
 
     Args:
         config: the complete configuration.
@@ -208,7 +210,7 @@ def cluster_notes(config: Mapping[str, Any]) -> list[str]:
     )
     for key, value in redaction.field("data", places).items():
         if value != places[key]:
-            what = "may hold credentials, which a cluster's master keeps and shows"
+            what = "may have credentials, which a cluster's master stores and shows"
             lines.append(f"data.{key}: {value}: {what}; use environment variables (docs/sources.md)")
     return lines
 
@@ -231,11 +233,11 @@ def _length_errors(length: Any, searcher: Mapping[str, Any], search: bool) -> li
 
 
 def take_constants(path: str, section: dict[str, Any], search: bool) -> list[str]:
-    """Replace every ``{type: const, val: VALUE}`` by its value, and return errors.
+    """Replace every ``{type: const, val: VALUE}`` with its value, and return errors.
 
     Args:
         path: the key of the section in error lines.
-        section: changed in place.
+        section: the section; the function changes it in place.
         search: whether ranges of hyperparameters are allowed.
     """
     errors = []

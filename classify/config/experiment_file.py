@@ -1,4 +1,4 @@
-"""A Determined experiment file, read on this machine, with the values of ``--set``."""
+"""Reads a Determined experiment file on this machine, and sets the values of ``--set``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from deepspeed_trial.input_files import regular_file
 
 # The parser raises Python's errors for a tagged value such as "!!int x", and for deep nesting
 YAML_ERRORS = (YAMLError, ValueError, KeyError, RecursionError)
-DEEPEST, MOST = 100, 10_000  # levels, and values with aliases expanded, far above any experiment's
+DEEPEST, MOST = 100, 10_000  # limits of nested levels, and of values with aliases expanded
 
 
 def load(path: str, overrides: Iterable[str] = (), search: bool = False) -> Experiment:
@@ -44,9 +44,9 @@ def read(
     """Read the file and the overrides of ``load`` without checking the fields.
 
     Args:
-        path: the file.
-        overrides: as in ``load``.
-        more: returns further overrides, given the hyperparameters after the first overrides.
+        path: the file, in the working directory or else in the project's folder.
+        overrides: texts ``PATH=VALUE``; ``load`` describes them.
+        more: a function that returns further overrides, given the hyperparameters with the first overrides.
 
     Raises:
         InvalidInput: if the file or an override cannot be read.
@@ -105,7 +105,7 @@ def _check_size(events: Iterable[Any]) -> None:
                 raise ValueError(f"nested more than {DEEPEST} levels deep")
             continue
         if isinstance(event, AliasEvent):
-            anchor, values = None, known.get(event.anchor, MOST)  # unknown: an alias within its anchor
+            anchor, values = None, known.get(event.anchor, MOST)  # an alias inside its own anchor is unknown
         elif isinstance(event, CollectionEndEvent):
             anchor, values = inner.pop()
         else:
@@ -118,7 +118,7 @@ def _check_size(events: Iterable[Any]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the error and its line, but not the text, which may contain a password."""
+    """Return the error and its line, but not the file's text, which may contain a password."""
     mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
     if mark is None or not problem:
         return one_line(error)

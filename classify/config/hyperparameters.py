@@ -1,7 +1,7 @@
 """The trial's hyperparameters, each with its type, default, rule and documentation.
 
-All other hyperparameters are DeepSpeed's keys, which ``classify/engine`` checks. Conflicts between keys
-are in ``classify/engine/combinations.py``. A key that changes the loss or the order of the images gets
+All other hyperparameters are DeepSpeed's keys, which ``classify/engine`` checks. Its module
+``combinations.py`` checks conflicts between keys. A key that changes the loss or the order of the images gets
 ``repeated=True``: a resume with another value is refused.
 """
 
@@ -97,7 +97,7 @@ class Hyperparameters(Keyed):
     weights: str | None = key(
         None,
         _text("the path of a state_dict, e.g. a run's net.pt, or DEFAULT for one of torchvision or timm"),
-        "The pretrained weights; without them the network starts at random.",
+        "The pretrained weights; without them the network starts with random weights.",
     )
 
     max_length: Mapping[str, Any] | None = key(
@@ -110,7 +110,7 @@ class Hyperparameters(Keyed):
         optional(
             Rule(
                 _is_early_stopping,
-                "must be e.g. {patience: 3, min_improvement: 0.01}: validations to wait, least gain",
+                "must be e.g. {patience: 3, min_improvement: 0.01}: validations to wait, minimum improvement",
             )
         ),
         "Training ends after `patience` validations without an improvement of `searcher.metric` by more than"
@@ -119,7 +119,7 @@ class Hyperparameters(Keyed):
     best_weights: bool = key(
         False,
         BOOL,
-        "The run keeps, tests and exports the weights of the best validation by `searcher.metric`.",
+        "The run keeps, tests and exports the weights with the best `searcher.metric` in a validation.",
     )
 
     track: tuple[str, ...] | None = key(
@@ -128,7 +128,7 @@ class Hyperparameters(Keyed):
 
     hang_after: float = key(
         HANG_AFTER,
-        Rule(lambda value: not hang_errors(value), "must be seconds, at least 3"),
+        Rule(lambda value: not hang_errors(value), "must be a number of seconds of at least 3"),
         "The run ends after this time without progress of any rank.",
         unit="seconds",
     )
@@ -147,15 +147,15 @@ class Hyperparameters(Keyed):
     loss: str | Mapping[str, Any] = key(
         "cross_entropy",
         elsewhere("cross_entropy, bce, focal or a loss of net.py, or {NAME: {ARGUMENT: VALUE}}"),
-        "The training loss; validations always report cross-entropy. With `data.several_labels` `bce`, by"
-        " default and in validations.",
+        "The training loss; validations report cross-entropy. With `data.several_labels` the default is"
+        " `bce`, and validations report it.",
         repeated=True,
     )
     class_weights: str | Mapping[str, float] | None = key(
         None,
         elsewhere("balanced, or a mapping of classes to their weights, e.g. {cat: 2}"),
         "The weight of a class's images in the loss; `balanced`: inverse frequency, with a mean of 1. With"
-        " `data.several_labels` of the images with a label, over those without it.",
+        " `data.several_labels`, the factor of a label's loss on the images with the label.",
         repeated=True,
     )
     label_smoothing: float = key(
@@ -166,7 +166,8 @@ class Hyperparameters(Keyed):
     teacher: str | None = key(
         None,
         _text("the path of an exported network, e.g. a run's net.pt"),
-        "The network whose scores the network also learns: distillation (https://arxiv.org/abs/1503.02531).",
+        "A trained network, whose scores the new one also learns: distillation"
+        " (https://arxiv.org/abs/1503.02531).",
     )
     teacher_weight: float = key(
         0.5,
@@ -229,7 +230,7 @@ class Hyperparameters(Keyed):
     )
 
     channels_last: bool | None = key(
-        None, BOOL, "Images have the memory format channels_last; by default if the network is faster so."
+        None, BOOL, "Images have the memory format channels_last; by default if it makes the network faster."
     )
     checkpoint_activations: bool = key(
         False, BOOL, "Activation checkpointing: the backward pass recomputes the blocks, which saves memory."
@@ -237,9 +238,9 @@ class Hyperparameters(Keyed):
     compile: bool = key(
         False,
         BOOL._replace(
-            message=f"{BOOL.message}; DeepSpeed's section of this name is for overwrite_deepspeed_args"
+            message=f"{BOOL.message}; put DeepSpeed's section compile under overwrite_deepspeed_args"
         ),
-        "torch.compile translates the network, at ZeRO stage 0 to 2; it takes minutes at the first steps.",
+        "torch.compile compiles the network, at ZeRO stage 0 to 2; the first steps take minutes.",
     )
     sync_batchnorm: bool = key(False, BOOL, "Batch normalization uses the statistics of all processes.")
 
@@ -256,10 +257,10 @@ class Hyperparameters(Keyed):
     num_experts: tuple[int, ...] = key(
         (),
         Rule(_are_counts, "must be a list with the number of experts of each MoE layer, e.g. [2]"),
-        "The number of experts of each MoE layer; by default one layer of 2.",
+        "The number of experts of each MoE layer; by default one layer with 2 experts.",
     )
     ep_world_size: int = key(
-        1, whole(1), "Expert parallelism: the processes that share the experts of a layer."
+        1, whole(1), "Expert parallelism: the number of processes that share a layer's experts."
     )
     mlp_type: str = key(
         "standard",
@@ -275,13 +276,13 @@ class Hyperparameters(Keyed):
     moe_loss_coefficient: float = key(
         0.01,
         Rule(is_number, "must be a number of at least 0"),
-        "The weight of the load-balancing loss; default of https://arxiv.org/abs/2101.03961, section 2.2.",
+        "The weight of the load-balancing loss; the default is from https://arxiv.org/abs/2101.03961, 2.2.",
     )
 
     inline: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """All other keys."""
+    """The hyperparameters that are not keys of this class."""
     given: frozenset[str] = frozenset()
-    """The trial's keys in the file."""
+    """The keys of this class that the file sets."""
 
     @property
     def minutes(self) -> float | None:
@@ -304,7 +305,7 @@ class Hyperparameters(Keyed):
 
         Args:
             hparams: the experiment's hyperparameters.
-            check_net: raises ``InvalidInput`` for a name that ``net`` cannot have.
+            check_net: a function that raises ``InvalidInput`` for a name that ``net`` cannot have.
 
         Raises:
             InvalidInput: with a line for each error.
@@ -343,4 +344,4 @@ class Hyperparameters(Keyed):
 RULES: dict[str, Rule] = {name: each.rule for name, each in Hyperparameters.keys().items()}
 FORM = ("deepspeed_config", "overwrite_deepspeed_args")
 EXPERTS = ("num_experts", "ep_world_size", "mlp_type", "top_k", "min_capacity", "noisy_gate_policy")
-EXPERTS_ONLY = (*EXPERTS, "moe_param_group", "moe_loss_coefficient")  # without effect on other networks
+EXPERTS_ONLY = (*EXPERTS, "moe_param_group", "moe_loss_coefficient")  # they have no effect on other networks

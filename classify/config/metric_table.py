@@ -1,7 +1,7 @@
 """The table of a validation's metrics.
 
-The terminal, TensorBoard, ``summary.json``, the HTML report, searches and trackers use its names. To add a
-metric that can be computed from ``Counts``, add a row.
+The terminal, TensorBoard, ``summary.json``, the HTML report, searches and trackers use the names in it. To
+add a metric that can be computed from ``Counts``, add a row.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 TTA_METRIC = "accuracy_tta"
-MAP_METRIC = "mean_average_precision"  # of several labels an image
+MAP_METRIC = "mean_average_precision"  # only with several labels an image
 TOP5_METRIC = "top5_accuracy"
 ERROR, SCALED_ERROR = "calibration_error", "calibration_error_scaled"
-TEMPERATURE, THRESHOLD = "temperature", "confidence_threshold"  # of validation images alone
-SPEED_METRIC = "images_per_second"  # of the training since the last validation
+TEMPERATURE, THRESHOLD = "temperature", "confidence_threshold"  # fitted on validation images alone
+SPEED_METRIC = "images_per_second"  # the training's speed since the last validation
 
 
 @dataclass(frozen=True)
@@ -25,20 +25,22 @@ class Counts:
     """Counts of a validation, summed over all ranks.
 
     Attributes:
-        confusion: int64 (C, C), rows are true classes. With several labels an image int64 (C, 2, 2): a matrix
-            of each label, whose rows are the true answers no and yes.
+        confusion: the confusion matrix, int64 (C, C); rows are true classes. With several labels an image, a
+            matrix for each label, int64 (C, 2, 2); rows are the true answers no and yes.
         loss: the cross-entropy, summed over the images.
-        right_by_views: images that are classified correctly by the mean of their views' scores; None without
-            views.
-        in_top5: images whose class is among the five with the highest scores; None with at most five classes.
-        bins: float64 (3, B): for each bin of confidence, the images, their summed confidence, the correct
-            ones.
-        scaled_bins: the same with temperature scaling; None without a temperature.
-        temperature: of temperature scaling, fitted on these images; None if it was not fitted.
-        threshold: the least confidence of an answer; None without a temperature.
-        all_right: images whose labels are all right; None with one label an image, as the next two.
-        average_precision: of each label, float64 (C,).
-        thresholds: the least probability of each label that is given to an image, float64 (C,).
+        right_by_views: the number of images that the mean of the views' scores classifies correctly; None
+            without views.
+        in_top5: the number of images whose class is among the five with the highest scores; None with at most
+            five classes.
+        bins: float64 (3, B): for each bin of confidence, the number of images, their summed confidence, and
+            the number of correctly classified images.
+        scaled_bins: the same as ``bins``, with temperature scaling; None without a temperature.
+        temperature: the temperature that was fitted on these images; None if none was fitted.
+        threshold: the confidence below which the answer is "unknown"; None without a temperature.
+        all_right: the number of images whose labels are all right; None with one label an image.
+        average_precision: the average precision of each label, float64 (C,); None with one label an image.
+        thresholds: the probability from which an image gets a label, for each label, float64 (C,); None with
+            one label an image.
     """
 
     confusion: np.ndarray
@@ -55,16 +57,16 @@ class Counts:
 
     @property
     def images(self) -> int:
-        """All images."""
+        """The number of images."""
         return int((self.confusion[0] if self.confusion.ndim == 3 else self.confusion).sum())
 
     @property
     def right_images(self) -> int:
-        """Images with the right class, or with every label right."""
+        """The number of images with the right class, or with every label right."""
         return int(self.confusion.trace()) if self.all_right is None else self.all_right
 
     def mean(self, summed: float | None) -> float | None:
-        """Divide by the number of images; return 0 without images, and None for None."""
+        """Return a sum divided by the number of images: 0 without images, None for None."""
         return None if summed is None else summed / max(self.images, 1)
 
     def of_classes(self, score: str) -> np.ndarray:
@@ -110,12 +112,13 @@ class Metric:
     """A row of the table.
 
     Attributes:
-        name: in ``metrics.jsonl``, ``summary.json``, ``searcher.metric`` and the trackers.
-        label: in the HTML report.
-        formula: computes the value; None without the counts that it needs.
-        tag: in TensorBoard, where ``{}`` stands for ``validation`` or ``test``; by default ``name/{}``.
-        in_percent: the report's headline shows it in percent.
-        smaller_is_better: early stopping waits for a smaller value.
+        name: the metric's name in ``metrics.jsonl``, ``summary.json``, ``searcher.metric`` and the trackers.
+        label: the metric's name in the HTML report.
+        formula: a function that computes the value; None if the counts that it needs are missing.
+        tag: the metric's tag in TensorBoard, by default ``name/{}``; ``{}`` stands for ``validation`` or
+            ``test``.
+        in_percent: whether the report's headline shows the value in percent.
+        smaller_is_better: whether smaller values are better, for early stopping.
     """
 
     name: str
@@ -143,21 +146,21 @@ _TABLE = (
         smaller_is_better=True,
     ),
     Metric(TEMPERATURE, "temperature", lambda c: c.temperature),
-    Metric(THRESHOLD, "least confidence of an answer", lambda c: c.threshold),
+    Metric(THRESHOLD, 'confidence threshold of the answer "unknown"', lambda c: c.threshold),
     Metric("loss", "loss", lambda c: c.mean(c.loss), smaller_is_better=True),
 )
 METRICS = {metric.name: metric for metric in _TABLE}
 # The metrics that compare checkpoints and trials; the others describe the fit of the temperature
 COMPARED = [name for name in METRICS if name not in (SCALED_ERROR, TEMPERATURE, THRESHOLD)]
-# Metrics of single classes, as PREFIX + CLASS, and the score that each shows
+# The prefixes of metrics of single classes, PREFIX + CLASS, and the score that each metric shows
 PREFIXES = {"accuracy/": "recall", "precision/": "precision"}
-OF_LABELS = {"average_precision/": "average_precision"}  # only of several labels an image
-LABEL_THRESHOLD = "threshold/"  # of validation images alone
+OF_LABELS = {"average_precision/": "average_precision"}  # only with several labels an image
+LABEL_THRESHOLD = "threshold/"  # fitted on validation images alone
 UNFITTED = 0.5  # the threshold of a label without images, or before a validation
 
 
 def computed(counts: Counts, classes: Sequence[str]) -> dict[str, float]:
-    """Compute every metric of the table for which there are counts, then the metrics of the classes."""
+    """Return every metric of the table whose counts exist, then the metrics of each class."""
     values = {name: metric.formula(counts) for name, metric in METRICS.items()}
     metrics = {name: value for name, value in values.items() if value is not None}
     of_classes = {prefix: counts.of_classes(score) for prefix, score in PREFIXES.items()}
@@ -177,7 +180,7 @@ def tagged(metrics: Mapping[str, Any], split: str) -> dict[str, Any]:
 
 
 def is_metric(value: object) -> bool:
-    """Whether a validation of some classes may report a metric of that name."""
+    """Return whether some validation may report a metric of this name."""
     return isinstance(value, str) and (value in COMPARED or value.startswith((*PREFIXES, *OF_LABELS)))
 
 

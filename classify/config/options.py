@@ -48,7 +48,7 @@ class WeightAverage(Section):
         """
         if self.lookahead:
             return self.decay * min(1.0, steps / total) ** 3 if self.rising else self.decay
-        updates = steps // self.every - 1  # before this one
+        updates = steps // self.every - 1  # the number of earlier updates
         return min(self.decay, (1 + updates) / (10 + updates))
 
 
@@ -85,8 +85,10 @@ class ProgressiveResizing(Section):
 
     EXAMPLE = "{scale: 0.75, until: 0.5}"
 
-    scale: float = key(0.75, BETWEEN_0_AND_1, "The factor by which height and width shrink.")
-    until: float = key(0.5, BETWEEN_0_AND_1, "The share of the training's steps that get smaller images.")
+    scale: float = key(0.75, BETWEEN_0_AND_1, "Height and width as a fraction of the full size.")
+    until: float = key(
+        0.5, BETWEEN_0_AND_1, "The share of the training's steps, from the first, that use smaller images."
+    )
 
     def size(self, full: tuple[int, int]) -> tuple[int, int]:
         """Return height and width of the smaller images, in pixels, given the full size."""

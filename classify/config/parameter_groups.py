@@ -37,7 +37,7 @@ class ParameterGroup(Keyed):
 
 
 def entry_errors(value: Any) -> list[str]:
-    """Return a line for each error within an entry; none for null."""
+    """Return a line for each error within an entry; an empty list for null."""
     if value is None:
         return []
     if not isinstance(value, (list, tuple)):

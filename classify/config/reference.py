@@ -62,9 +62,9 @@ def markdown(sections: Sections) -> str:
 
 
 def json_schema(sections: Sections) -> str:
-    """Return the JSON Schema ``docs/schema.json``, with which an editor completes and explains keys.
+    """Return the JSON Schema ``docs/schema.json``: with it, an editor completes and explains keys.
 
-    The schema restricts no values, because a search may replace any value by a range.
+    The schema restricts no values, because a search may replace any value with a range.
     """
     root = _properties(sections[""])
     for section, keys in sections.items():

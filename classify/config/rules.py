@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from deepspeed_trial.errors import InvalidInput
 
 MOST = 2**53  # floats represent every whole number below it
-MOST_PIXELS = 8192  # of an image's side
+MOST_PIXELS = 8192  # the largest side of an image
 CROP, PAD, STRETCH = "crop", "pad", "stretch"
-FITS = (CROP, PAD, STRETCH)  # of an image to another shape
+FITS = (CROP, PAD, STRETCH)  # the ways to fit an image to another shape
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -21,7 +21,7 @@ class Rule(NamedTuple):
 
     Attributes:
         is_valid: tests a value.
-        message: the reason and the remedy in an error line, ``must be`` and the valid values.
+        message: the reason and the remedy in an error line: ``must be`` and the valid values.
     """
 
     is_valid: Callable[[Any], bool]
@@ -49,10 +49,10 @@ def is_finite(value: Any) -> bool:
 
 
 def size_in_bytes(key: str, text: object) -> int:
-    """Return the bytes of a size such as ``100MB``.
+    """Return the number of bytes of a size such as ``100MB``.
 
     Args:
-        key: names the size in an error line.
+        key: the size's key or option, for an error line.
         text: the size.
 
     Raises:
@@ -72,7 +72,7 @@ def _is_size(value: Any) -> bool:
 
 
 def one_of(*choices: Any) -> Rule:
-    """Return the rule: one of a list of choices."""
+    """Return the rule that a value is one of the choices."""
     kinds = [(type(choice), choice) for choice in choices]  # True equals 1
     shown = ", ".join(dict.fromkeys("null" if choice is None else str(choice) for choice in choices))
     return Rule(lambda value: (type(value), value) in kinds, f"must be one of {shown}")
@@ -94,7 +94,7 @@ def list_of(rule: Rule, length: int | None = None) -> Rule:
     """Return a rule for lists whose values all pass another rule.
 
     Args:
-        rule: for one value.
+        rule: the rule of each value.
         length: the required length of the list; None allows any.
     """
 
@@ -113,7 +113,7 @@ def mapping_of(rule: Rule) -> Rule:
 
 
 def optional(rule: Rule) -> Rule:
-    """Return the rule that also allows null."""
+    """Return a rule that also allows null."""
     return Rule(lambda value: value is None or rule.is_valid(value), rule.message)
 
 

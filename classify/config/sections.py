@@ -1,6 +1,6 @@
 """Keys of an experiment file's sections: default, rule, unit and documentation of each key.
 
-Every section of an experiment file is checked by ``key_errors``. ``reference.py`` documents the same keys.
+``key_errors`` checks every section of an experiment file. ``reference.py`` documents the same keys.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ def unknown_keys(
     shown: Callable[[str, Any], str] = plain,
     no_keys: str = "remove it",
 ) -> list[str]:
-    """Return a line for each unknown key of a section, with the nearest known one.
+    """Return a line for each unknown key of a section, with the nearest known key.
 
     Args:
         path: the prefix of a key in its error line, with the dot.
         section: the keys and their values.
         known: the keys that the section may have.
         reason: the reason in the line.
-        shown: formats the value at a path.
+        shown: a function that formats the value at a path.
         no_keys: the remedy if no key is known.
     """
     names = list(known)
@@ -100,7 +100,7 @@ def key_errors(
         path: the prefix of a key in its error line, with the dot.
         section: the keys and their values.
         keys: the keys that the section may have.
-        shown: formats the value at a path.
+        shown: a function that formats the value at a path.
     """
     return unknown_keys(path, section, keys, shown=shown) + [
         f"{path}{name}: {shown(f'{path}{name}', section[name])}: {key.rule.message}"
@@ -140,8 +140,8 @@ class Keyed:
         Args:
             path: the prefix of a key in an error line, with the dot.
             section: the mapping.
-            errors: a list; a line for each unknown key and invalid value is appended.
-            shown: formats the value at a path.
+            errors: the list to which the method adds a line for each unknown key and invalid value.
+            shown: a function that formats the value at a path.
         """
         keys = cls.keys()
         errors.lines += key_errors(path, section, keys, shown)
@@ -168,7 +168,7 @@ class Section(Keyed):
         """Check a mapping and fill in the defaults.
 
         Args:
-            path: names the mapping in an error line.
+            path: the mapping's name in an error line.
             section: the mapping.
 
         Raises:

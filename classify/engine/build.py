@@ -32,8 +32,8 @@ from deepspeed_trial.out_of_memory import explain_out_of_memory
 from deepspeed_trial.patches.pipeline import clip_stages_together
 from deepspeed_trial.schedules import GroupSchedule, PlannedSchedule
 
-SHAPES = 64  # compiled shapes of batches; a network runs uncompiled beyond torch's limit, by default 8
-PipelineLoss = Callable[[Tensor, Tensor], Tensor]  # of logits (B, C) and labels
+SHAPES = 64  # the limit of compiled batch shapes; torch's default is 8, and it compiles no further shape
+PipelineLoss = Callable[[Tensor, Tensor], Tensor]  # a function of logits (B, C) and labels
 
 
 def build_network(
@@ -88,8 +88,8 @@ def _load_weights(net: nn.Module, config: TrialConfig) -> None:
 def _cut_into_stages(net: nn.Module, config: TrialConfig, pipeline_loss: PipelineLoss) -> PipelineModule:
     if "dynamic_shape" not in inspect.signature(PipelineModule.__init__).parameters:
         raise InvalidInput(
-            f"hyperparameters.pipe_parallel_size: {config.stages}: DeepSpeed {deepspeed.__version__} cannot"
-            " take an epoch's smaller last step; use the image of the Dockerfile, or 1"
+            f"hyperparameters.pipe_parallel_size: {config.stages}: DeepSpeed {deepspeed.__version__} does"
+            " not accept an epoch's smaller last step; use the image of the Dockerfile, or 1"
         )
     layers = layers_of(net)
     assert layers  # combinations.py refuses other networks
@@ -106,7 +106,7 @@ def _cut_into_stages(net: nn.Module, config: TrialConfig, pipeline_loss: Pipelin
 
 def engine_arguments(net: nn.Module, config: TrialConfig) -> dict[str, Any]:
     """Return the arguments of ``deepspeed.initialize``: parameters, schedule and configuration."""
-    # The schedule is no part of the configuration: DeepSpeed would pass torch's schedules ZeRO's optimizer
+    # The configuration excludes the schedule: DeepSpeed would give ZeRO's optimizer to a schedule of torch
     deepspeed_config = config.deepspeed
     schedule: Callable[..., GroupSchedule]
     if config.hyper.minutes and not counts_steps(deepspeed_config):
@@ -121,7 +121,7 @@ def engine_arguments(net: nn.Module, config: TrialConfig) -> dict[str, Any]:
 
 
 def _maker_of_planned(config: TrialConfig) -> Callable[[int | None], Any]:
-    """Return a function from a number of steps to the factory of the schedule."""
+    """Return a function that maps a number of steps to a function that makes the schedule."""
     return lambda total: schedule_maker(planned(config.deepspeed, total))
 
 
@@ -138,9 +138,9 @@ def _trainable_parameters(net: nn.Module, config: TrialConfig) -> Any:
 
 
 def compile_network(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Translate the engine's network by ``torch.compile``, at its first batch of each shape.
+    """Compile the engine's network with ``torch.compile``, at the first batch of each shape.
 
-    Each shape has its own code, so the code of a step does not depend on the batches before it: a resumed run
+    Each shape has its own code, so the code of a step does not depend on earlier batches: a resumed run
     computes the same bits. Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
     """
     torch._dynamo.config.recompile_limit = SHAPES

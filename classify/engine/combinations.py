@@ -1,6 +1,6 @@
-"""Conflicts among the network, its mode, the processes and the DeepSpeed configuration.
+"""Conflicts among the network, its parallelism, the processes and the DeepSpeed configuration.
 
-The constraints of Determined's DeepSpeed guide and of DeepSpeed. Source:
+The constraints are from Determined's DeepSpeed guide and from DeepSpeed. Source:
 https://github.com/determined-ai/determined/blob/v0.38.1/docs/model-dev-guide/api-guides/apis-howto/deepspeed/deepspeed.rst
 """
 
@@ -27,7 +27,7 @@ from deepspeed_trial.errors import InvalidInput, add_new
 from deepspeed_trial.machine import is_installed
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Keys that DeepSpeed has for GPUs alone, where their values switch them on
+# Keys of features that DeepSpeed has only for CUDA; a true or non-empty value turns the feature on
 FOR_GPUS = (
     "zero_optimization.zero_quantized_weights",
     "zero_optimization.zero_quantized_gradients",
@@ -73,7 +73,7 @@ def _optimizer_name(config: Mapping[str, Any]) -> str:
 
 
 def network_errors(hyper: Hyperparameters, processes: int) -> list[str]:
-    """Return the conflicts among the trial's hyperparameters, and with the number of processes."""
+    """Return the conflicts of the hyperparameters with each other and with the number of processes."""
     errors = [f"{HYPER}{line}" for line in (*_net_errors(hyper), *_expert_errors(hyper, processes))]
     stages = hyper.pipe_parallel_size
     if processes % stages:
@@ -85,17 +85,17 @@ def network_errors(hyper: Hyperparameters, processes: int) -> list[str]:
     if stages > 1 and not errors:
         errors += _pipeline_errors(hyper, stages)
     if hyper.test_time_augmentation and stages > 1:
-        reason = "does not go with a pipeline; use checkpoint.py evaluate --tta, or pipe_parallel_size: 1"
+        reason = "does not work with a pipeline; use checkpoint.py evaluate --tta, or pipe_parallel_size: 1"
         errors.append(f"{HYPER}test_time_augmentation: {reason}")
     if hyper.teacher and stages > 1:
-        reason = "does not go with a pipeline, whose last stage has no images; use pipe_parallel_size: 1"
+        reason = "does not work with a pipeline, whose last stage has no images; use pipe_parallel_size: 1"
         errors.append(f"{HYPER}teacher: {hyper.teacher}: {reason}")
     for name in ("teacher_weight", "teacher_temperature"):
         if name in hyper.given and not hyper.teacher:
-            reason = "does nothing without hyperparameters.teacher; give a network, or remove it"
+            reason = "has no effect without hyperparameters.teacher; give a network, or remove it"
             errors.append(f"{HYPER}{name}: {getattr(hyper, name)}: {reason}")
     if "partition_method" in hyper.given and stages == 1:
-        reason = "does nothing without a pipeline; set hyperparameters.pipe_parallel_size: 2 or more"
+        reason = "has no effect without a pipeline; set hyperparameters.pipe_parallel_size: 2 or more"
         errors.append(f"{HYPER}partition_method: {hyper.partition_method!r}: {reason}")
     return errors
 
@@ -106,15 +106,15 @@ def _net_errors(hyper: Hyperparameters) -> Iterator[str]:
     if hyper.moe and name not in ("net", MOE):
         yield f"moe: True: {name} has no experts; use net: {MOE}, or moe: false"
     if hyper.moe is False and name == MOE:
-        yield f"moe: False: but net is {MOE}; use net: net"
+        yield f"moe: False: contradicts net: {MOE}; use net: net, or remove moe"
     if hyper.net_args and hyper.has_experts:
-        yield "net_args: experts read other hyperparameters, such as num_experts; use them"
+        yield "net_args: a network with experts takes num_experts, mlp_type and others instead; use them"
     if hyper.layer_decay and hyper.head_only is True:
-        yield f"layer_decay: {hyper.layer_decay}: does nothing with head_only: true; remove one"
+        yield f"layer_decay: {hyper.layer_decay}: has no effect with head_only: true; remove one of them"
     if hyper.checkpoint_activations and hyper.has_experts:
-        yield f"checkpoint_activations: True: does not go with experts; {smaller}"
+        yield f"checkpoint_activations: True: does not work with experts; {smaller}"
     if hyper.checkpoint_activations and hyper.pipe_parallel_size > 1:
-        yield f"checkpoint_activations: True: does not go with a pipeline; {smaller}"
+        yield f"checkpoint_activations: True: does not work with a pipeline; {smaller}"
 
 
 def _expert_errors(hyper: Hyperparameters, processes: int) -> Iterator[str]:
@@ -122,7 +122,7 @@ def _expert_errors(hyper: Hyperparameters, processes: int) -> Iterator[str]:
     if not hyper.has_experts:
         for key in EXPERTS_ONLY if hyper.moe is None else ():
             if key in hyper.given:
-                yield f"{key}: {getattr(hyper, key)!r}: does nothing without moe; set {HYPER}moe: true"
+                yield f"{key}: {getattr(hyper, key)!r}: has no effect without moe; set {HYPER}moe: true"
         return
     ranks = hyper.ep_world_size
     if processes % ranks:
@@ -134,7 +134,7 @@ def _expert_errors(hyper: Hyperparameters, processes: int) -> Iterator[str]:
         if experts < hyper.top_k:
             yield f"top_k: {hyper.top_k}: more than num_experts {experts}; use 1"
     if hyper.pipe_parallel_size > 1:
-        reason = "mixture of experts does not go with a pipeline; set pipe_parallel_size: 1 or moe: false"
+        reason = "mixture of experts does not work with a pipeline; set pipe_parallel_size: 1 or moe: false"
         yield f"moe: true: {reason}"
 
 
@@ -145,7 +145,7 @@ def _pipeline_errors(hyper: Hyperparameters, stages: int) -> list[str]:
     except InvalidInput as error:
         return error.errors
     if layers is None:
-        return [f"{key} {net} is no sequence of layers; use net, an nn.Sequential, alexnet or a vgg, or 1"]
+        return [f"{key} {net} is not a sequence of layers; use net, an nn.Sequential, alexnet, a vgg, or 1"]
     if stages > len(layers):
         return [f"{key} {net} has {len(layers)} layers; use at most {len(layers)}"]
     return []
@@ -174,7 +174,7 @@ def _stage_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator
     stage, pipeline = zero_stage(config), hyper.pipe_parallel_size > 1
     at = f"zero_optimization.stage: {stage}:"
     if pipeline and stage > 1:
-        yield f"{at} a pipeline goes with ZeRO stage 0 or 1 only; set it to 1, or pipe_parallel_size to 1"
+        yield f"{at} a pipeline works with ZeRO stage 0 or 1 only; set it to 1, or pipe_parallel_size to 1"
     if pipeline and stage == 0 and enabled(config, "fp16"):
         yield f"{at} DeepSpeed does not scale the loss of an fp16 pipeline without ZeRO; set it to 1"
     if offloads(config, "offload_param") and stage != 3:
@@ -182,7 +182,7 @@ def _stage_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator
     if offloads(config, "offload_optimizer") and stage not in (2, 3):
         yield f"{at} offload_optimizer works with ZeRO stage 2 and 3 only; set it to 2 or remove it"
     if hyper.has_experts and stage == 3:
-        yield f"{at} mixture of experts does not go with ZeRO stage 3; set it to 2 or less, or moe to false"
+        yield f"{at} mixture of experts does not work with ZeRO stage 3; set it to 2 or less, or moe to false"
     if hyper.has_experts and stage > 0 and not hyper.moe_param_group:
         reason = f"ZeRO stage {stage} needs experts in separate parameter groups; set it to true"
         yield f"{HYPER}moe_param_group: False: {reason}"
@@ -193,14 +193,12 @@ def _group_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator
     name, stage, entries = _optimizer_name(config), zero_stage(config), hyper.parameter_groups or ()
     cls = optimizer_class(name)
     if not is_muon(config):
-        remedy = f"does nothing with {name}; use optimizer.type: Muon, or remove it"
+        remedy = f"has no effect with {name}; use optimizer.type: Muon, or remove it"
         yield from _group_keys(entries, "muon", remedy)
     grouped = entries or hyper.weight_decay_on != "all" or hyper.layer_decay or hyper.head_only
     if stage and grouped and name.lower() == "adagrad":
-        reason = (
-            f"at ZeRO stage {stage} DeepSpeed has Adagrad in one group; use stage 0, or another optimizer"
-        )
-        yield f"optimizer.type: {name!r}: {reason}"
+        reason = f"at ZeRO stage {stage} DeepSpeed puts all parameters of Adagrad into one group"
+        yield f"optimizer.type: {name!r}: {reason}; use stage 0, or another optimizer"
     if cls is not None and "weight_decay" not in rules(cls):
         remedy = f"{name} has no weight decay; remove it, or use another optimizer"
         if hyper.weight_decay_on != "all":
@@ -223,13 +221,13 @@ def _muon_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[
         reason = f"at ZeRO stage {stage} DeepSpeed would clip Muon's updates, not the gradients"
         yield f"gradient_clipping: {clipping}: {reason}; set it to 0"
     if stage and hyper.has_experts:
-        reason = "DeepSpeed's Muon does not know experts with ZeRO; set it to 0, or use another optimizer"
+        reason = "DeepSpeed's Muon does not support experts with ZeRO; set it to 0, or use another optimizer"
         yield f"zero_optimization.stage: {stage}: {reason}"
     if stage == 1 and dtype_name(config) == "bf16":
-        reason = "at stage 1 DeepSpeed's Muon takes no convolutions in bf16; use stage 0, 2 or 3"
+        reason = "at stage 1 DeepSpeed's Muon does not support bf16 convolutions; use stage 0, 2 or 3"
         yield f"zero_optimization.stage: 1: {reason}"
     if stage == 3 and section_at(config, "scheduler", "params").get("cycle_momentum"):
-        reason = "DeepSpeed's Muon keeps its momentum at ZeRO stage 3; set it to false"
+        reason = "at ZeRO stage 3 a schedule cannot change Muon's momentum; set it to false"
         yield f"scheduler.params.cycle_momentum: True: {reason}"
 
 
@@ -246,23 +244,24 @@ def _precision_errors(config: Mapping[str, Any]) -> Iterator[str]:
         yield "bf16.enabled: True: fp16 is enabled too; set one of them to false"
     if name.lower() == "adagrad" and stage < 2 and dtype in ("fp16", "bf16")[stage:]:
         first = 1 if enabled(config, "fp16") else 2
-        reason = f"DeepSpeed has {name} with {dtype} from ZeRO stage {first} on"
-        yield f"zero_optimization.stage: {stage}: {reason}; use that, or another optimizer"
+        reason = f"DeepSpeed supports {name} with {dtype} only from ZeRO stage {first} on"
+        yield f"zero_optimization.stage: {stage}: {reason}; use that stage, or another optimizer"
 
 
 def _average_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[str]:
-    """Yield an error for modes without fp32 weights in memory, which the weight average needs."""
+    """Yield an error for each setting without fp32 weights in memory: the weight average needs them."""
     if hyper.weight_average is None:
         return
     zero = section_at(config, "zero_optimization")
     for key in ("offload_optimizer", "offload_param"):
         if section_at(zero, key).get("device") == "nvme":
-            yield f"zero_optimization.{key}.device: 'nvme': does not go with weight_average; use device: cpu"
+            at = f"zero_optimization.{key}.device: 'nvme':"
+            yield f"{at} does not work with weight_average; use device: cpu"
     if section_at(zero, "offload_optimizer").get("super_offload"):
         at = "zero_optimization.offload_optimizer.super_offload"
-        yield f"{at}: True: does not go with weight_average; set it to false"
+        yield f"{at}: True: does not work with weight_average; set it to false"
     if zero.get("zenflow"):
-        yield "zero_optimization.zenflow: does not go with weight_average; remove one of them"
+        yield "zero_optimization.zenflow: does not work with weight_average; remove one of them"
     for name in ("fp16", "bf16", "bfloat16"):
         key = f"{name.replace('bfloat', 'bf')}_master_weights_and_grads"
         if section_at(config, name).get(key):
@@ -288,7 +287,7 @@ def _device_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: st
 
 
 def _monitor_errors(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield DeepSpeed's monitors whose packages are missing: DeepSpeed would end with a traceback."""
+    """Yield an error for each monitor whose package is missing: DeepSpeed would end with a traceback."""
     for section, package in {"wandb": "wandb", "comet": "comet_ml"}.items():
         if enabled(config, section) and not is_installed(package):
             yield f"{section}.enabled: True: needs a package; run `pip install {package}`, or set it to false"
@@ -313,15 +312,15 @@ def _compile_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: s
         return
     at = f"{HYPER}compile: True:"
     if hyper.pipe_parallel_size > 1:
-        yield f"{at} does not go with a pipeline; set it to false, or pipe_parallel_size to 1"
+        yield f"{at} does not work with a pipeline; set it to false, or pipe_parallel_size to 1"
     if hyper.has_experts:
-        yield f"{at} does not go with experts; set it to false"
+        yield f"{at} does not work with experts; set it to false"
     if hyper.checkpoint_activations:
-        yield f"{at} does not go with checkpoint_activations; set one of them to false"
+        yield f"{at} does not work with checkpoint_activations; set one of them to false"
     if zero_stage(config) == 3:
         yield f"{at} DeepSpeed's hooks of ZeRO stage 3 interrupt the code at every layer; use stage 2 or less"
-    if "compile" not in vars(DeepSpeedEngine):  # nn.Module has such a method, too
-        yield f"{at} DeepSpeed {deepspeed.__version__} cannot; use the image of the Dockerfile, or false"
+    if "compile" not in vars(DeepSpeedEngine):  # nn.Module has a method of this name, too
+        yield f"{at} DeepSpeed {deepspeed.__version__} cannot compile; use the Dockerfile's image, or false"
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch chooses it
     if device == "cpu" and not shutil.which(compiler):
         yield f"{at} there is no C++ compiler {compiler!r} here; install it, or set the variable CXX"

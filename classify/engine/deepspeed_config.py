@@ -1,7 +1,7 @@
 """Merges hyperparameters and a DeepSpeed configuration file into one checked configuration.
 
-The three forms of Determined's DeepSpeed usage guide: ``deepspeed_config: FILE``; the same with
-``overwrite_deepspeed_args``; or DeepSpeed's own keys inline among the hyperparameters.
+The hyperparameters have one of the three forms of Determined's DeepSpeed usage guide: ``deepspeed_config:
+FILE``; the same with ``overwrite_deepspeed_args``; or DeepSpeed's own keys inline among the hyperparameters.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from classify.engine.optimizer_rules import is_muon, optimizer_class, rules, sch
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.input_files import regular_file
 
-# Another optimizer or schedule keeps the file's parameters if its class takes them, too
+# Another optimizer or schedule keeps those parameters of the file that its class also takes
 INHERITING = {"optimizer": optimizer_class, "scheduler": schedule_class}
-AUTO = "auto"  # of Hugging Face's integration: https://huggingface.co/docs/transformers/deepspeed
+AUTO = "auto"  # from Hugging Face's integration: https://huggingface.co/docs/transformers/deepspeed
 # Values for "auto", by the key's path
 AUTO_VALUES = {
     "optimizer.params.lr": 0.001,
@@ -61,7 +61,7 @@ class Merged(NamedTuple):
 
     Attributes:
         config: the configuration; the schedule's peak follows the learning rate.
-        tries: whether benchmark runs choose the micro-batch; see ``asks_for_tries``.
+        tries: whether benchmarks choose the micro-batch; see ``asks_for_tries``.
     """
 
     config: dict[str, Any]
@@ -88,9 +88,9 @@ def merge(hyper: Hyperparameters) -> Merged:
 
 
 def asks_for_tries(hyper: Hyperparameters) -> bool:
-    """Return whether ``train_micro_batch_size_per_gpu`` is ``auto``: benchmark runs find the fastest one.
+    """Return whether ``train_micro_batch_size_per_gpu`` is ``auto``: benchmarks choose the fastest one.
 
-    The function can skip the merge, because the batch sizes are top-level keys.
+    The function needs no merge, because the batch sizes are top-level keys.
 
     Raises:
         InvalidInput: if the file cannot be read.
@@ -105,11 +105,12 @@ def resolve(
     """Return the configuration for ``deepspeed.initialize``, checked before anything is built.
 
     Args:
-        merged: from ``merge``.
+        merged: the result of ``merge``.
         hyper: the hyperparameters, without conflicts.
         processes: the number of processes.
         device: ``cpu``, ``cuda`` or ``mps``.
-        steps: returns the optimizer steps of the training; None if its length is not known.
+        steps: a function that returns the number of optimizer steps of the training; None if the length is
+            not known.
 
     Returns:
         The configuration with all three batch sizes, the schedule's peak and length, and an optimizer
@@ -124,7 +125,7 @@ def resolve(
     errors = combination_errors(config, hyper, device)
     errors += resolve_batch_sizes(config, replicas) or capacity_errors(config, hyper)
     if tries and (hyper.pipe_parallel_size > 1 or hyper.has_experts):
-        errors.append(f"{MICRO_BATCH}: 'auto': pipelines and experts are built for one size; give a number")
+        errors.append(f"{MICRO_BATCH}: 'auto': pipelines and experts need a fixed size; give a number")
     _raise(errors)
     # The schedule's length
     total = steps(config[TOTAL_BATCH], replicas * config[ACCUMULATION]) if steps else None
@@ -154,7 +155,7 @@ def _forms(hyper: Hyperparameters, errors: list[str]) -> tuple[dict[str, Any], d
     if source is None:
         if overrides:
             raise InvalidInput(
-                "hyperparameters.overwrite_deepspeed_args: overwrites nothing without"
+                "hyperparameters.overwrite_deepspeed_args: has no effect without"
                 " hyperparameters.deepspeed_config; name a file there, e.g. ds_config.json"
             )
         return {}, inline
@@ -167,7 +168,7 @@ def _forms(hyper: Hyperparameters, errors: list[str]) -> tuple[dict[str, Any], d
 
 def _why_not_inline(key: str) -> str:
     if key in known_keys():
-        return "does not go with deepspeed_config; move it under overwrite_deepspeed_args"
+        return "does not work with deepspeed_config; move it under overwrite_deepspeed_args"
     return f"unknown key; {nearest_key(key, 'hyperparameters.overwrite_deepspeed_args.')}"
 
 
@@ -187,7 +188,7 @@ def _read(source: str) -> dict[str, Any]:
 
 
 def _inherit(base: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """If the overrides select another optimizer or schedule, remove parameters that it does not have."""
+    """If the overrides select another optimizer or schedule, remove the parameters that it does not have."""
     for key, find_class in INHERITING.items():
         kind = section_at(overrides, key).get("type")
         old = section_at(base, key)
@@ -206,7 +207,7 @@ def _merge_errors(base: Any, overrides: dict[str, Any], path: str = "") -> list[
     """Remove mappings that would override a single value, because Determined cannot merge them.
 
     Returns:
-        A line for each.
+        A line for each removed mapping.
     """
     errors = []
     for key, value in list(overrides.items()):
@@ -237,7 +238,7 @@ def _update_old_keys(config: dict[str, Any]) -> None:
 
 
 def resolve_auto(config: dict[str, Any]) -> list[str]:
-    """Replace every ``"auto"`` by a value, and return the paths of those keys.
+    """Replace every ``"auto"`` with a value, and return the paths of those keys.
 
     A key that is not in ``AUTO_VALUES`` is removed: DeepSpeed or the training's length sets its value.
     """
@@ -273,7 +274,7 @@ def _leaves_micro_batch_open(config: Mapping[str, Any]) -> bool:
 
 
 def resolve_batch_sizes(config: dict[str, Any], replicas: int) -> list[str]:
-    """Fill in the missing batch sizes for the data-parallel size ``replicas``, or return an error line.
+    """Fill in the missing batch sizes for the data-parallel size ``replicas``; return error lines.
 
     train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * data-parallel size.
     """
@@ -313,22 +314,22 @@ def _indivisible(given: dict[str, int], replicas: int) -> str:
 
 
 def _avoid_compiling(config: dict[str, Any], device: str) -> None:
-    """Select torch's Adam without CUDA: on a CPU, DeepSpeed would first compile its kernel for a minute."""
+    """Select torch's Adam on a device without CUDA: DeepSpeed would first compile a kernel for a minute."""
     optimizer = config["optimizer"]
     if optimizer["type"].lower() in ("adam", "adamw", "muon"):  # Muon includes an Adam
         params = optimizer.setdefault("params", {})
         if device != "cuda":
             params.setdefault("torch_adam", True)
         elif not params.get("torch_adam"):
-            params.pop("fused", None)  # DeepSpeed's kernels always are
+            params.pop("fused", None)  # DeepSpeed's own Adam is always fused
     if device == "cpu" and offloads(config, "offload_optimizer"):
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     if optimizer["type"].lower() not in DEEPSPEED_OPTIMIZERS:
-        config.setdefault("zero_allow_untested_optimizer", True)  # torch's step element by element
+        config.setdefault("zero_allow_untested_optimizer", True)  # torch's are elementwise
 
 
 def _suit_muon(config: dict[str, Any]) -> None:
-    """With Muon, do not clip by default, and let ZeRO 3 reduce whole gradients, as DeepSpeed requires."""
+    """With Muon, do not clip by default, and let ZeRO stage 3 reduce whole gradients: DeepSpeed needs both."""
     if not is_muon(config):
         return
     config.setdefault("gradient_clipping", 0.0)
@@ -347,7 +348,7 @@ def _disable_throughput_timer(config: dict[str, Any]) -> None:
 def _cast_buffers(config: dict[str, Any]) -> None:
     """Keep running statistics in the dtype of the weights, as batch normalization requires.
 
-    DeepSpeed leaves buffers in fp32 since 0.19; before, it always cast them.
+    Since version 0.19 DeepSpeed leaves buffers in fp32; earlier versions always cast them.
     """
     if hasattr(constants, "BUFFER_DTYPE") and dtype_name(config) != "fp32":
         config.setdefault("data_types", {}).setdefault("buffer_dtype", dtype_name(config))

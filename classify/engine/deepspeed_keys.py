@@ -29,7 +29,7 @@ TOTAL_BATCH, MICRO_BATCH, ACCUMULATION = BATCH_KEYS = (
 # Features that DeepSpeed has removed: a file may still switch them off.
 REMOVED = """amp autotuning compression_training curriculum_learning eigenvalue elasticity graph_harvesting
     nebula progressive_layer_drop quantize_training sparse_attention sparse_gradients""".split()
-# Keys that DeepSpeed ignores or cannot train with here, and the remedy.
+# Keys that DeepSpeed ignores or with which it cannot train here, and the remedy for each.
 REPLACED = {
     "autotuning": "only DeepSpeed's launcher reads it; use search.py --config experiments/search-speed.yaml",
     "fp32_allreduce": "write communication_data_type: fp32",
@@ -38,7 +38,7 @@ REPLACED = {
     "tensor_parallel": "is for language models; remove it",
     "datastates_ckpt": "needs another package, and this project writes its checkpoints itself; remove it",
 }
-# Sections that a pydantic model describes, and the attribute of DeepSpeedConfig that has it.
+# Sections that a pydantic model describes, and the attribute of DeepSpeedConfig that has the model.
 _MODELS = {
     "zero_optimization": "zero_config",
     "fp16": "float16_config",
@@ -63,7 +63,7 @@ _NESTED = (
     "optimizer.params.momentum",
     "zero_optimization.stage",
 )
-# Values that DeepSpeed takes unchecked, and fails at in training.
+# Rules of values that DeepSpeed does not check before it fails in training.
 _UNCHECKED: dict[str, Rule] = {
     "fp16.initial_scale_power": Rule(
         lambda v: is_count(v, 0) and v <= 62, "must be a whole number from 0 to 62"
@@ -103,8 +103,8 @@ def known_keys(section: str | None = None) -> frozenset[str]:
     """Return the keys that the installed DeepSpeed reads while it parses a configuration.
 
     Args:
-        section: a top-level key; returns the keys inside it, or none if DeepSpeed does not read them one by
-            one.
+        section: a top-level key, to return the keys inside it: none if DeepSpeed does not read them one by
+            one. None returns the top-level keys.
     """
     recorder = _Recorder()
     # DeepSpeed refuses an empty configuration, and a mapping where it expects a value
@@ -120,7 +120,7 @@ def _defaults() -> Any:
 
 
 def errors_of_whole(config: Mapping[str, Any]) -> list[str]:
-    """Return DeepSpeed's error for the whole configuration; the batch sizes are checked elsewhere."""
+    """Return DeepSpeed's error for the whole configuration, except for the batch sizes."""
     whole = {key: value for key, value in config.items() if key not in BATCH_KEYS}
     try:
         DeepSpeedConfig({**whole, MICRO_BATCH: 1})
@@ -215,7 +215,7 @@ def _refused_alone(key: str, value: Any) -> list[str]:
         return [_in_one_line(key, detail) for detail in error.errors()]
     except Exception as error:  # DeepSpeed's own checks raise errors of many types
         if key in ("fp16", "bf16") and isinstance(error, AssertionError):
-            return []  # depends on the ZeRO stage: errors_of_whole
+            return []  # it is valid at some ZeRO stages: errors_of_whole checks that
         if isinstance(error, AttributeError) and not isinstance(value, Mapping):
             return [f"{key}: {value!r}: must be a mapping of DeepSpeed's keys; change or remove it"]
         return [f"{key}: {value!r}: DeepSpeed refuses it ({one_line(error)}); change or remove it"]
@@ -243,6 +243,6 @@ def _message(detail: Any) -> str:
     choices = str(detail.get("ctx", {}).get("expected", ""))
     if detail["type"] != "enum":
         return str(detail["msg"])
-    # pydantic lists a choice twice that has two names, such as ZeRO's stage 3
+    # pydantic lists a choice with two names twice, such as ZeRO's stage 3
     *others, last = dict.fromkeys(re.split(r", | or ", choices))
     return str(detail["msg"]).replace(choices, f"{', '.join(others)} or {last}" if others else last)

@@ -1,4 +1,4 @@
-"""The image classifier's hooks: the network in checkpoints, settings for a resume, advice on memory."""
+"""The image classifier's hooks: networks in checkpoints, settings to compare on resume, advice on memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOT_EXPORTED = ("ep_world_size", "noisy_gate_policy")  # settings that only a tr
 
 
 class Fitted(Protocol):
-    """Metrics of several labels an image; without ``thresholds`` an evaluation fits them."""
+    """Metrics; with several labels an image, an evaluation fits the thresholds if they are None."""
 
     thresholds: Mapping[str, float] | None
 
@@ -48,15 +48,16 @@ class ClassifierHooks(TrialHooks):
         context: the trial's context.
         config: the trial's configuration.
         engine: the trial's engine.
-        metrics: of its evaluations; a test uses the thresholds of the validation.
+        metrics: the reducer of the trial's evaluations; a test uses the thresholds of the validation.
         normalization: mean and standard deviation of each channel of the input.
         images_on_gpu: bytes of images in a GPU's memory.
 
     Attributes:
         started: ``time.perf_counter()`` at the start of the training.
         average: the average of the weights; None without ``weight_average``.
-        confidence: the temperature and the threshold of the present weights; empty before their validation.
-        thresholds: of each label, with several labels an image; empty before the weights' validation.
+        confidence: the temperature and the threshold of the current weights; empty before their validation.
+        thresholds: the threshold of each label, with several labels an image; empty before the validation of
+            the current weights.
     """
 
     started = 0.0
@@ -76,7 +77,7 @@ class ClassifierHooks(TrialHooks):
         self.mean, self.std = map(list, normalization)
         self.images_on_gpu = images_on_gpu
         if config.hyper.minutes and config.plan is not getattr(context, "plan", None):
-            reason = "only deepspeed_trial.trainer ends a training by time; use {epochs: N} or {batches: N}"
+            reason = "only deepspeed_trial.trainer supports minutes; use {epochs: N} or {batches: N}"
             raise InvalidInput(f"hyperparameters.max_length: {config.hyper.max_length}: {reason}")
         self._validation = contextlib.ExitStack()
         self.confidence: Mapping[str, float] = {}
@@ -119,12 +120,12 @@ class ClassifierHooks(TrialHooks):
 
     @property
     def _thresholds(self) -> Mapping[str, float]:
-        """The threshold of each label, also before the weights' validation."""
+        """The threshold of each label; ``UNFITTED`` before the validation of the current weights."""
         return self.thresholds or dict.fromkeys(self.config.source.classes, UNFITTED)
 
     @override
     def on_checkpoint_load_end(self, checkpoint_dir: pathlib.Path) -> None:
-        """Load temperature, thresholds, and the weight average unless the checkpoint's shards held it."""
+        """Load temperature and thresholds, and the weight average of a checkpoint without shards."""
         if net_file.beside(path := checkpoint_dir / net_file.NAMES[0]).exists():
             description = net_file.read_description(path)
             self.confidence = description.get("confidence") or {}
@@ -256,7 +257,7 @@ class ClassifierHooks(TrialHooks):
 
     @override
     def stages(self) -> Sequence[tuple[float, float]]:
-        """Take the pixels of an image for the duration of a step."""
+        """Return the stages; the duration of a step is assumed proportional to the pixels of an image."""
         resizing, (height, width) = self.config.hyper.progressive_resizing, self.config.data.image_size
         if resizing is None:
             return super().stages()
@@ -268,5 +269,5 @@ class ClassifierHooks(TrialHooks):
 
     @override
     def code(self) -> Code:
-        """Return the project's folder, without images in it."""
+        """Return the project's folder without the folder of the images."""
         return Code(PROJECT, [pathlib.Path(self.config.data.root)])

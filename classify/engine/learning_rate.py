@@ -1,6 +1,6 @@
-"""Sets a schedule's peak to ``optimizer.params.lr``, and its lengths by the length of the training.
+"""Sets a schedule's peak to ``optimizer.params.lr``, and its lengths from the length of the training.
 
-DeepSpeed's schedules silently replace the optimizer's learning rate by their peak. Without this module, a
+DeepSpeed's schedules silently replace the optimizer's learning rate with their peak. Without this module, a
 search over the learning rate would train every trial at the same rate.
 """
 
@@ -23,9 +23,9 @@ from classify.engine.optimizer_rules import (
 )
 
 LEAST_KEYS = {"WarmupLR": "warmup_min_lr", "WarmupDecayLR": "warmup_min_lr", "OneCycle": "cycle_min_lr"}
-LONGEST_WARMUP = 1000  # steps of a warm-up whose length is not given
-ENDLESS = ("WarmupLR", "LRRangeTest")  # schedules whose lengths do not depend on the training's
-PROVISIONAL = 1000  # steps of the schedule before a plan: the first rate does not depend on them
+LONGEST_WARMUP = 1000  # maximum steps of a warm-up whose length is not given
+ENDLESS = ("WarmupLR", "LRRangeTest")  # schedules whose lengths do not depend on the training's length
+PROVISIONAL = 1000  # steps of the schedule before there is a plan; the first rate does not depend on them
 
 
 def follow_learning_rate(config: dict[str, Any], overrides: Mapping[str, Any]) -> None:
@@ -94,7 +94,10 @@ def counts_steps(config: Mapping[str, Any]) -> bool:
 
 
 def planned(config: Mapping[str, Any], total: int | None) -> dict[str, Any]:
-    """Return a time-limited training's configuration for a plan of ``total`` steps; None before a plan."""
+    """Return the configuration of a training in minutes, with a schedule for ``total`` steps.
+
+    ``total`` is None before there is a plan.
+    """
     fitted = {**config, "scheduler": copy.deepcopy(config["scheduler"])}
     # The warm-up has no limit in steps, so that it is the same share of the training in every plan
     follow_length(fitted, total or PROVISIONAL, longest_warmup=float("inf"))
@@ -123,7 +126,7 @@ def configured_errors(config: Mapping[str, Any], is_timed: bool) -> list[str]:
 
 
 def _shares(params: Mapping[str, Any]) -> list[str]:
-    """Return the lengths that are fractions of the training."""
+    """Return the names of the lengths that are fractions of the training."""
     return [key for key in LENGTHS if 0 < (params.get(key) or 0) < 1]
 
 
@@ -137,7 +140,7 @@ def schedule_errors(config: Mapping[str, Any]) -> list[str]:
         return _torch_errors(kind, params)
     if kind == "OneCycle" and params["cycle_min_lr"] > params["cycle_max_lr"]:
         low, high = params["cycle_min_lr"], params["cycle_max_lr"]
-        reason = f"more than cycle_max_lr ({high}); use less, e.g. {high / 10:g}"
+        reason = f"is above cycle_max_lr ({high}); use less, e.g. {high / 10:g}"
         return [f"scheduler.params.cycle_min_lr: {low}: {reason}"]
     if kind not in ("WarmupDecayLR", "WarmupCosineLR"):
         return []
@@ -159,13 +162,13 @@ def _torch_errors(kind: str, params: Mapping[str, Any]) -> list[str]:
         return [f"scheduler.params.{length}: missing; give it, or hyperparameters.max_length"]
     total, rise = params[length], params.get("pct_start", 0.3)
     if kind == "OneCycleLR" and _rises_in_one_step(params):
-        reason = f"is 1 of {total} steps, and torch wants 0 or more than 1; use {min(1.0, 2 / total):g}"
+        reason = f"is 1 of {total} steps, but torch needs 0 or more than 1; use {min(1.0, 2 / total):g}"
         return [f"scheduler.params.pct_start: {rise}: {reason}"]
     return []
 
 
 def _rises_in_one_step(params: Mapping[str, Any]) -> bool:
-    """Return whether OneCycleLR rises in one step, for which torch would divide by zero."""
+    """Return whether OneCycleLR rises in one step: torch would then divide by zero."""
     return params.get("pct_start", 0.3) * params["total_steps"] == 1
 
 
@@ -179,7 +182,7 @@ def schedule_notes(config: Mapping[str, Any], total: int | None) -> list[str]:
     params = section_at(config, "scheduler", "params")
     return [
         f"scheduler.params.{key}: {params[key]}: the training has {total:,} steps, so the learning rate never"
-        f" gets to its peak; use less, e.g. {max(2, total // 10)}, or train for longer"
+        f" reaches its peak; use less, e.g. {max(2, total // 10)}, or train for longer"
         for key in ("warmup_num_steps", "cycle_first_step_size")
         if total is not None and params.get(key, 0) > total
     ]

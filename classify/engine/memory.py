@@ -2,7 +2,7 @@
 
 The sizes of weights, gradients, optimizer state and DeepSpeed's copies are computed from the configuration.
 torch's ``MemTracker`` measures the activations of two small micro-batches on fake tensors. Activations are
-linear in the micro-batch.
+linear in the size of the micro-batch.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ FP32, ADAM = 4, 8  # bytes of a number; bytes of Adam's state for each number
 TRACED = 2, 4  # images in the measured micro-batches; batch normalization does not train on one image
 # MiB of a process after its imports; more with several processes; MiB of a GPU's context
 BASE, JOINED, GPU_BASE = 820, 40, 500
-HOLES = 1.35  # memory that glibc keeps for a step, over the size of its blocks: docs/memory.md
-TEMPORARIES = 2  # tensors of a parameter's size within torch's Adam: ZeRO's parameters are whole partitions
+HOLES = 1.35  # memory that glibc holds for a step, divided by the size of the step's blocks: docs/memory.md
+TEMPORARIES = 2  # tensors of a parameter's size in torch's Adam; with ZeRO, a parameter is a whole partition
 BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, in numbers
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # of mallopt
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # parameters of mallopt
 MMAPS = 65536  # glibc's default limit of blocks allocated by mmap
 
 
@@ -67,7 +67,7 @@ class Forecast:
 
 
 class Forecaster:
-    """Estimates memory for several micro-batches of one configuration: ``Forecaster(config)(micro_batch)``.
+    """Estimates memory for micro-batches of any size: ``Forecaster(config)(micro_batch)``.
 
     Args:
         config: the trial's configuration.
@@ -96,7 +96,7 @@ class Forecaster:
         except Exception as error:  # a network may raise anything
             return Forecast(parts, host, f"the activations are not known ({one_line(error)})")
         if config.zero_stage == 3 and config.replicas > 1:
-            parts["weights"] += config.dtype.itemsize * _trained(config)  # gathered for a pass
+            parts["weights"] += config.dtype.itemsize * _trained(config)  # all weights, for a pass
         if config.hyper.weight_average:
             parts["average"] = FP32 * (_share(config) if config.zero_stage else _trained(config))
         growth = (second - first) / (TRACED[1] - TRACED[0])
@@ -107,14 +107,14 @@ class Forecaster:
         return Forecast(parts, host)
 
     def largest(self, limit: int) -> int:
-        """Return the largest micro-batch of the training images that fits into ``limit`` bytes, or 0."""
+        """Return the largest number of images whose micro-batch fits into ``limit`` bytes, or 0."""
         sizes = range(1, self.config.source.count("train") // self.config.replicas + 1)
         return bisect.bisect_right(sizes, limit, key=lambda size: self(size).total)
 
     @functools.cached_property
     def _activations(self) -> tuple[int, int]:
         first, second = (measure_activations(self.config, size) for size in TRACED)
-        if self.config.teacher:  # it classifies the images before the network does
+        if self.config.teacher:  # the teacher classifies the images before the network does
             taught = [measure_teacher(self.config, size) for size in TRACED]
             first, second = max(first, taught[0]), max(second, taught[1])
         return first, second
@@ -150,7 +150,7 @@ def measure_activations(config: TrialConfig, micro_batch: int) -> int:
 
 
 def measure_teacher(config: TrialConfig, micro_batch: int) -> int:
-    """Return the most bytes of inputs and activations while the teacher classifies a micro-batch."""
+    """Return the peak bytes of inputs and activations while the teacher classifies a micro-batch."""
     teacher = config.teacher
     assert teacher
     outline = copy.deepcopy(teacher.net).to("meta")
@@ -194,7 +194,7 @@ def model_states(config: TrialConfig, stage: int | None = None) -> dict[str, int
 
     Args:
         config: the trial's configuration.
-        stage: a ZeRO stage that replaces the configuration's.
+        stage: a ZeRO stage instead of the configuration's stage.
     """
     stage = config.zero_stage if stage is None else stage
     parameters, share, width = _trained(config), _share(config), config.dtype.itemsize
@@ -207,11 +207,12 @@ def model_states(config: TrialConfig, stage: int | None = None) -> dict[str, int
 
 
 def partition_copies(config: TrialConfig) -> int:
-    """Return the bytes of ZeRO's copies: the larger of its bucket and its step, which alternate.
+    """Return the bytes of ZeRO's copies: of its bucket or of its step, whichever needs more memory.
 
-    The bucket gathers gradients for their reduction; for stage 1 the states include all gradients. The step
-    flattens the partition's gradients into one fp32 tensor, and sums 16-bit gradients in a second one. The
-    optimizer's temporaries have the same size, because the partition is its only parameter.
+    The bucket gathers gradients for their reduction. At stage 1 it needs no memory beyond ``model_states``,
+    which then includes all gradients. The step flattens the partition's gradients into one fp32 tensor, and
+    sums 16-bit gradients in a second one. The optimizer's temporaries have the same size, because the
+    partition is its only parameter.
     """
     width, share, zero = config.dtype.itemsize, _share(config), config.deepspeed["zero_optimization"]
     bucket = width * min(_trained(config), int(zero.get("reduce_bucket_size", BUCKET)))
@@ -270,7 +271,7 @@ def describe(config: TrialConfig, limit: int | None) -> list[str]:
         fits = "fits into" if forecast.total <= limit else "does not fit into"
         largest = forecaster.largest(limit)
         can = f"micro-batches of up to {largest:,} images do" if largest else "nor does a micro-batch of 1"
-        lines.append(f"{fits} the {limit / MIB:,.0f} MiB that it may have here; {can}")
+        lines.append(f"{fits} the {limit / MIB:,.0f} MiB that a process may use here; {can}")
     return lines
 
 
@@ -280,7 +281,7 @@ def describe(config: TrialConfig, limit: int | None) -> list[str]:
 def keeps_freed_memory(config: TrialConfig) -> bool:
     """Return whether the C library should keep the memory blocks that a step frees.
 
-    With ZeRO 3 or activation checkpointing the blocks have many sizes, and kept ones would accumulate.
+    With ZeRO 3 or activation checkpointing the blocks have many sizes, and kept blocks would accumulate.
     """
     return config.zero_stage < 3 and not config.hyper.checkpoint_activations
 
@@ -296,7 +297,7 @@ def keep_freed_memory(keeps: bool) -> None:
     """
     if sys.platform != "linux" or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return
-    with contextlib.suppress(OSError, AttributeError):  # of another C library
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no mallopt
         library = ctypes.CDLL(None)
         library.mallopt(M_MMAP_MAX, 0 if keeps else MMAPS)
         library.mallopt(M_MMAP_THRESHOLD, MIB)

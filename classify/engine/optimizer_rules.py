@@ -26,7 +26,7 @@ LENGTHS = """warmup_num_steps total_num_steps cycle_first_step_size cycle_second
     lr_range_test_step_size total_steps total_iters T_max""".split()
 # Parameters that DeepSpeed reads itself, and removes before it makes torch's Adam
 ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-# Optimizers that compress the gradients that GPUs exchange, by MPI or cupy, and the optimizer to use instead
+# Optimizers that compress the exchanged gradients with MPI or cupy, and the optimizer to use instead
 COMPRESSED = {"onebitadam": "Adam", "zerooneadam": "Adam", "onebitlamb": "Lamb"}
 
 
@@ -85,7 +85,7 @@ _LENGTH = Rule(
     lambda v: is_count(v, 1) or (is_number(v, 0, 1) and v > 0),
     "must be a whole number of at least 1, or a share of the training between 0 and 1",
 )
-_NEVER = Rule(lambda v: v is False, "DeepSpeed's steps do not go with it; remove it")
+_NEVER = Rule(lambda v: v is False, "DeepSpeed's engine does not support it; remove it")
 _RATES = """lr weight_decay warmup_min_lr warmup_max_lr cycle_min_lr cycle_max_lr lr_range_test_min_lr
     lr_range_test_step_rate decay_lr_rate decay_mom_rate max_lr eta_min""".split()
 
@@ -98,7 +98,7 @@ def _are_numbers(value: Any, defaults: tuple[Any, ...], is_right: Callable[[Any]
 
 
 # The rules of parameters that their classes do not check, or check without naming the parameter.
-# Any other parameter must be like its default, and built_errors lets the class check it.
+# Any other parameter must have the type of its default, and built_errors lets the class check it.
 _PARAMS: dict[str, Rule] = {
     **dict.fromkeys(_RATES, RATE),
     **dict.fromkeys("momentum cycle_min_mom cycle_max_mom base_momentum max_momentum".split(), _SHARE),
@@ -146,7 +146,7 @@ def _like(default: Any) -> Rule:
 def _section_errors(
     key: str, section: Any, names: list[str], known: Callable[[str], dict[str, Rule] | None]
 ) -> list[str]:
-    """Check ``{type: NAME, params: {...}}``."""
+    """Check a section ``{type: NAME, params: {...}}``."""
     if not isinstance(section, Mapping):
         return [f"{key}: {section!r}: must be a mapping, {{type: NAME, params: {{...}}}}"]
     others = {k: v for k, v in section.items() if k != "legacy_fusion"}
@@ -191,13 +191,13 @@ def optimizer_errors(config: Mapping[str, Any]) -> list[str]:
         return ["optimizer: missing; give one, e.g. {type: Adam, params: {lr: 0.001}}"]
     kind = section_at(config, "optimizer").get("type")
     if other := COMPRESSED.get(str(kind).lower()):
-        reason = "compresses the gradients that GPUs exchange, by MPI or cupy, which is not supported here"
+        reason = "compresses the exchanged gradients with MPI or cupy, which is not supported here"
         return [f"optimizer.type: {kind!r}: {reason}; use {other}"]
     errors = _section_errors("optimizer", section, optimizer_names(), _optimizer_parameters)
     if not errors and "lr" not in section.get("params", {}):
         errors.append("optimizer.params.lr: missing; give the learning rate")
     if not errors and is_muon(config) and "adam_lr" not in section["params"]:
-        errors.append("optimizer.params.adam_lr: missing; give the rate of the other parameters, e.g. 0.001")
+        errors.append("optimizer.params.adam_lr: missing; give the learning rate without Muon, e.g. 0.001")
     return errors
 
 
@@ -216,10 +216,10 @@ def _scheduler_parameters(name: str) -> dict[str, Rule] | None:
 
 
 def built_errors(config: Mapping[str, Any]) -> list[str]:
-    """Build optimizer and schedule on one small parameter; return an error line if that fails."""
+    """Build optimizer and schedule for one small parameter; return an error line if that fails."""
     params = {k: v for k, v in config["optimizer"].get("params", {}).items() if k not in ADAM_SWITCHES}
     cls = optimizer_class(config["optimizer"]["type"])
-    if is_muon(config):  # Muon takes matrices alone; the schedule can change the rate and the momentum
+    if is_muon(config):  # Muon takes only matrices; SGD also has a learning rate and a momentum to schedule
         cls, params = torch.optim.SGD, {"lr": params["lr"], "momentum": params.get("momentum", 0.95)}
     if cls is None:
         return []

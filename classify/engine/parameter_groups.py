@@ -31,12 +31,12 @@ class Group:
 
     Attributes:
         name: the group's name in reports.
-        parameters: the parameters' names in the plain network, in its order.
+        parameters: the parameters' names in the network without parallelism, in that network's order.
         weights: the count of numbers in the parameters.
-        lr_factor: the group's learning rate over the optimizer's.
-        weight_decay: None for the optimizer's.
+        lr_factor: the group's learning rate divided by the optimizer's learning rate.
+        weight_decay: the group's weight decay; None for the optimizer's weight decay.
         frozen: whether the parameters keep their values.
-        starts_after: number of optimizer steps at the start with learning rate 0.
+        starts_after: number of optimizer steps with learning rate 0 at the start of the training.
         muon: whether Muon trains the group; False for Muon's Adam; None if the optimizer is not Muon.
     """
 
@@ -72,11 +72,11 @@ def assign(
     """Assign a network's parameters to groups.
 
     Args:
-        net: the plain network, which may be on the meta device.
+        net: the network without parallelism, which may be on the meta device.
         hyper: the hyperparameters.
         classes: number of classes, which is the number of rows of the last layer.
         muon: the optimizer's parameters, if the optimizer is Muon.
-        waits: number of optimizer steps at the start in which only the head trains.
+        waits: number of optimizer steps at the start of the training that train only the head.
 
     Returns:
         The groups that have parameters; the group without a pattern is first. No group has parameters that
@@ -110,7 +110,7 @@ def assign(
         groups.append(Group(parameters=tuple(members[place]), weights=weights, **settings[place]))
     if groups and all(group.frozen for group in groups):
         key = KEY if entries else "hyperparameters.head_only"
-        errors.append(f"{key}: freeze every parameter of {hyper.net}; leave one to train")
+        errors.append(f"{key}: every parameter of {hyper.net} is frozen; leave one to train")
     if errors:
         raise InvalidInput(errors)
     return tuple(groups)
@@ -212,7 +212,7 @@ def _uneven_experts(hyper: Hyperparameters, matches: Mapping[str, list[int]]) ->
 
 
 def are_plain(groups: Sequence[Group]) -> bool:
-    """Whether one group has all parameters, and only the optimizer's settings."""
+    """Return whether one group has all parameters and changes no setting of the optimizer."""
     (first, *more) = groups
     settings = first.lr_factor, first.weight_decay, first.frozen, first.starts_after, first.muon
     return not more and settings == (1, None, False, 0, None)
@@ -244,7 +244,7 @@ def optimizer_groups(
     """Return parameter groups for torch's optimizers, with the parameters of this rank.
 
     Args:
-        named: this rank's parameters by their names in the plain network.
+        named: this rank's parameters by their names in the network without parallelism.
         groups: the groups from ``assign``.
         optimizer: the optimizer's parameters.
     """

@@ -37,7 +37,7 @@ from deepspeed_trial.patches.process import prepare_process
 from deepspeed_trial.plan import Plan
 
 SMALL_NETWORK = 1_000_000  # parameters
-VALIDATION_PIXELS = 512 * 32**2  # of a micro-batch: a forward pass needs little memory
+VALIDATION_PIXELS = 512 * 32**2  # pixels in a validation's micro-batch: a forward pass needs little memory
 
 
 class Sections:
@@ -95,7 +95,7 @@ class TrialConfig:
         seed: the experiment's seed.
         processes: the number of processes.
         device: ``cpu``, ``cuda`` or ``mps``.
-        tries: whether benchmark runs choose the micro-batch; before that it is the largest possible.
+        tries: whether benchmarks choose the micro-batch; before them it is the largest possible one.
         plan: the plan of the steps; for a length in minutes the trainer's plan.
     """
 
@@ -123,16 +123,16 @@ class TrialConfig:
 
         Args:
             hparams: the hyperparameters.
-            experiment: the experiment configuration; ``data``, ``searcher``, ``reproducibility`` and the
-                checkpoint settings are read.
+            experiment: the experiment configuration; the method reads ``data``, ``searcher``,
+                ``reproducibility`` and the checkpoint settings.
             processes: the number of processes.
             device: ``cpu``, ``cuda`` or ``mps``.
             source: the dataset; opened if None.
             plan: the trainer's plan, if there is one.
 
         Raises:
-            InvalidInput: with a line for each individually invalid value and missing data; if there are none,
-                with a line for each conflict.
+            InvalidInput: with a line for each invalid value and for missing data; without those, with a line
+                for each conflict.
         """
         prepare_process()
         sections = Sections(hparams, experiment, source)
@@ -174,29 +174,29 @@ class TrialConfig:
 
     @property
     def batch(self) -> int:
-        """Images in an optimizer step."""
+        """The number of images in an optimizer step."""
         return self.deepspeed[TOTAL_BATCH]
 
     @property
     def micro_batch(self) -> int:
-        """Images in a micro-batch of one process."""
+        """The number of images in a micro-batch of one process."""
         return self.deepspeed[MICRO_BATCH]
 
     @property
     def least_micro_batch(self) -> int:
-        """Images in the smallest micro-batch; an epoch's last step may have smaller ones."""
+        """The number of images in the smallest micro-batch of an epoch, usually one of the last step."""
         parts = self.replicas * self.deepspeed[ACCUMULATION]
         return min(step_sizes(self.source.count("train"), self.deepspeed[TOTAL_BATCH], parts)) // parts
 
     @property
     def epoch_steps(self) -> int:
-        """Optimizer steps in an epoch."""
+        """The number of optimizer steps in an epoch."""
         parts = self.replicas * self.deepspeed[ACCUMULATION]
         return len(step_sizes(self.source.count("train"), self.deepspeed[TOTAL_BATCH], parts))
 
     @property
     def steps(self) -> int | None:
-        """Optimizer steps of the training, by the current plan; None if its length is not known."""
+        """The number of optimizer steps of the training, by the current plan; None if it is not known."""
         if self.hyper.minutes:
             return self.plan.total
         length, parts = self.hyper.max_length, self.replicas * self.deepspeed[ACCUMULATION]
@@ -245,14 +245,14 @@ class TrialConfig:
 
     @functools.cached_property
     def teacher(self) -> Teacher | None:
-        """Teacher of a distillation; None without one; raises ``InvalidInput`` like ``Teacher``."""
+        """The teacher of a distillation, or None; raises ``InvalidInput`` like ``Teacher``."""
         return Teacher(self.hyper.teacher, self.source.classes) if self.hyper.teacher else None
 
     @functools.cached_property
     def forward_flops(self) -> int | None:
         """Floating-point operations of a forward pass over one image; None if they are not known."""
         if self.hyper.has_experts:
-            return None  # the gates decide
+            return None  # the gates choose the experts
         return flops.forward(registry.on_meta_device(self.net), self.data.image_size)
 
     @functools.cached_property
@@ -265,13 +265,13 @@ class TrialConfig:
 
     @property
     def _head_steps(self) -> int:
-        """Number of optimizer steps at the start in which only the head trains."""
+        """Number of optimizer steps at the start of the training that train only the head."""
         length = self.hyper.head_only
         if not isinstance(length, Mapping):
             return 0
         steps = length["batches"] if "batches" in length else length["epochs"] * self.epoch_steps
         if self.steps is not None and steps >= self.steps:
-            reason = f"as long as the training or longer ({self.steps:,} steps); use true, or less"
+            reason = f"is not shorter than the training ({self.steps:,} steps); use true, or less"
             raise InvalidInput(f"hyperparameters.head_only: {dict(length)!r}: {reason}")
         return steps
 
@@ -283,7 +283,7 @@ class TrialConfig:
 
     @property
     def net(self) -> NetSpec:
-        """The network."""
+        """The name and the arguments of the network."""
         return NetSpec(self.hyper.net, len(self.source.classes), self.data.image_size, self.hyper.net_args)
 
     def input_size(self, step: int | None) -> tuple[int, int]:
@@ -325,7 +325,7 @@ class TrialConfig:
     def validation_micro_batch(self) -> int:
         """Images in a validation's micro-batch: at least 2, and more than in training for small images.
 
-        Pipelines and experts use the training's micro-batch, for which their buffers and gates are built.
+        Pipelines and experts use the training's micro-batch: their buffers and gates are built for its size.
         """
         if self.stages > 1 or self.hyper.has_experts:
             return max(2, self.micro_batch)
@@ -334,7 +334,7 @@ class TrialConfig:
 
     @property
     def evaluation_batches(self) -> tuple[int, int]:
-        """Pair: images in a validation's micro-batch, and micro-batches that all ranks process at a time."""
+        """Images in a validation's micro-batch, and micro-batches that all ranks process at a time."""
         of_a_replica = self.deepspeed[ACCUMULATION] if self.stages > 1 else 1
         return self.validation_micro_batch, self.replicas * of_a_replica
 
@@ -376,7 +376,7 @@ def _conflicts(
     with errors.collecting():
         losses.check(hyper.loss, hyper.class_weights, source.classes, several)
     if data.sampling == hyper.class_weights == losses.BALANCED:
-        reason = "does what data.sampling: balanced does already; remove one of them"
+        reason = "has the effect of data.sampling: balanced, which is set; remove one of them"
         errors.lines.append(f"hyperparameters.class_weights: 'balanced': {reason}")
     return errors.lines
 
@@ -384,7 +384,7 @@ def _conflicts(
 def _several_labels_errors(hyper: Hyperparameters) -> list[str]:
     """Refuse hyperparameters that need one label an image."""
     given = {"teacher": hyper.teacher, "test_time_augmentation": hyper.test_time_augmentation}
-    reason = "does not go with data.several_labels; remove it"
+    reason = "does not work with data.several_labels; remove it"
     return [f"hyperparameters.{name}: {reason}" for name, value in given.items() if value is not None]
 
 
@@ -406,7 +406,7 @@ def _metric_errors(hyper: Hyperparameters, searcher: Mapping[str, Any], known: l
     ]
     if not errors and len({metric for metric, _ in chosen.values()} - {None}) == 2:
         (wanted, _), (stopping, _) = chosen.values()
-        reason = f"searcher.metric, {wanted!r}, chooses the best weights and the end; give one metric"
+        reason = f"searcher.metric {wanted!r} chooses the best weights and stops training; give one metric"
         errors.append(f"hyperparameters.early_stopping.metric: {stopping!r}: {reason}")
     return errors
 

@@ -1,7 +1,7 @@
 """A moving average of the trained weights, in fp32, in every mode.
 
-Each rank averages the fp32 weights that its optimizer updates, so the average is partitioned as the optimizer
-is. Running statistics are averaged, too, as in timm's EMA.
+Each rank averages the fp32 weights that its optimizer updates, so the average is partitioned like the
+optimizer's state. Running statistics are averaged, too, as in timm's EMA.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WeightAverage:
 
     Args:
         engine: the engine; the average starts with its weights.
-        options: decay, period and lookahead.
+        options: decay, interval and lookahead.
         plan: the plan of the training's steps.
         stage_layers: names of a pipeline's layers.
     """
@@ -50,7 +50,7 @@ class WeightAverage:
         self._steps = self._steps_done()
 
     def update(self) -> None:
-        """Update the average, once per ``period`` optimizer steps; steps that fp16 skips do not count."""
+        """Update the average every ``options.every`` optimizer steps; steps that fp16 skips do not count."""
         steps, before = self._steps_done(), self._steps
         self._steps = steps
         if steps == before or steps % self.options.every:
@@ -81,7 +81,7 @@ class WeightAverage:
         update_network(self.engine)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the average by the network's names, on the CPU in fp32, gathered from all ranks."""
+        """Return the average by parameter name, on the CPU in fp32, gathered from all ranks."""
         exchange_masters(self.engine, self._masters)
         whole = gather_full_state_dict(self.engine, self.stage_layers, self._buffers)
         whole = {name: weight.clone() for name, weight in whole.items()}  # the engine may own the tensors

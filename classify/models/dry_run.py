@@ -20,7 +20,7 @@ def check(
     Args:
         spec: the network.
         micro_batch: the smallest micro-batch in training.
-        channels_last: whether images have that memory format.
+        channels_last: whether images have the memory format channels_last.
         smaller: height and width of ``progressive_resizing``'s smaller images; None for the full size.
 
     Raises:
@@ -39,7 +39,7 @@ def check(
     try:
         with torch.device("meta"):
             _run(spec, net, shape, channels_last)
-    except InvalidInput:  # an error of the network, or it needs values, e.g. by item() or bool()
+    except InvalidInput:  # the network has an error, or needs values, e.g. for item() or bool()
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             _run(spec, build(spec), shape, channels_last)
 
@@ -51,7 +51,7 @@ def why_unfit(net: nn.Module, size: tuple[int, int], classes: int, device: str) 
         net: the network, in evaluation mode.
         size: height and width.
         classes: the number of scores per image.
-        device: of the network.
+        device: the network's device.
     """
     try:
         with torch.device(device), torch.no_grad():
@@ -60,7 +60,7 @@ def why_unfit(net: nn.Module, size: tuple[int, int], classes: int, device: str) 
         if is_out_of_memory(error):
             raise
         return one_line(error)
-    return None if _shape(outputs) == (2, classes) else f"it gives {_shape(outputs)} for 2 images"
+    return None if _shape(outputs) == (2, classes) else f"it returns {_shape(outputs)} for 2 images"
 
 
 def _shape(outputs: object) -> object:
@@ -68,7 +68,7 @@ def _shape(outputs: object) -> object:
 
 
 def _run(spec: NetSpec, net: nn.Module, shape: tuple[int, ...], channels_last: bool) -> None:
-    """Train on one micro-batch of a shape (B, 3, H, W), and validate it; raise as ``check`` does."""
+    """Train on one micro-batch (B, 3, H, W), and validate it; raise ``InvalidInput`` like ``check``."""
     images = torch.randn(shape)
     turned = images.contiguous(memory_format=torch.channels_last)
     try:
@@ -94,7 +94,7 @@ def _run(spec: NetSpec, net: nn.Module, shape: tuple[int, ...], channels_last: b
     if (found := _shape(outputs)) != wanted:
         asked = f"{shape[0]} images and {spec.num_classes} classes"
         raise InvalidInput(
-            f"hyperparameters.net: {spec.name!r}: gives {found} for {asked}; make it give {wanted}"
+            f"hyperparameters.net: {spec.name!r}: returns {found} for {asked}; let it return {wanted}"
         )
 
 
@@ -102,7 +102,7 @@ def _why_it_fails(spec: NetSpec, shape: tuple[int, ...], reason: str) -> str:
     micro_batch, _, height, width = shape
     if "Expected more than 1 value per channel" in reason:
         small = f"the smallest micro-batch is too small for {spec.name}'s batch normalization"
-        remedy = "use one that leaves 2 images or more in an epoch's last step"
+        remedy = "use a size that leaves at least 2 images in an epoch's last step"
         return f"train_micro_batch_size_per_gpu: {micro_batch}: {small}; {remedy}"
     if (height, width) != spec.image_size:
         fails = f"{height}x{width}: {spec.name} fails on images of this size ({reason})"

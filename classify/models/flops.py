@@ -10,16 +10,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from classify.models.registry import logits
 
-IMAGES = 2  # batch normalization does not train on one
+IMAGES = 2  # batch normalization does not train on one image
 
 
 def forward(net: nn.Module, size: tuple[int, int]) -> int | None:
-    """Return the operations of a forward pass over an image; None if the network cannot run without values.
+    """Return the operations of a forward pass over an image; None if the meta device cannot run it.
 
-    Convolutions, matrix products and attention count, a multiply-add as two operations.
+    The operations are those of convolutions, matrix products and attention; a multiply-add is two operations.
 
     Args:
-        net: on the meta device.
+        net: the network, on the meta device.
         size: height and width of the images.
     """
     return _count(net, size, trains=False)
@@ -28,11 +28,11 @@ def forward(net: nn.Module, size: tuple[int, int]) -> int | None:
 def training(net: nn.Module, size: tuple[int, int], frozen: Collection[str] = ()) -> int | None:
     """Return the operations of a forward and backward pass over an image, without activation checkpointing.
 
-    The result is at most three times the operations of a forward pass, the value if all layers are trained:
-    torch counts too many operations for the backward pass of grouped convolutions.
+    The result is at most three times a forward pass, the value if all layers are trained: torch counts too
+    many operations for the backward pass of grouped convolutions.
 
     Args:
-        net: on the meta device.
+        net: the network, on the meta device.
         size: height and width of the images.
         frozen: names of parameters that are not trained.
 
@@ -47,7 +47,7 @@ def training(net: nn.Module, size: tuple[int, int], frozen: Collection[str] = ()
 def _count(net: nn.Module, size: tuple[int, int], trains: bool) -> int | None:
     try:
         with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
-            scores = logits(net.train()(torch.zeros(IMAGES, 3, *size, device="meta")))  # it may sample
+            scores = logits(net.train()(torch.zeros(IMAGES, 3, *size, device="meta")))  # it may draw
             forward = counter.get_total_flops()
             if trains:
                 scores.sum().backward()

@@ -1,4 +1,4 @@
-"""The head of a network: the layers that give the class scores."""
+"""The head of a network: the layers that compute the class scores."""
 
 from __future__ import annotations
 

@@ -25,27 +25,27 @@ LossFunction = Callable[..., Tensor]
 
 
 def bce(logits: Tensor, targets: Tensor) -> Tensor:
-    """Binary cross-entropy, the mean over the classes (https://arxiv.org/abs/2110.00476): (B,)."""
+    """Return each image's binary cross-entropy, averaged over classes (https://arxiv.org/abs/2110.00476)."""
     return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(1)
 
 
 def focal(logits: Tensor, targets: Tensor, alpha: float = 0.25, gamma: float = 2) -> Tensor:
-    """Focal loss of a sigmoid, the sum over the classes (https://arxiv.org/abs/1708.02002): (B,)."""
+    """Return each image's sigmoid focal loss, summed over classes (https://arxiv.org/abs/1708.02002)."""
     return sigmoid_focal_loss(logits, targets, alpha, gamma).sum(1)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of a softmax: (B,)."""
+    """Return the cross-entropy of a softmax for each image, (B,)."""
     return F.cross_entropy(logits, targets, reduction="none")
 
 
 def distillation(logits: Tensor, taught: Tensor, temperature: float) -> Tensor:
-    """KL divergence from a teacher's probabilities at a temperature, times the squared temperature: a scalar.
+    """Return the KL divergence from a teacher's probabilities, times the squared temperature: a scalar.
 
     The factor keeps the scale of the gradients (https://arxiv.org/abs/1503.02531).
 
     Args:
-        logits: (B, C) float32.
+        logits: the network's logits, (B, C) float32.
         taught: the teacher's logits, (B, C) float32.
         temperature: T of softmax(logits / T).
     """
@@ -74,7 +74,7 @@ def check(choice: Any, class_weights: Any, classes: Sequence[str], several_label
     with errors.collecting():
         name = _check_loss(choice, len(classes))
         if several_labels and name in OF_ONE_LABEL:
-            reason = "is of one label an image, and data.several_labels gives several"
+            reason = "is for one label an image, but data.several_labels is set"
             errors.lines.append(f"{KEY}: {name!r}: {reason}; use bce or focal")
         elif several_labels and class_weights and name != "bce":
             reason = "with several labels an image only the loss bce takes weights; use bce, or remove them"
@@ -95,7 +95,7 @@ def _named(choice: Any) -> tuple[str, Mapping[str, Any]]:
     entry = {choice: None} if isinstance(choice, str) else choice
     if not isinstance(entry, Mapping) or len(entry) != 1:
         raise InvalidInput(
-            f"{KEY}: {choice!r}: must be a name, or one with its arguments, {{focal: {{gamma: 1}}}}"
+            f"{KEY}: {choice!r}: must be a name, or a name with arguments, e.g. {{focal: {{gamma: 1}}}}"
         )
     ((name, given),) = entry.items()
     if given is not None and not isinstance(given, Mapping):
@@ -120,7 +120,7 @@ def _check_loss(choice: Any, classes: int) -> str:
         with torch.enable_grad():
             values = losses()[name](logits, targets, **arguments)
             if not (isinstance(values, Tensor) and values.shape == (2,) and values.isfinite().all()):
-                raise ValueError("the loss must give a finite number for each image, a tensor (B,)")
+                raise ValueError("the loss must return a finite number for each image, a tensor (B,)")
             values.sum().backward()
     except Exception as error:  # losses raise different types
         shown = f"{KEY}.{name}: {dict(arguments)!r}" if arguments else f"{KEY}: {name!r}"
@@ -131,12 +131,13 @@ def _check_loss(choice: Any, classes: int) -> str:
 class Loss:
     """The loss of a micro-batch: the mean over its images, each weighted by its class.
 
-    With several labels an image, a class's weight multiplies the loss of the images that have its label.
+    With several labels an image, a label's weight multiplies the label's loss on the images that have it.
 
     Args:
         hyper: checked hyperparameters, with ``loss``, ``class_weights``, ``label_smoothing``, ``teacher_*``.
         classes: the names of the classes.
-        labels: gives the labels of all training images, (N,) int64, or (N, C) uint8 for several labels.
+        labels: a function that returns the labels of all training images, (N,) int64, or (N, C) uint8 for
+            several labels.
         several_labels: whether an image may have any number of labels.
     """
 
@@ -184,7 +185,8 @@ class Loss:
     def _class_weights(self) -> Tensor:
         """Return the weight of each class, (C,); balanced weights have a mean of 1 over the training images.
 
-        With several labels an image, a label's balanced weight is its negative over its positive images.
+        With several labels an image, a label's balanced weight is the number of images without the label,
+        divided by the number of images with it.
         Source: https://scikit-learn.org/stable/modules/generated/sklearn.utils.class_weight.compute_class_weight.html
         """
         if isinstance(self.hyper.class_weights, Mapping):

@@ -23,7 +23,7 @@ class Airbench(nn.Module):
 
     Args:
         num_classes: the number of classes.
-        width: filters of the first group; each other group has 4 * width. 1.97 M parameters at 64.
+        width: filters of the first group; each other group has 4 * width. Width 64 has 1.97 M parameters.
         depth: convolutions per group, 1 to 3; the output of the third is added to the input of the second.
         eps: added to the variance of each channel. If images have areas of one colour, a channel may have
             almost no variance in one batch and more in the next. 0.001 limits the effect.
@@ -92,13 +92,13 @@ class Airbench(nn.Module):
 
 
 class _Group(nn.Module):
-    """Convolutions with batch normalization and GELU; the output of the first is pooled."""
+    """Convolutions with batch normalization and GELU; the output of the first convolution is pooled."""
 
     def __init__(self, channels: int, filters: int, depth: int, eps: float) -> None:
         super().__init__()
         inputs = [channels, *[filters] * (depth - 1)]
         convs = [nn.Conv2d(width, filters, 3, padding=1, bias=False) for width in inputs]
-        norms = [nn.BatchNorm2d(filters, eps=eps, momentum=0.4) for _ in inputs]  # of the last few batches
+        norms = [nn.BatchNorm2d(filters, eps=eps, momentum=0.4) for _ in inputs]  # averages few batches
         for width, conv, norm in zip(inputs, convs, norms, strict=True):
             nn.init.dirac_(conv.weight.data[:width])  # the first filters start as the identity
             norm.weight.requires_grad = False  # it learns only a bias

@@ -48,7 +48,7 @@ NAMES = ("net.pt", "net.json")  # in a run's folder
 IN_A_FOLDER = ("model.safetensors", "config.json")  # the names of Hugging Face's libraries
 DIGEST = "file_sha256"  # in the provenance of a file other than a state_dict
 
-EXPORT = "export the network again"  # the remedy of every damaged file
+EXPORT = "export the network again"  # the remedy for every damaged file
 WIDEST = 2**16  # the largest number among a network's arguments
 LONGEST = 64 * 2**20  # the largest description, in bytes
 
@@ -74,7 +74,7 @@ SIDE = Rule(
     f"must be a whole number of pixels of at most {MOST_PIXELS:,}",
 )
 DESCRIPTION = {
-    "net.name": Rule(registry.is_name, "is no network of net.py, torchvision or timm"),
+    "net.name": Rule(registry.is_name, "is not a network of net.py, torchvision or timm"),
     "net.num_classes": whole(2),
     "net.num_experts": optional(
         list_of(Rule(lambda value: is_count(value, 1) and value <= 1024, "must be 1 to 1,024"))
@@ -130,7 +130,7 @@ def write_described(
     """Write a network's file and its JSON file, each atomically.
 
     Args:
-        path: of the network's file.
+        path: the path of the network's file.
         description: the content of the JSON file; ``DESCRIPTION`` has the required keys.
         save_as: a function that writes the network to a path in the same folder.
         with_digest: whether the description gets the file's SHA-256 checksum.
@@ -154,7 +154,7 @@ def write_described(
 
 
 def write_description(path: pathlib.Path, description: Mapping[str, Any]) -> None:
-    """Write only the JSON file, for a checkpoint, which has the weights in shards."""
+    """Write only the JSON file of a checkpoint whose weights are in shards."""
     beside(path).write_text(json.dumps(redacted(description), indent=2) + "\n")
 
 
@@ -178,7 +178,7 @@ def redacted(description: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(path: pathlib.Path) -> tuple[nn.Module, dict[str, Any]]:
-    """Build the network of a file or folder of weights, ready to classify.
+    """Build the network of a file or folder of weights, in evaluation mode.
 
     Returns:
         The network and its description.
@@ -258,7 +258,7 @@ def _bounded(weights: int) -> Iterator[None]:
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if next(left, None) is None:
-            what = f"net.net_args: a network of more than {weights:,} weights, which its file has"
+            what = f"net.net_args: a network with far more weights than the {weights:,} in its file"
             raise InvalidInput(f"{what}; {EXPORT}")
 
     handle = register_module_parameter_registration_hook(count)
@@ -286,5 +286,5 @@ def _make(
     try:
         return NetMoE(**arguments)
     except Exception as error:  # DeepSpeed raises several types
-        what = f"net: {arguments}: cannot be made ({one_line(error)})"
+        what = f"net: {arguments}: cannot be built ({one_line(error)})"
         raise InvalidInput(f"{path}: {what}; {EXPORT}") from error

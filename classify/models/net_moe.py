@@ -1,4 +1,4 @@
-"""``Net`` with layers of experts, which DeepSpeed provides; needs a process group."""
+"""``Net`` with layers of experts, which DeepSpeed provides. The layers need a process group."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NetMoE(Net):
 
     Args:
         num_classes: the number of classes.
-        num_experts: the experts of each MoE layer.
+        num_experts: the number of experts of each MoE layer.
         ep_world_size: the number of ranks that share the experts of a layer.
         mlp_type: ``standard``, or ``residual`` to add a fixed layer to the experts
             (https://arxiv.org/abs/2201.05596).
@@ -67,7 +67,7 @@ class NetMoE(Net):
         self.load_balancing_loss = torch.zeros(())
 
     def train(self, mode: bool = True) -> NetMoE:
-        """Set the mode: training samples the second expert, validation uses the most probable one."""
+        """Set the mode: training samples the second expert, validation uses the second most probable one."""
         super().train(mode)
         for name, module in self.moe_layer_list.named_modules():
             if name.endswith("gate"):
@@ -75,7 +75,7 @@ class NetMoE(Net):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the class scores, and set ``load_balancing_loss``; shapes as in ``Net.forward``."""
+        """Return the class scores, and set ``load_balancing_loss``; shapes are those of ``Net.forward``."""
         images = len(x)
         x = self.pool(F.relu(self.conv1(x)))
         x = self.pool(F.relu(self.conv2(x)))

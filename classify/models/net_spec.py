@@ -10,8 +10,8 @@ class NetSpec(NamedTuple):
     """The name and the arguments of a network.
 
     Attributes:
-        name: one of ``names``, or ``timm/NAME``.
-        num_classes: the width of the last layer.
+        name: one of ``registry.names()``, or ``timm/NAME``.
+        num_classes: the number of classes.
         image_size: height and width of the images in pixels.
         args: further arguments of the network's function.
     """

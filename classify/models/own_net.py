@@ -40,8 +40,8 @@ def choose(file: pathlib.Path) -> bool:
 def load() -> None:
     """Run the selected file, which registers its networks and losses; do nothing without a file.
 
-    If the file is a copy of the project's ``net.py``, with a separate ``register``, its networks are added,
-    too.
+    A copy of the project's ``net.py`` has its own ``register``. The function adds the networks and losses
+    that are registered there, too.
 
     Raises:
         InvalidInput: if the file cannot be imported.
@@ -54,7 +54,7 @@ def load() -> None:
     module = sys.modules[MODULE] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # the person's code
+    except Exception as error:  # the user's code may raise anything
         del sys.modules[MODULE]
         raise InvalidInput(
             f"{path}: cannot be imported ({type(error).__name__}: {one_line(error)}); correct it"

@@ -35,7 +35,7 @@ _OLD_DENSE_LAYER = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.(\d)")
 
 
 def is_name(net: str, weights: str) -> bool:
-    """Return whether a library has weights of this name, such as ``DEFAULT``, for a network."""
+    """Return whether a library has a network's weights of this name, such as ``DEFAULT``."""
     if is_own(net):
         return False
     is_timm = timm_nets.is_timm(net)
@@ -51,7 +51,7 @@ def is_own(net: str) -> bool:
 def read(spec: NetSpec, weights: str, classes: Sequence[str]) -> dict[str, Tensor]:
     """Read the weights that ``hyperparameters.weights`` names, from a library or a file.
 
-    If the weights' JSON file lists other classes, the head is left out.
+    If the weights' JSON file lists other classes, the result has no weights of the head.
 
     Args:
         spec: the network; timm resamples position embeddings to its image size.
@@ -122,11 +122,11 @@ def fetch(net: str, weights: str) -> dict[str, Tensor]:
 
 
 def normalization(net: str, weights: str | None = None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and standard deviation with which a network's pretrained weights expect images.
+    """Return the mean and standard deviation that normalise images for a network's pretrained weights.
 
     Args:
         net: the name of the network.
-        weights: the name of the weights, which matters for timm; the default weights if None.
+        weights: the name of the weights of timm; None for the default weights.
 
     Raises:
         InvalidInput: if the network has no pretrained weights.

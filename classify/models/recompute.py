@@ -1,6 +1,6 @@
-"""Activation checkpointing: a block keeps only its inputs, and the backward pass computes it again.
+"""Activation checkpointing: a block keeps only its inputs, and the backward pass runs the block again.
 
-Source: https://arxiv.org/abs/1604.06174, by torch.utils.checkpoint.
+Source: https://arxiv.org/abs/1604.06174; ``torch.utils.checkpoint`` implements it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def enable(net: nn.Module) -> None:
 
 
 def blocks(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
-    """Yield the outermost entries of containers that contain modules themselves, such as residual blocks."""
+    """Yield the outermost entries of containers that have modules inside, such as residual blocks."""
     for child in module.children():
         if type(child) in CONTAINERS:
             yield from blocks(child, True)

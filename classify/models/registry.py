@@ -1,4 +1,4 @@
-"""The registry of networks: those of ``net.py``, and every classifier of torchvision and timm.
+"""The registry of networks: the networks of ``net.py``, and every classifier of torchvision and timm.
 
 Source: https://docs.pytorch.org/vision/stable/models.html
 """
@@ -24,7 +24,7 @@ from deepspeed_trial.out_of_memory import is_out_of_memory
 
 own_net.load()
 
-MOE = "net-moe"  # Net with experts; classify/models/net_moe.py makes it
+MOE = "net-moe"  # Net with experts; classify/models/net_moe.py defines it
 # The sizes of vision transformers, which torchvision's functions do not take as arguments
 VIT_KEYS = ("patch_size", "num_layers", "num_heads", "hidden_dim", "mlp_dim")
 VIT = {
@@ -58,7 +58,7 @@ def check_name(name: object) -> None:
 
 
 def is_name(name: object) -> bool:
-    """Return whether a network name is valid; any ``timm/NAME`` is, because timm is not imported here."""
+    """Return whether a network name is valid; any ``timm/NAME`` is, as this function does not import timm."""
     return timm_nets.is_timm(name) or name in names()
 
 
@@ -83,7 +83,7 @@ def build(spec: NetSpec) -> nn.Module:
         if name in registered.NETS:
             net = registered.NETS[name](spec.num_classes, **given)
             if not isinstance(net, nn.Module):
-                raise TypeError(f"its function in net.py gives a {type(net).__name__}, no nn.Module")
+                raise TypeError(f"its function in net.py returns a {type(net).__name__}, not an nn.Module")
             return net
         if timm_nets.is_timm(name):
             return timm_nets.build(spec)
@@ -99,7 +99,7 @@ def build(spec: NetSpec) -> nn.Module:
         )
         shown = f"image_size {spec.image_size[0]}x{spec.image_size[1]}"
         raise InvalidInput(
-            f"{key} cannot be made with {shown} ({one_line(error)}); change one of them"
+            f"{key} cannot be built with {shown} ({one_line(error)}); change one of them"
         ) from error
 
 
@@ -119,7 +119,7 @@ def torchvision_call(spec: NetSpec) -> tuple[str, dict[str, Any]]:
 
 
 def on_meta_device(spec: NetSpec) -> nn.Module:
-    """Make a network on torch's meta device: layers and shapes, without weights or random numbers.
+    """Make a network on torch's meta device: layers and shapes, without values or random numbers.
 
     Raises:
         InvalidInput: if the network does not accept these arguments.
@@ -127,7 +127,7 @@ def on_meta_device(spec: NetSpec) -> nn.Module:
     try:
         with torch.device("meta"):
             return build(spec)
-    except (InvalidInput, NotImplementedError):  # e.g. RegNet computes its widths by tensors
+    except (InvalidInput, NotImplementedError):  # e.g. RegNet computes its widths with tensors
         with torch.random.fork_rng(devices=[]):
             return build(spec).to("meta")
 
@@ -138,7 +138,7 @@ def prefers_channels_last(name: str) -> bool:
 
 
 def trains_faster_channels_last(name: str, device: str) -> bool:
-    """Return whether channels_last is faster in training; for torchvision's networks the batch decides."""
+    """Return whether channels_last is faster in training; False if that depends on the batch."""
     return name in ("net", "airbench") and device == "cpu"
 
 

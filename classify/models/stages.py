@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from net import Net
 
-Layer = tuple[str, Callable[[Tensor], Tensor]]  # the prefix of its weights, and the layer
+Layer = tuple[str, Callable[[Tensor], Tensor]]  # the prefix of the layer's weights, and the layer
 
 
 def layers_of(net: nn.Module) -> list[Layer] | None:

@@ -19,7 +19,7 @@ from deepspeed_trial.checkpoints.weights import mismatch
 from deepspeed_trial.errors import InvalidInput, why_unloadable
 from deepspeed_trial.input_files import regular_file
 
-# The keys of a state_dict in checkpoints of training scripts, and the prefixes of wrappers
+# Keys under which training scripts save a state_dict, and prefixes that wrappers add to the names in it
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "net", "network", "weights")
 PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
 AVERAGED = "n_averaged"  # a count of torch's AveragedModel
@@ -46,8 +46,8 @@ def sha256(weights: Mapping[str, Tensor]) -> str:
 def load_pretrained(module: nn.Module, found: Mapping[str, Tensor], label: str) -> list[str]:
     """Load weights into a network before training, except for a head without matching weights.
 
-    That is the case if the saved last layer has a different number of classes, or if the child module with
-    the last layer is missing.
+    Weights do not match if the saved last layer has a different number of classes, or if the child module
+    with the last layer is missing.
 
     Args:
         module: the network.
@@ -80,7 +80,7 @@ def describe_skipped_weights(skipped: list[str], label: str) -> str:
 
 
 def fitting(module: nn.Module, found: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
-    """Return the weights under a network's names; the network may be on the meta device.
+    """Return the weights by a network's names; the network may be on the meta device.
 
     Raises:
         InvalidInput: if the weights belong to another network.
@@ -189,4 +189,4 @@ def _is_plain(name: object, value: object) -> bool:
         return False
     if value.layout != torch.strided or value.is_quantized or value.is_meta or value.is_complex():
         return False
-    return value.nbytes <= value.untyped_storage().nbytes()  # a stride of 0 could make a few bytes endless
+    return value.nbytes <= value.untyped_storage().nbytes()  # a stride of 0 could expand a few bytes

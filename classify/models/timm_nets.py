@@ -20,9 +20,10 @@ from deepspeed_trial.checkpoints.weights import mismatch
 from deepspeed_trial.errors import InvalidInput, nearest, one_line
 
 PREFIX = "timm/"
-OF_WEIGHTS = ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")  # arguments
+# Arguments of timm that choose weights
+OF_WEIGHTS = ("pretrained", "checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")
 AVERAGED = ("state_dict_ema", "model_ema")  # timm prefers these keys of its checkpoints
-IN_A_FOLDER = ("model.safetensors", "pytorch_model.bin")  # by timm's save_for_hf
+IN_A_FOLDER = ("model.safetensors", "pytorch_model.bin")  # the files that timm's save_for_hf writes
 CONFIG = "config.json"
 
 
@@ -50,7 +51,7 @@ def build(spec: NetSpec) -> nn.Module:
     check_name(spec.name)
     for key in OF_WEIGHTS:
         if key in (spec.args or {}):
-            what = "takes weights by hyperparameters.weights; use hyperparameters.weights"
+            what = "takes no weights as an argument; use hyperparameters.weights"
             raise InvalidInput(f"hyperparameters.net_args.{key}: {spec.name} {what}")
     return _create(spec, num_classes=spec.num_classes)
 
@@ -79,14 +80,14 @@ def fetch(spec: NetSpec, weights: str) -> dict[str, Tensor]:
     try:
         with torch.random.fork_rng(devices=[]):
             net = _create(spec._replace(name=PREFIX + full), pretrained=True)
-    except Exception as error:  # from the hub, the network or torch
+    except Exception as error:  # an error of the hub, the connection or torch
         remedy = "without a connection, give the path of a file or folder with the weights"
         raise InvalidInput(f"{label}: timm cannot fetch {full} ({one_line(error)}); {remedy}") from error
     return net.state_dict()
 
 
 def read(spec: NetSpec, weights: str, outline: nn.Module) -> dict[str, Tensor]:
-    """Read weights from a file or a folder of timm's, and adapt them to a network and its image size.
+    """Read weights from a file or a folder of timm, and adapt them to a network and its image size.
 
     Args:
         spec: the network.
@@ -100,7 +101,7 @@ def read(spec: NetSpec, weights: str, outline: nn.Module) -> dict[str, Tensor]:
     path = pathlib.Path(weights)
     if not path.exists():
         known = ["DEFAULT", *tags(spec.name)]
-        has = f"timm has for {spec.name}: {', '.join(known)}" if len(known) > 1 else "timm has none for it"
+        has = f"timm has {', '.join(known)}" if len(known) > 1 else "timm has none"
         raise InvalidInput(f"{label}: no such file or weights of timm ({has}); {nearest(weights, known)}")
     found = state_dicts.read(str(_file(path, label) if path.is_dir() else path), label, AVERAGED)
     wanted, heads = outline.state_dict(), head_layers(outline)
@@ -114,7 +115,7 @@ def read(spec: NetSpec, weights: str, outline: nn.Module) -> dict[str, Tensor]:
         with torch.random.fork_rng(devices=[]):
             more = {"num_classes": classes, "pretrained": True, "pretrained_cfg_overlay": of_file}
             return _create(spec, **more).state_dict()
-    except Exception:  # of another network: a later error names the names and shapes that differ
+    except Exception:  # weights of another network: a later error lists the differing names and shapes
         return found
 
 
@@ -167,7 +168,7 @@ def tags(name: str) -> list[str]:
 
 
 def config(name: str, weights: object = None) -> Any:
-    """Return timm's configuration of a network: the folder's, the tag's, or the default one.
+    """Return timm's configuration of a network: of the folder, of the tag, or the default.
 
     Its ``input_size`` is (3, H, W) in pixels. Its ``mean`` and ``std`` have a number for each channel.
 
@@ -200,7 +201,7 @@ def _config_of_folder(name: str, folder: pathlib.Path) -> Any:
         remedy = "give the path of the file of weights"
         raise InvalidInput(f"{label}: {CONFIG} is not timm's ({one_line(error)}); {remedy}") from error
     if arch != _split(name)[0]:
-        raise InvalidInput(f"{label}: {CONFIG} is of {arch}; set hyperparameters.net: {PREFIX}{arch}")
+        raise InvalidInput(f"{label}: {CONFIG} is for {arch}; set hyperparameters.net: {PREFIX}{arch}")
     return found
 
 

@@ -26,25 +26,25 @@ from deepspeed_trial import redaction
 from deepspeed_trial.events import Callback
 from deepspeed_trial.experiment import Experiment
 
-AS_PNG = 64  # pixels of the longer side; larger images are JPEG files
-MOST_PIXELS = 2**20  # of the training images in the report
-OF_LAST = ("order", "confusion", "mistakes", "unsure", "bins")  # attributes of the metrics
+AS_PNG = 64  # maximum pixels of the longer side; larger images are JPEG files
+MOST_PIXELS = 2**20  # pixels of all training images in the report
+OF_LAST = ("order", "confusion", "mistakes", "unsure", "bins")  # attributes of the metrics that describe the last evaluation
 
 
 class ClassificationLog(Callback):
     """Write ``OUTPUT/classification.json`` after every validation, and after the test.
 
-    The file has a validation's confusion matrix, bins of confidence, hardest mistakes and least certain right
-    images: of the last validation, or with ``best_weights`` of the best, whose ``searcher.metric`` is
-    ``score``. Under ``test`` it has the same of the test. ``images`` is the number of images by split and
-    class, and ``augmented`` has training images as the network sees them.
+    The file has a validation's confusion matrix, its bins of confidence, and the mistakes and the correct
+    images with the largest losses. The validation is the last one, or with ``best_weights`` the best one;
+    ``score`` is its ``searcher.metric``. ``test`` has the same entries for the test. ``images`` is the number
+    of images by split and class, and ``augmented`` has training images as the network sees them.
 
     Args:
-        context: the trial's; the log writes nothing on other ranks than the chief, or without a run's folder.
-        metrics: of the validation.
-        images: of the trial, ``data.Images``.
-        config: the trial's.
-        experiment: has the searcher's metric.
+        context: the trial's context; the log writes only on the chief, and only into a run's folder.
+        metrics: the reducer of the validations.
+        images: the trial's images, ``data.Images``.
+        config: the trial's configuration.
+        experiment: the experiment, which names the searcher's metric.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ClassificationLog(Callback):
         self._write(self.output)
 
     def _is_best(self, score: Any, output: pathlib.Path) -> bool:
-        """Return whether a validation is better than the one in the file, which a resumed run reads."""
+        """Return whether a validation is better than the validation in the file of this or an earlier process."""
         self._read(output)
         best = self._log.get("score")
         return best is None or (score < best if self.experiment.smaller_is_better else score > best)
@@ -93,10 +93,10 @@ class ClassificationLog(Callback):
             self._write(self.output)
         for name, value in self._of_validation.items():
             setattr(self.metrics, name, value)
-        metrics.pop(SPEED_METRIC, None)  # a test trains nothing
+        metrics.pop(SPEED_METRIC, None)  # no image was trained since the validation
 
     def _read(self, output: pathlib.Path) -> None:
-        """Continue the log of an earlier process."""
+        """Read the log of an earlier process, to continue it."""
         if not self._log and (output / CLASSIFICATION).exists():
             self._log = json.loads((output / CLASSIFICATION).read_text())
 
@@ -117,7 +117,7 @@ class ClassificationLog(Callback):
     def _shown(
         self, images: ImageSet, split: str, chosen: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Add the picture and the file to each image."""
+        """Return the chosen images, each with its picture and its file."""
         files = self.images.plan.file_names(split, [each["image"] for each in chosen])
         return [
             {**each, "picture": picture(images.image(each["image"])), "file": file and _whole(file)}

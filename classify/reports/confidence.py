@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 KEPT = 0.99  # share of the validation images that keep their answer at the threshold
-MOST = 2**20  # logits that one fit reads: evenly spaced images of a larger validation
-COLDEST, HOTTEST = 0.01, 100.0
+MOST = 2**20  # maximum logits in a fit; of a larger validation, it reads evenly spaced images
+COLDEST, HOTTEST = 0.01, 100.0  # limits of the temperature
 
 
 def score(logits: Tensor, temperature: float) -> Tensor:

@@ -26,7 +26,7 @@ def in_words(labels: int | Sequence[int], classes: Sequence[str]) -> str:
 
 
 def confusion_figure(confusion: np.ndarray, classes: Sequence[str]) -> Figure:
-    """Draw a confusion matrix, (C, C) counts, rows are true classes; above 20 classes without numbers."""
+    """Draw a confusion matrix (C, C), whose rows are true classes; above 20 classes it has no numbers."""
     from matplotlib.figure import Figure
     from sklearn.metrics import ConfusionMatrixDisplay
 

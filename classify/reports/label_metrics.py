@@ -24,15 +24,18 @@ class LabelMetrics(ClassificationMetrics):
 
     Args:
         classes: the names of the labels.
-        throughput: as for ``ClassificationMetrics``.
-        thresholds: of each label; None for those with the best F1 of each label on the images.
+        throughput: the training's throughput; see ``ClassificationMetrics``.
+        thresholds: the threshold of each label; None to choose the thresholds with the best F1 on the evaluated
+            images.
 
     Attributes:
-        confusion: of the last evaluation, on the chief: int64 (C, 2, 2), rows are true, columns are given.
-        mistakes: of the last evaluation, on the chief: the images of the largest loss with a wrong label,
-            by ``loss``, ``image``, and lists of labels: ``predicted`` and ``label``.
-        unsure: the same of images whose labels are all right.
-        bins: by bin of probability: pairs of an image and a label, their summed probability, the true ones.
+        confusion: a confusion matrix for each label in the last evaluation, on the chief: int64 (C, 2, 2).
+            Rows are true labels (no, yes), columns are given ones.
+        mistakes: the images with the largest loss among the images with a wrong label in the last evaluation,
+            on the chief. Each has ``loss``, ``image``, and the lists of labels ``predicted`` and ``label``.
+        unsure: the same for images whose labels are all right.
+        bins: float64 (3, B): for each bin of probability, the number of pairs of an image and a label, their
+            summed probability, and the number of true pairs.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class LabelMetrics(ClassificationMetrics):
 
     @override
     def per_slot_reduce(self) -> tuple[Any, ...]:
-        """Return this rank's validation positions int64 (N,), logits float32 (N, C), labels uint8 (N, C)."""
+        """Return this rank's images: indices int64 (N,), logits float32 (N, C), labels uint8 (N, C)."""
         of_kind = ([each.cpu() for each in parts] for parts in zip(*self._counted, strict=True))
         logits, labels = (torch.cat(parts).numpy() for parts in of_kind)
         places = np.arange(len(labels)) if self.order is None else self.order[: len(labels)].numpy()
@@ -133,7 +136,7 @@ def fit(probabilities: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def _hardest(
     rows: np.ndarray, places: np.ndarray, given: np.ndarray, labels: np.ndarray, losses: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Return the images of the largest loss among some rows."""
+    """Return the images with the largest losses among some rows."""
     return [
         {
             "loss": float(losses[row]),

@@ -99,18 +99,20 @@ class ClassificationMetrics(pytorch.MetricReducer):
     Args:
         classes: the class names.
         throughput: the training's throughput; every validation reports it, so that a search can compare it.
-        how: views of test-time augmentation; ``classify`` also counts each image by their mean scores.
-        temperature: temperature for a second calibration error; None for the fitted one.
-        fitted: number of images in a validation that fits the temperature; 0 fits none.
+        how: views of test-time augmentation; with them, ``classify`` also counts the images that the views'
+            mean scores classify correctly.
+        temperature: temperature for a second calibration error; None for the fitted temperature.
+        fitted: number of images of a validation, on which it fits the temperature; 0 to fit no temperature.
 
     Attributes:
         order: int64 (N,), this rank's image indices in order, which identify the mistakes' images. Without an
             order no temperature is fitted.
         order_of_test: the same for the test.
-        thresholds: used by ``LabelMetrics`` alone.
-        confusion: of the last validation, on the chief: int64 (C, C), rows are true classes.
-        mistakes: of the last validation, on the chief: the wrongly classified images of the largest loss,
-            the hardest first, with ``loss``, ``image`` (its index), ``predicted``, ``label`` and
+        thresholds: the threshold of each label; only ``LabelMetrics`` uses it.
+        confusion: the confusion matrix of the last validation, on the chief: int64 (C, C), rows are true
+            classes.
+        mistakes: the wrongly classified images with the largest losses in the last validation, on the chief,
+            the largest first. Each has ``loss``, ``image`` (its index), ``predicted``, ``label`` and
             ``probability`` (of the predicted class).
         unsure: the same for correctly classified images.
         bins: confidence bins of the last validation, on the chief; see ``Counts``.
@@ -128,7 +130,8 @@ class ClassificationMetrics(pytorch.MetricReducer):
     ) -> None:
         self.classes = tuple(classes)
         self.throughput, self.how, self.temperature = throughput, how, temperature
-        self.spacing = math.ceil(fitted * len(self.classes) / confidence.MOST)  # of the images of the fit
+        # The fit reads every ``spacing``-th image; 0: there is no fit
+        self.spacing = math.ceil(fitted * len(self.classes) / confidence.MOST)
         self.order: Tensor | None = None
         self.order_of_test: Tensor | None = None
         self.confusion = np.zeros((len(self.classes),) * 2, dtype=np.int64)
@@ -142,7 +145,7 @@ class ClassificationMetrics(pytorch.MetricReducer):
         self._counts: Tensor | None = None
         self._seen = 0
         self._right_by_views: Tensor | int = 0
-        self._fitted: list[tuple[Tensor, Tensor, Tensor]] = []  # places, logits, labels
+        self._fitted: list[tuple[Tensor, Tensor, Tensor]] = []  # indices, logits, labels
 
     def classify(self, net: Callable[[Tensor], Tensor], inputs: Tensor, labels: Tensor) -> None:
         """Classify a batch and count it.
@@ -163,7 +166,7 @@ class ClassificationMetrics(pytorch.MetricReducer):
         self._in_top5 = torch.zeros((), dtype=torch.int64, device=device)
         self._bins = torch.zeros((3, BINS), dtype=torch.float64, device=device)
         self._scaled_bins = torch.zeros_like(self._bins)
-        # Mistakes, and images classified right: loss (-1: no image), place, predicted, label, probability
+        # Mistakes, and correct images. Rows: loss (-1: no image), position, predicted, label, probability
         self._hardest = [torch.full((5, SHOWN), -1.0, dtype=torch.float64, device=device)] * 2
 
     @torch.no_grad()
@@ -261,10 +264,10 @@ def _hardest(of_ranks: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def _fit(of_ranks: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
-    """Return the fields of ``Counts`` about a temperature; empty if none can be fitted.
+    """Return the fields of ``Counts`` about a temperature; empty if no temperature can be fitted.
 
     Args:
-        of_ranks: places, logits (N, C) and labels (N,) of each rank's images; empty for a rank without
+        of_ranks: indices (N,), logits (N, C) and labels (N,) of each rank's images; empty for a rank without
             images.
     """
     if not any(of_ranks):
@@ -280,7 +283,7 @@ def _fit(of_ranks: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
 
 
 def _bins(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return float64 (3, BINS): per confidence bin, the images, their summed confidence, the correct ones."""
+    """Return for each bin of confidence, float64 (3, BINS): images, summed confidence, correct images."""
     certainty, predicted = logits.softmax(1).max(1)
     place = (certainty * BINS).long().clamp(max=BINS - 1)
     counted = torch.stack([torch.ones_like(certainty), certainty, (predicted == labels).float()]).double()

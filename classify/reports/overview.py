@@ -17,7 +17,7 @@ from deepspeed_trial.context import TrialContext
 from deepspeed_trial.errors import printable
 from deepspeed_trial.local.folder import shown
 
-KINDS = 8  # of files that are no images, in a line
+KINDS = 8  # kinds of ignored files in a line
 
 
 def describe_images(config: TrialConfig) -> str:
@@ -27,13 +27,13 @@ def describe_images(config: TrialConfig) -> str:
     tested = f" {source.count('test'):,} to test at the end," if source.has_test else ""
     left_out = f" {len(source.left_out):,} unreadable and left out," if source.left_out else ""
     groups = source.cut.groups if source.cut.group else None
-    grouped = "" if groups is None else f", in {_count(int(groups.max()) + 1, 'group')} that stay whole"
+    grouped = "" if groups is None else f", in {_count(int(groups.max()) + 1, 'group')}, each in one split"
     labels = ", several labels an image" if source.has_several_labels else ""
     shards, window = source.shards, source.window
     size = in_bytes(sum(shard.size for shard in shards))
     in_shards = f", in {_count(len(shards), 'shard')} of {size}" if shards else ""
     streamed = ", decoded when they are needed" if source.streams else ""
-    kept = ", then kept" if source.keeps else ""
+    kept = ", then stored" if source.keeps else ""
     shuffled = f", shuffled {_count(window, 'shard')} at a time" if window else ""
     return (
         f"{data.dataset}: {source.count('train'):,} to train,"
@@ -62,7 +62,7 @@ def describe(
         net: the engine's network.
         context: the trial's context.
         checkpoint: the UUID of the checkpoint that the run resumes.
-        is_test: whether the run is a single step.
+        is_test: whether the run is a test of a single step.
     """
     data, engine = config.data, config.deepspeed
     total, trainable = count_parameters(net, config, context.distributed)
@@ -106,7 +106,7 @@ def describe(
 def describe_length(config: TrialConfig) -> str:
     """Describe the length in steps and epochs, or as a time."""
     if config.hyper.minutes:
-        planned = f"in steps as planned on the way, epochs of {config.epoch_steps:,}"
+        planned = f"in a planned number of steps, epochs of {config.epoch_steps:,}"
         return f"{config.hyper.minutes:g} minute{'s' * (config.hyper.minutes != 1)}, {planned}"
     steps = config.steps or 0
     return f"{_count(steps, 'step')}: {steps / config.epoch_steps:.4g} epochs of {config.epoch_steps:,}"

@@ -19,7 +19,7 @@ RUN_FILES = (*net_file.NAMES, CLASSIFICATION)  # in addition to the files of any
 
 
 def metrics_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """Return the entry ``validation`` or ``test`` of a summary, from ``ClassificationMetrics``."""
+    """Return the entry ``validation`` or ``test`` of a summary, from the metrics of a validation or test."""
     return {
         **{name: metrics[name] for name in METRICS if name in metrics},
         "per_class_accuracy": {name: metrics[f"accuracy/{name}"] for name in classes},
@@ -34,7 +34,7 @@ def metrics_summary(metrics: Mapping[str, Any], classes: Sequence[str]) -> dict[
 
 
 def write(output: pathlib.Path, summary: Mapping[str, Any], chosen: str = "accuracy") -> None:
-    """Write a run's summary atomically, and print its scores, the test's first.
+    """Write a run's summary atomically, and print its scores, the scores of the test first.
 
     Args:
         output: the run's folder.
@@ -59,7 +59,7 @@ def value_of(metrics: Mapping[str, Any], name: str) -> float | None:
 
 
 def scores(metrics: Mapping[str, Any], chosen: str = "accuracy", which: str = "") -> list[str]:
-    """Return a line for each of the accuracies, and the chosen metric as the last."""
+    """Return a line for each accuracy; the last line is the chosen metric."""
     names = [name for name in (TTA_METRIC, MAP_METRIC, "accuracy") if name != chosen]
     values = {name: value_of(metrics, name) for name in (*names, chosen)}
     return [
@@ -71,7 +71,7 @@ def network_file(write_network: Callable[[pathlib.Path], Any], is_chief: bool) -
     """Write a trial's network into a temporary folder, for trackers; every rank calls it.
 
     Args:
-        write_network: writes the network on the chief.
+        write_network: a function that writes the network on the chief.
         is_chief: whether this rank is the chief.
     """
     folder = tempfile.mkdtemp() if is_chief else ""  # the tracker sends its files later

@@ -28,8 +28,8 @@ class TensorBoardLog(Callback):
     Args:
         context: the trial's context.
         engine: the trial's engine.
-        metrics: the validation's metrics.
-        images: the trial's, ``data.Images``.
+        metrics: the reducer of the validations.
+        images: the trial's images, ``data.Images``.
         config: the trial's configuration, with the parameter groups.
     """
 

@@ -10,7 +10,7 @@ from determined import core
 
 from classify.engine.trial_config import TrialConfig
 
-# Dense operations a second in 16 bits and in fp32 (no TF32), by a part of the GPU's name: from data sheets
+# Peak dense FLOP/s in 16 bits and in fp32 (no TF32) by a part of the GPU's name, from data sheets
 GPUS = {
     "H200": (989e12, 67e12),
     "H100 PCIe": (756e12, 51e12),
@@ -39,7 +39,7 @@ def summary(
     Args:
         config: the trial's configuration.
         rate: images a second while training.
-        distributed: the ranks.
+        distributed: the context of the ranks.
         device: this rank's device.
 
     Returns:

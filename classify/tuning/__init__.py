@@ -1,1 +1,1 @@
-"""Search for the fastest micro-batch and the fastest configuration by benchmark runs."""
+"""Search for the fastest micro-batch and the fastest configuration by benchmarks."""

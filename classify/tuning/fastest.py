@@ -1,4 +1,4 @@
-"""Find the fastest micro-batch (``auto``) or configuration (``--tune``) by benchmark runs, called tries.
+"""Find the fastest micro-batch (``auto``) or configuration (``--tune``) by benchmarks, called tries.
 
 A try runs a few steps in the real engine and processes (``deepspeed_trial/attempts.py``), with at most two
 micro-batches per optimizer step; the time of a complete step is extrapolated. All tries have the same global
@@ -21,9 +21,9 @@ from deepspeed_trial.attempts import NO_MEMORY, Attempt
 from deepspeed_trial.errors import InvalidInput, TrainingStopped
 from deepspeed_trial.experiment import Experiment
 
-SURE = 0.85  # of a forecast: measured memory was never less
-STEADY = 0.97  # rates between this share and its inverse count as equal
-# Hyperparameters that make the first steps smaller than later ones, or that end a training
+SURE = 0.85  # share of a forecast that the measured memory always reached
+STEADY = 0.97  # rates count as equal if their ratio is between this number and its inverse
+# Values that replace hyperparameters whose first steps are smaller, or that end or record a training
 PLAIN = {"max_length": {"batches": 1000}, "progressive_resizing": None, "early_stopping": None, "track": None}
 RECOMPUTE, STAGE, OFFLOAD = "checkpoint_activations", "zero_optimization.stage", "offload"
 
@@ -36,9 +36,9 @@ class Try:
         changes: ZeRO stage, activation checkpointing and offload, if they differ from the file's.
         micro_batch: images per process and micro-batch.
         accumulation: micro-batches per optimizer step.
-        images_per_second: throughput of all ranks; 0 if it did not train.
+        images_per_second: throughput of all ranks; 0 if the configuration did not train.
         peak_memory: peak memory in MiB, the maximum over ranks.
-        reason: why it did not train; empty if it did.
+        reason: the reason why the configuration did not train; empty if it did.
     """
 
     changes: Mapping[str, Any]
@@ -60,10 +60,10 @@ class Tries:
     """Tries configurations of one experiment, each once.
 
     Args:
-        config: resolved; ``Tries`` ignores its micro-batch.
-        experiment: before it was resolved.
-        attempt: tries a configuration, by a rank's bytes.
-        tell: takes a finished try, to print it.
+        config: the resolved configuration; ``Tries`` ignores its micro-batch.
+        experiment: the experiment before it was resolved.
+        attempt: a function that benchmarks an experiment, given a lower bound of the bytes that a rank needs.
+        tell: a function that prints a finished try.
 
     Attributes:
         done: the tries, in order.
@@ -84,13 +84,13 @@ class Tries:
 
     @property
     def share(self) -> int:
-        """Images of a process in an optimizer step."""
+        """The number of images of a process in an optimizer step."""
         return self.config.batch // self.config.replicas
 
     def best_micro_batch(self, changes: Mapping[str, Any]) -> Try | None:
         """Return the fastest micro-batch with the given changes; None if none trains.
 
-        It starts with the largest micro-batch and halves it until the half is slower, or twice not faster.
+        It starts with the largest micro-batch and halves it until a half is slower, or two are not faster.
         """
         best: Try | None = None
         flat = 0
@@ -120,7 +120,7 @@ class Tries:
         )
 
     def one(self, changes: Mapping[str, Any], micro_batch: int) -> Try:
-        """Try a configuration, or return its earlier try."""
+        """Try a configuration, or return its earlier try if there is one."""
         accumulation = self.share // micro_batch
         for before in self.done:
             if (before.changes, before.micro_batch) == (changes, micro_batch):
@@ -165,12 +165,12 @@ class Tries:
         if self._errors:
             raise InvalidInput(list(self._errors))
         last = self.done[-1]
-        mend = advice if last.reason.startswith(NO_MEMORY) else "train with a number to see more"
+        mend = advice if last.reason.startswith(NO_MEMORY) else "set a number to see the whole error"
         raise TrainingStopped(f"{MICRO_BATCH}: auto: {last.reason} with {last.micro_batch}; {mend}")
 
 
 def halves(share: int, largest: int | None = None) -> Iterator[int]:
-    """Return the micro-batches to try: divisors of a process's share, each at most half the last."""
+    """Return the micro-batches to try: divisors of a process's share, each at most half of the previous one."""
     micro_batch = min(share, largest or share)
     while micro_batch:
         if share % micro_batch == 0:
@@ -232,7 +232,7 @@ def find(tries: Tries) -> Try | None:
             best = found
 
     is_limited = tries.is_limited(best)
-    # A single process saves no memory above stage 0
+    # With a single replica, a stage above 0 saves no memory
     most = 0 if config.replicas == 1 else 1 if config.stages > 1 else 2 if config.hyper.has_experts else 3
     for stage in range(most + 1):
         if stage != config.zero_stage:

@@ -1,4 +1,4 @@
-"""``train_micro_batch_size_per_gpu: auto``: finds the fastest micro-batch that fits by benchmark runs."""
+"""``train_micro_batch_size_per_gpu: auto``: finds the fastest micro-batch that fits, by benchmarks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Choice:
         config: the trial's configuration before the choice.
         micro_batch: the chosen micro-batch; 0 if none trains.
         tries: the tries; None if a resumed run uses its earlier choice.
-        error: the reason why none trains.
+        error: the reason why no micro-batch trains.
     """
 
     config: TrialConfig
@@ -43,8 +43,8 @@ class Choice:
         """Set the trial's micro-batch to the smallest choice of all ranks, and write the tries to a file.
 
         Raises:
-            InvalidInput: if every micro-batch was refused.
-            TrainingStopped: if none trains.
+            InvalidInput: if the trial refuses every micro-batch.
+            TrainingStopped: if no micro-batch trains.
         """
         if self.error:
             raise self.error
@@ -62,7 +62,7 @@ class Choice:
 def choose(
     trial_class: Callable[..., Any], experiment: Experiment, resumed: pathlib.Path | None
 ) -> Choice | None:
-    """Try micro-batches if the configuration has ``auto``; else return None.
+    """Try micro-batches if the configuration has ``auto``, and return the choice; else return None.
 
     Every rank calls it before the ranks join. The trial reports errors of the configuration later.
 
