@@ -80,7 +80,7 @@ def network_errors(hyper: Hyperparameters, processes: int) -> list[str]:
         reason = f"does not divide {processes} processes; use a divisor"
         errors.append(f"{HYPER}pipe_parallel_size: {stages}: {reason}")
     if hyper.channels_last and stages > 1:
-        reason = "stages of a pipeline exchange plain tensors; set it to false"
+        reason = "the stages of a pipeline exchange contiguous tensors; set it to false"
         errors.append(f"{HYPER}channels_last: True: {reason}")
     if stages > 1 and not errors:
         errors += _pipeline_errors(hyper, stages)
@@ -102,7 +102,7 @@ def network_errors(hyper: Hyperparameters, processes: int) -> list[str]:
 
 def _net_errors(hyper: Hyperparameters) -> Iterator[str]:
     """Yield the conflicts of the network, each as ``KEY: value: reason; remedy`` without the section."""
-    name, smaller = hyper.net, "use smaller micro-batches"
+    name, smaller = hyper.net, "set it to false, and use smaller micro-batches"
     if hyper.moe and name not in ("net", MOE):
         yield f"moe: True: {name} has no experts; use net: {MOE}, or moe: false"
     if hyper.moe is False and name == MOE:

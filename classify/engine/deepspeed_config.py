@@ -329,7 +329,7 @@ def _avoid_compiling(config: dict[str, Any], device: str) -> None:
 
 
 def _suit_muon(config: dict[str, Any]) -> None:
-    """With Muon, do not clip by default, and let ZeRO stage 3 reduce whole gradients: DeepSpeed needs both."""
+    """With Muon, do not clip by default; at ZeRO stage 3 reduce whole gradients, as DeepSpeed requires."""
     if not is_muon(config):
         return
     config.setdefault("gradient_clipping", 0.0)

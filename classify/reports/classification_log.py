@@ -28,7 +28,7 @@ from deepspeed_trial.experiment import Experiment
 
 AS_PNG = 64  # maximum pixels of the longer side; larger images are JPEG files
 MOST_PIXELS = 2**20  # pixels of all training images in the report
-OF_LAST = ("order", "confusion", "mistakes", "unsure", "bins")  # attributes of the metrics that describe the last evaluation
+OF_LAST = ("order", "confusion", "mistakes", "unsure", "bins")  # attributes of the metrics
 
 
 class ClassificationLog(Callback):
@@ -75,7 +75,7 @@ class ClassificationLog(Callback):
         self._write(self.output)
 
     def _is_best(self, score: Any, output: pathlib.Path) -> bool:
-        """Return whether a validation is better than the validation in the file of this or an earlier process."""
+        """Return whether a validation is better than the one in the file; a resumed run reads the file."""
         self._read(output)
         best = self._log.get("score")
         return best is None or (score < best if self.experiment.smaller_is_better else score > best)
@@ -93,7 +93,7 @@ class ClassificationLog(Callback):
             self._write(self.output)
         for name, value in self._of_validation.items():
             setattr(self.metrics, name, value)
-        metrics.pop(SPEED_METRIC, None)  # no image was trained since the validation
+        metrics.pop(SPEED_METRIC, None)  # a test has no training speed
 
     def _read(self, output: pathlib.Path) -> None:
         """Read the log of an earlier process, to continue it."""

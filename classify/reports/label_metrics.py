@@ -25,8 +25,7 @@ class LabelMetrics(ClassificationMetrics):
     Args:
         classes: the names of the labels.
         throughput: the training's throughput; see ``ClassificationMetrics``.
-        thresholds: the threshold of each label; None to choose the thresholds with the best F1 on the evaluated
-            images.
+        thresholds: the threshold of each label; None for those with the best F1 on the evaluated images.
 
     Attributes:
         confusion: a confusion matrix for each label in the last evaluation, on the chief: int64 (C, 2, 2).

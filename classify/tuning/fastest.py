@@ -88,7 +88,7 @@ class Tries:
         return self.config.batch // self.config.replicas
 
     def best_micro_batch(self, changes: Mapping[str, Any]) -> Try | None:
-        """Return the fastest micro-batch with the given changes; None if none trains.
+        """Return the fastest micro-batch with the given changes; None if no micro-batch trains.
 
         It starts with the largest micro-batch and halves it until a half is slower, or two are not faster.
         """
@@ -156,7 +156,7 @@ class Tries:
         return int((found.total - found.parts["base"]) * SURE)
 
     def fail(self, advice: str) -> NoReturn:
-        """Raise the reason why nothing trains.
+        """Raise an error with the reason why no configuration trains.
 
         Raises:
             InvalidInput: if a configuration was refused.
@@ -170,7 +170,7 @@ class Tries:
 
 
 def halves(share: int, largest: int | None = None) -> Iterator[int]:
-    """Return the micro-batches to try: divisors of a process's share, each at most half of the previous one."""
+    """Yield the micro-batches to try: divisors of a process's share, each at most half of the one before."""
     micro_batch = min(share, largest or share)
     while micro_batch:
         if share % micro_batch == 0:
@@ -212,7 +212,7 @@ def changed(
 
 
 def find(tries: Tries) -> Try | None:
-    """Return the fastest configuration; None if none trains.
+    """Return the fastest configuration; None if no configuration trains.
 
     It first tries micro-batches with the file's ZeRO stage, then the other stages with the best micro-batch.
     If memory limits the micro-batch, it also tries larger micro-batches with activation checkpointing and, on

@@ -135,9 +135,9 @@ def test_a_network_and_data_of_the_other_kind_are_refused(runs, trained, capsys)
     assert train.main([*DIGITS, *data(runs), *more, "--check"]) == 2
     lines = capsys.readouterr().err
     for line in (
-        "hyperparameters.loss: 'cross_entropy': is of one label an image",
-        "hyperparameters.teacher: does not go with data.several_labels; remove it",
-        "hyperparameters.test_time_augmentation: does not go with data.several_labels",
+        "hyperparameters.loss: 'cross_entropy': is for one label an image",
+        "hyperparameters.teacher: does not work with data.several_labels; remove it",
+        "hyperparameters.test_time_augmentation: does not work with data.several_labels",
         "searcher.metric: 'top5_accuracy': no validation reports it; it needs more than five classes, and one",
     ):
         assert f"train.py: {line}" in lines

@@ -186,7 +186,7 @@ EPOCHS_1, TWO_EPOCHS = {LENGTH: "{epochs: 1}"}, {"min_validation_period": "{epoc
     "settings, expected",  # of 45 steps an epoch
     warm_up=(
         EPOCHS_1,
-        "scheduler.params.warmup_num_steps: 90: the training has 45 steps, so the learning rate never gets to its"
+        "scheduler.params.warmup_num_steps: 90: the training has 45 steps, so the learning rate never reaches its"
         " peak; use less, e.g. 4, or train for longer",
     ),
     cycle=(

@@ -1,4 +1,4 @@
-"""Networks that torch.compile translates: their code, its cache, and the refusals."""
+"""Networks that torch.compile compiles: their code, its cache, and the refusals."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ BAD = {
     "no switch": (["hyperparameters.compile=max"], 1, "'max': must be true or false"),
     "DeepSpeed's section": (["hyperparameters.compile={deepcompile: true}"], 1, "is for overwrite_deepspeed_args"),
     "stage 3": ([*COMPILED, "hyperparameters.overwrite_deepspeed_args.zero_optimization.stage=3"], 1, "True: DeepSpeed's hooks of ZeRO stage 3"),
-    "a pipeline": ([*COMPILED, "hyperparameters.pipe_parallel_size=2"], 2, "True: does not go with a pipeline"),
-    "experts": ([*COMPILED, "hyperparameters.net=net-moe"], 1, "True: does not go with experts"),
-    "recomputed blocks": ([*COMPILED, "hyperparameters.net=resnet18", "hyperparameters.checkpoint_activations=true"], 1, "True: does not go with checkpoint_activations"),
+    "a pipeline": ([*COMPILED, "hyperparameters.pipe_parallel_size=2"], 2, "True: does not work with a pipeline"),
+    "experts": ([*COMPILED, "hyperparameters.net=net-moe"], 1, "True: does not work with experts"),
+    "recomputed blocks": ([*COMPILED, "hyperparameters.net=resnet18", "hyperparameters.checkpoint_activations=true"], 1, "True: does not work with checkpoint_activations"),
 }  # fmt: skip
 
 

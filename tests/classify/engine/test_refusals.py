@@ -100,7 +100,7 @@ BAD = {
     "negative factor": (["hyperparameters.parameter_groups=[{match: bias, lr_factor: -2}]"], 1, ["parameter_groups[0].lr_factor: -2"]),
     "decay of a word": (["hyperparameters.parameter_groups=[{match: bias, weight_decay: much}]"], 1, ["parameter_groups[0].weight_decay: 'much'"]),
     "rate of frozen weights": (["hyperparameters.parameter_groups=[{match: bias, lr_factor: 2, frozen: true}]"], 1, ["parameter_groups[0].lr_factor: 2", "frozen"]),
-    "all is frozen": (["hyperparameters.parameter_groups=[{match: ., frozen: true}]"], 1, ["parameter_groups: freeze every parameter of net"]),
+    "all is frozen": (["hyperparameters.parameter_groups=[{match: ., frozen: true}]"], 1, ["parameter_groups: every parameter of net is frozen"]),
     "decay on what there is not": (["hyperparameters.weight_decay_on=biases"], 1, ["weight_decay_on: 'biases'", "weights"]),
     "decay of an optimizer without": (["hyperparameters.weight_decay_on=weights", "D.optimizer={type: Rprop, params: {lr: 0.1}}"], 1, ["weight_decay_on: 'weights'", "Rprop has no weight decay"]),
     "schedule of torch's without a rule": (["D.scheduler={type: CyclicLR}"], 1, ["scheduler.type", "'CyclicLR'", "OneCycleLR"]),
@@ -208,10 +208,10 @@ BAD = {
     "search in another unit": (["searcher={name: adaptive_asha, metric: accuracy, time_metric: batches, max_time: 20, max_trials: 2}"], 1, ["searcher.time_metric", "'batches'", "epochs"]),
     "a range": (["D.optimizer.params.lr={type: log, minval: -3, maxval: -1, base: 10}"], 1, ["optimizer.params.lr", "range", "--set"]),
     "experts of another network": (["hyperparameters.net=resnet18", "hyperparameters.moe=true"], 1, ["hyperparameters.", "resnet18 has no experts"]),
-    "stages of no sequence": (["hyperparameters.net=resnet18", "hyperparameters.pipe_parallel_size=2"], 2, ["no sequence of layers"]),
-    "blocks in a pipeline": (["hyperparameters.net=alexnet", "data.image_size=64", "hyperparameters.pipe_parallel_size=2", "hyperparameters.checkpoint_activations=true"], 2, ["does not go with a pipeline"]),
-    "arguments of experts": (["hyperparameters.net=net-moe", "hyperparameters.net_args={a: 1}"], 1, ["experts read other hyperparameters"]),
-    "blocks of experts": (["hyperparameters.net=net-moe", "hyperparameters.checkpoint_activations=true"], 1, ["does not go with experts"]),
+    "stages of no sequence": (["hyperparameters.net=resnet18", "hyperparameters.pipe_parallel_size=2"], 2, ["not a sequence of layers"]),
+    "blocks in a pipeline": (["hyperparameters.net=alexnet", "data.image_size=64", "hyperparameters.pipe_parallel_size=2", "hyperparameters.checkpoint_activations=true"], 2, ["does not work with a pipeline"]),
+    "arguments of experts": (["hyperparameters.net=net-moe", "hyperparameters.net_args={a: 1}"], 1, ["takes num_experts, mlp_type and others instead"]),
+    "blocks of experts": (["hyperparameters.net=net-moe", "hyperparameters.checkpoint_activations=true"], 1, ["does not work with experts"]),
     "more processes than images": (["D.train_batch_size=3000"], 3000, ["train_batch_size", "1437"]),
 }  # fmt: skip
 

@@ -234,7 +234,7 @@ def test_a_run_of_seconds_says_its_plan_and_keeps_it(tmp_path, capsys):
     row = [*DIGITS, *more]
     assert train.main([*row, "--check"]) == 0
     said = capsys.readouterr()
-    assert "train.py: length 0.05 minutes, in steps as planned on the way" in said.err
+    assert "train.py: length 0.05 minutes, in a planned number of steps" in said.err
     config = json.loads(said.out)
     assert config["scheduler"]["params"]["warmup_num_steps"] == 0.1
     assert "total_num_steps" not in config["scheduler"]["params"]

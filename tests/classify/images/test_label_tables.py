@@ -221,7 +221,7 @@ def test_mixup_mixes_the_labels():
     softmax=(
         "cross_entropy",
         None,
-        "loss: 'cross_entropy': is of one label an image, and data.several_labels",
+        "loss: 'cross_entropy': is for one label an image, but data.several_labels",
     ),
     weights=(
         "focal",

@@ -412,7 +412,7 @@ def test_ranks_train_on_shards_of_a_server_as_on_the_folder(runs: Runs, remote, 
     assert losses(made) == pytest.approx(losses(runs.straight("folder", 1)), rel=1e-5)
     assert server.tars() == sorted(each.name for each in runs.files["shards"].glob("*.tar"))
     assert list((tmp_path / "cache").rglob("*.raw"))
-    assert "decoded when they are needed, then kept" in made.stdout
+    assert "decoded when they are needed, then stored" in made.stdout
 
 
 def test_a_limited_cache_and_no_workers_train_to_the_same_bits(runs: Runs, remote, tmp_path):

@@ -61,11 +61,11 @@ def flat(*layers):
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (lambda classes: [nn.Linear(3, classes)], "its function in net.py gives a list, no nn.Module"),
+        (lambda classes: [nn.Linear(3, classes)], "its function in net.py returns a list, not an nn.Module"),
         (lambda classes: nn.Flatten(), "has no parameter to train"),
         (lambda classes: flat(nn.LazyLinear(classes)), "has lazy layers"),
-        (lambda classes: nn.Linear(3, classes // 0), "cannot be made with image_size 8x8 (integer division"),
-        (lambda classes: flat(nn.Linear(192, 3)), "gives (2, 3) for 2 images and 5 classes"),
+        (lambda classes: nn.Linear(3, classes // 0), "cannot be built with image_size 8x8 (integer division"),
+        (lambda classes: flat(nn.Linear(192, 3)), "returns (2, 3) for 2 images and 5 classes"),
     ],
 )
 def test_a_function_that_gives_no_network_is_named(monkeypatch, made, words):

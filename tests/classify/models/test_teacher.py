@@ -65,8 +65,8 @@ def test_the_loss_is_the_weighted_sum_of_the_teachers_and_the_labels():
     no_path=(["teacher=3"], "teacher: 3: must be the path of an exported network"),
     no_share=(["teacher={net}", "teacher_weight=0"], "teacher_weight: 0: must be a number above 0"),
     cold=(["teacher={net}", "teacher_temperature=0"], "teacher_temperature: 0: must be a number from 0.1"),
-    alone=(["teacher_weight=0.9"], "teacher_weight: 0.9: does nothing without hyperparameters.teacher"),
-    pipeline=(["teacher={net}", "pipe_parallel_size=2"], "teacher: {net}: does not go with a pipeline"),
+    alone=(["teacher_weight=0.9"], "teacher_weight: 0.9: has no effect without hyperparameters.teacher"),
+    pipeline=(["teacher={net}", "pipe_parallel_size=2"], "teacher: {net}: does not work with a pipeline"),
 )  # fmt: skip
 def test_a_wrong_teacher_is_one_line(settings, line, teacher, tmp_path, capsys):
     few = {**TEACHER, "net": {"name": "net", "num_classes": 2}, "classes": ["a", "b"]}

@@ -114,7 +114,7 @@ def test_weights_for_images_of_another_size_are_fitted(tmp_path):
 
 def test_weights_that_cannot_be_had_are_one_line(tmp_path):
     line = error_line(pretrained.read, NetSpec(RESNET, 2, SIZE, {"widht": 2}), "c3_in1k", ())
-    assert line.startswith("hyperparameters.net_args: {'widht': 2}") and "cannot be made" in line
+    assert line.startswith("hyperparameters.net_args: {'widht': 2}") and "cannot be built" in line
     line = error_line(pretrained.read, NetSpec(RESNET, 2, SIZE), "c3_in2k", ())
     assert "no such file or weights of timm" in line and "did you mean 'c3_in1k'" in line
     assert "no file of weights" in error_line(pretrained.read, NetSpec(RESNET, 2, SIZE), str(tmp_path), ())

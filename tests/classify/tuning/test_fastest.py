@@ -147,7 +147,7 @@ def test_contradictions_to_trying_are_refused(monkeypatch, capfd):
     assert train.main([*auto, *sizes, "--check", "--slots", "2"]) == 0
     pipeline = ["--config", "experiments/pipeline.yaml", *overrides(**AUTO, data__dataset="digits")]
     assert train.main([*pipeline, *sizes, "--check", "--slots", "2"]) == 2
-    assert "pipelines and experts are built for one size; give a number" in capfd.readouterr().err
+    assert "pipelines and experts need a fixed size; give a number" in capfd.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train.main([*DIGITS, "--tune"]) == 2
     assert "run python3 train.py --tune --slots N" in capfd.readouterr().err
