@@ -13,7 +13,7 @@ from train import main
 COMPILED = ["hyperparameters.compile=true"]
 BAD = {
     "no switch": (["hyperparameters.compile=max"], 1, "'max': must be true or false"),
-    "DeepSpeed's section": (["hyperparameters.compile={deepcompile: true}"], 1, "is for overwrite_deepspeed_args"),
+    "DeepSpeed's section": (["hyperparameters.compile={deepcompile: true}"], 1, "under overwrite_deepspeed_args"),
     "stage 3": ([*COMPILED, "hyperparameters.overwrite_deepspeed_args.zero_optimization.stage=3"], 1, "True: DeepSpeed's hooks of ZeRO stage 3"),
     "a pipeline": ([*COMPILED, "hyperparameters.pipe_parallel_size=2"], 2, "True: does not work with a pipeline"),
     "experts": ([*COMPILED, "hyperparameters.net=net-moe"], 1, "True: does not work with experts"),
@@ -43,7 +43,7 @@ def test_a_machine_without_a_compiler_is_one_line(capsys, monkeypatch):
 
 def test_a_release_of_deepspeed_that_cannot_compile_is_one_line(capsys, monkeypatch):
     monkeypatch.delattr(deepspeed.DeepSpeedEngine, "compile")
-    assert f"compile: True: DeepSpeed {deepspeed.__version__} cannot;" in refusal(capsys, COMPILED)
+    assert f"compile: True: DeepSpeed {deepspeed.__version__} cannot compile;" in refusal(capsys, COMPILED)
 
 
 @pytest.mark.soak

@@ -166,7 +166,7 @@ BAD = {
     "images beyond measure": (["data.image_size=20000"], 1, ["data.image_size", "20000", "512"]),
     "metric of no class": (["searcher.metric=accuracy/ten"], 1, ["searcher.metric", "'accuracy/ten'"]),
     "patience with no class": (["hyperparameters.early_stopping={metric: accuracy/ten, patience: 2}"], 1, ["early_stopping.metric", "'accuracy/ten'"]),
-    "two metrics": (["searcher.metric=accuracy", "hyperparameters.early_stopping={metric: loss, patience: 2}"], 1, ["early_stopping.metric: 'loss': searcher.metric, 'accuracy', chooses"]),
+    "two metrics": (["searcher.metric=accuracy", "hyperparameters.early_stopping={metric: loss, patience: 2}"], 1, ["early_stopping.metric: 'loss': searcher.metric 'accuracy' chooses"]),
     "best weights by test images": (["hyperparameters.best_weights=true"], 1, ["best_weights: True: needs held-out images; set data.validation"]),
     "best weights without a checkpoint": (["hyperparameters.best_weights=true", "data.validation=0.1", "checkpoint_storage.save_trial_best=0"], 1, ["needs the best checkpoint", "save_trial_best to at least 1"]),
     "best weights that are not saved": (["hyperparameters.best_weights=true", "data.validation=0.1", "checkpoint_policy=none"], 1, ["needs the best checkpoint", "checkpoint_policy: best"]),
