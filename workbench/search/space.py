@@ -164,6 +164,8 @@ def find_ranges(path: str, section: Mapping[str, Any], grid: bool) -> tuple[list
             wrong = _range_errors(here, value, grid)
             errors += wrong
             found += [] if wrong else [Range(here, value)]
+        elif kind == "const" and "val" in value:
+            continue  # experiment_fields.py takes its value
         elif TELLTALES & value.keys():
             errors.append(f"{here}.type: {kind!r}: unknown hyperparameter type; {nearest(kind, RANGE_KEYS)}")
         else:

@@ -105,6 +105,17 @@ def test_every_kind_of_range_is_drawn():
         assert isinstance(json.loads(said[f"{ARGS}.optimizer.params.betas"]), list)
 
 
+def test_a_constant_is_no_range():
+    search = tpe(
+        "hyperparameters.net_args={type: const, val: {width: 2}}", "hyperparameters.net={type: const, val: x}"
+    )
+    assert (search.experiment.hyperparameters["net_args"], search.experiment.hyperparameters["net"]) == (
+        {"width": 2},
+        "x",
+    )
+    assert {each.name for each in search.ranges} == {each.name for each in tpe().ranges}
+
+
 def test_fields_of_tpe_are_checked_and_a_note_says_that_clusters_have_none(capsys):
     assert error_line(tpe, "searcher.max_trials=null").startswith(
         "searcher.max_trials: missing: tpe needs it;"
