@@ -28,15 +28,13 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from classify.config import command_line
 from classify.images.plan import DataPlan
-from classify.images.settings import DataSettings
-from classify.models import registry
 from deepspeed_trial.errors import InvalidInput, TrainingStopped, one_line, print_errors, printable
 from deepspeed_trial.local.folder import default_output, locked_folder
 from workbench.search import specification
 from workbench.search.ray_cluster import RayCluster
 from workbench.search.results import quiet_optuna
 from workbench.search.runner import SearchRunner
-from workbench.search.this_machine import ThisMachine
+from workbench.search.trial_run import ThisMachine
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -63,10 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parallel = 1 if args.parallel is None and not args.on else args.parallel
         search = specification.load(args.config, args.overrides, parallel)
-        hyperparameters = search.experiment.hyperparameters
-        size = registry.input_size(hyperparameters.get("net"), hyperparameters.get("weights"))
-        settings = DataSettings.parse(search.experiment.config.get("data"), size)
-        source = DataPlan.resolve(settings)
+        assert search.data
+        source = DataPlan.resolve(search.data)
         machine = RayCluster(search) if args.on else ThisMachine(search)
         with contextlib.closing(machine), locked_folder(output, "search"):
             runner = SearchRunner(search, output, source, machine)

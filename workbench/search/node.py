@@ -26,8 +26,8 @@ class News(NamedTuple):
     """The state of a trial's process.
 
     Attributes:
-        node: hostname.
-        code: exit code of the process; None while it runs, negative after a signal.
+        node: the hostname of the node.
+        code: the exit code of the process; None while the process runs, negative after a signal.
         texts: the text of each file that has changed since the previous ``News``, by path.
     """
 
@@ -40,10 +40,10 @@ class NodeProcess:
     """A trial's process on this node.
 
     Args:
-        home: working directory, at the same path on each node.
+        home: the working directory, which has the same path on each node.
         folder: the trial's folder.
-        files: the files to report.
-        log: file of the process's stdout and stderr; reported after the end of the process.
+        files: the files whose text ``look`` reports after each change.
+        log: the file for the process's stdout and stderr; ``look`` reports it after the end of the process.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class NodeProcess:
         shared: pathlib.Path | None,
         pid_name: str,
     ) -> News:
-        """Start the process when an earlier one in the folder has ended (within 60 s), and return its state.
+        """Wait at most 60 s for the end of an earlier process in the folder, start the process, and ``look``.
 
         Args:
-            arguments: arguments of Python.
-            stdin: text for the process.
-            environment: additional variables.
+            arguments: the arguments of Python.
+            stdin: the text that the process reads from its stdin.
+            environment: environment variables, in addition to this process's own.
             shared: a file that must exist on this node; None if the nodes share no folder.
-            pid_name: name of the variable for this worker's process id.
+            pid_name: the name of the environment variable that gets the id of this worker process.
 
         Raises:
             FileNotFoundError: if this node lacks ``home`` or ``shared``.
@@ -86,7 +86,7 @@ class NodeProcess:
         return self.look()
 
     def look(self) -> News:
-        """Wait at most half a second for the end of the process, and report its files."""
+        """Wait at most half a second for the end of the process; return its state and its changed files."""
         assert self.process
         code: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -117,11 +117,11 @@ def spawn(
 
     Args:
         command: the program and its arguments.
-        stdin: text for the process.
-        log: file that its stdout and stderr are appended to.
-        environment: additional variables.
+        stdin: the text that the process reads from its stdin.
+        log: the file to which the process appends its stdout and stderr.
+        environment: environment variables, in addition to this process's own.
     """
-    with open(log, "ab") as output, tempfile.TemporaryFile() as whole:  # without a name
+    with open(log, "ab") as output, tempfile.TemporaryFile() as whole:  # no path leads to its text
         whole.write(stdin.encode())
         whole.seek(0)
         return subprocess.Popen(

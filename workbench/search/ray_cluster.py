@@ -26,8 +26,8 @@ from workbench.search.trial_run import STDIN, TrialRun
 
 ANSWER = 60  # seconds that a cluster has to answer
 RESTARTS = 5  # Determined's default of max_restarts
-OBJECTS = 80 * 2**20  # bytes of a local Ray's object store, about the least that Ray takes
-NONE_HERE = "Could not find any running Ray instance"  # says Ray of this machine
+OBJECTS = 80 * 2**20  # bytes of a local Ray's object store, about the smallest that Ray accepts
+NONE_HERE = "Could not find any running Ray instance"  # Ray's message without a cluster on this machine
 
 
 class RayCluster:
@@ -78,6 +78,7 @@ class RayCluster:
             raise lost_cluster(error) from error
 
     def _fits(self) -> int:
+        """Return the number of trials that the living nodes have resources for."""
         return sum(
             min(int(node.get(kind, 0) // count) for kind, count in self.needs.items())
             for node in self._nodes()
@@ -91,9 +92,6 @@ class RayCluster:
         run.start({})
         return run
 
-    def release(self, folder: pathlib.Path) -> None:
-        """Do nothing: Ray frees the resources of a trial."""
-
     def close(self) -> None:
         """Leave the cluster, and end it if it started here."""
         self.ray.shutdown()
@@ -102,12 +100,10 @@ class RayCluster:
 class RayRun(TrialRun):
     """A trial on a node of Ray's choice. A trial whose node is lost resumes on another one.
 
+    ``TrialRun`` describes the other arguments.
+
     Args:
-        cluster: the nodes.
-        folder: as in ``TrialRun``.
-        config: as in ``TrialRun``.
-        overrides: as in ``TrialRun``.
-        whole: as in ``TrialRun``.
+        cluster: the cluster that runs the trial.
     """
 
     def __init__(
@@ -135,6 +131,7 @@ class RayRun(TrialRun):
             self._submit(resumes)
 
     def _submit(self, resumes: bool) -> None:
+        """Let Ray start the trial on a node that has room."""
         files = [self.folder / name for name in (metrics_log.FILE, "summary.json")]
         arguments = [*self.arguments(), *(["--resume", "auto"] if resumes else [])]
         environment = {"OMP_NUM_THREADS": str(self.cluster.threads)}
@@ -159,6 +156,7 @@ class RayRun(TrialRun):
         return self.look is None
 
     def _take(self) -> None:
+        """Take the pending answer of the node, and ask for the next one unless the process has ended."""
         errors = self.ray.exceptions
         try:
             news = self.ray.get(self.look)
@@ -174,7 +172,7 @@ class RayRun(TrialRun):
         self.texts |= news.texts
         self.look = self.actor.look.remote() if self.news.code is None else None
         if self.look is None:
-            self.actor = None  # which frees the node's resources
+            self.actor = None  # the end of the actor frees the node's resources
 
     def _refused(self, reason: str) -> InvalidInput:
         remedy = "the project and the environment need the same path on each node"
@@ -198,7 +196,7 @@ class RayRun(TrialRun):
         self.is_stopping = True
         if self.is_placed:
             self.actor.stop.remote()
-        else:  # it waits for a node
+        else:  # the trial waits for a node
             self.kill()
 
     def kill(self) -> None:
@@ -216,7 +214,7 @@ class RayRun(TrialRun):
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the trial's process, which has ended."""
+        """The exit code of the trial's process after its end; negative after a signal."""
         return self.news.code or 0
 
     def failure(self) -> tuple[str, str]:
@@ -234,7 +232,7 @@ def lost_cluster(error: Exception) -> TrainingStopped:
 
 
 def _connected() -> Any:
-    """Connect to the cluster, or start one on this machine, which listens only on the loopback interface.
+    """Connect to the cluster, or start one on this machine; that one listens only on the loopback interface.
 
     Raises:
         InvalidInput: if Ray is not installed or the cluster does not answer.
@@ -261,7 +259,7 @@ def _answers(address: str) -> bool:
     """Connect to a cluster in another process: Ray's client prints lines and may end its process.
 
     Returns:
-        Whether there is a cluster; False for ``auto`` without one on this machine.
+        Whether there is a cluster. The answer is False only for ``auto``, if this machine is in no cluster.
 
     Raises:
         InvalidInput: if the cluster does not answer.

@@ -44,12 +44,11 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
     if len(folders) > 1:
         names = ", ".join(map(str, folders))
         raise InvalidInput(f"report: {names}: a page shows one search; give only the folder of one")
-    results, chosen_on = read(folders[0])
-    page.write(page.render(TEMPLATE, _values(results, folders[0], chosen_on)), target)
+    page.write(page.render(TEMPLATE, _values(read(folders[0]), folders[0])), target)
 
 
-def read(folder: pathlib.Path) -> tuple[Results, str]:
-    """Read the trials of a search, and a description of the images on which validations compare them.
+def read(folder: pathlib.Path) -> Results:
+    """Read the trials of a search.
 
     Raises:
         InvalidInput: if the search cannot be read.
@@ -66,10 +65,10 @@ def read(folder: pathlib.Path) -> tuple[Results, str]:
     attributes = study.user_attrs
     file_and_overrides = attributes.get("file", str(folder / "search.yaml")), attributes.get("overrides", [])
     search = specification.recorded(config, *file_and_overrides)
-    return Results(study, search), attributes.get("chosen_on", "images")
+    return Results(study, search)
 
 
-def _values(results: Results, folder: pathlib.Path, chosen_on: str) -> dict[str, Any]:
+def _values(results: Results, folder: pathlib.Path) -> dict[str, Any]:
     """Return the values of the page's template."""
     search, trials = results.search, results.trials
     begun = [trial for trial in trials if trial.state != TrialState.WAITING]
@@ -81,7 +80,7 @@ def _values(results: Results, folder: pathlib.Path, chosen_on: str) -> dict[str,
         "title": f"Search: {search.experiment.config.get('name') or folder.resolve().name}",
         "metric": results.metric,
         "better": "smaller" if search.experiment.smaller_is_better else "larger",
-        "chosen_on": chosen_on,
+        "chosen_on": results.chosen_on,
         "searcher": search.searcher["name"],
         "how": SEARCHERS[search.searcher["name"]],
         "ended": sum(trial.state.is_finished() for trial in begun),

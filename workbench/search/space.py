@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from classify.config.experiment_fields import SAMPLED_TYPES
@@ -81,11 +80,15 @@ class Range:
         assert isinstance(ends, FloatDistribution)
         return [min(max(self.spec["base"] ** float(point), ends.low), ends.high) for point in points]
 
+    def value(self, drawn: Any) -> Any:
+        """Return a drawn value as the file has it: a list or a mapping instead of its JSON."""
+        if self.spec["type"] == "categorical":
+            return next(value for value in self.spec["vals"] if _scalar(value) == drawn)
+        return drawn
+
     def override(self, drawn: Any) -> str:
         """Return the ``--set`` argument of a drawn value."""
-        if self.spec["type"] == "categorical":
-            drawn = next(value for value in self.spec["vals"] if _scalar(value) == drawn)
-        return f"{self.path}={json.dumps(drawn)}"
+        return f"{self.path}={json.dumps(self.value(drawn))}"
 
 
 def _scalar(value: Any) -> Any:
@@ -114,7 +117,7 @@ def draws(ranges: Sequence[Range], grid: bool, seed: int) -> Iterator[dict[str, 
 
 
 def guided_draw(
-    ranges: Sequence[Range], seed: int, direction: StudyDirection, known: Sequence[FrozenTrial]
+    ranges: Sequence[Range], seed: int, direction: str, known: Sequence[FrozenTrial]
 ) -> dict[str, Any]:
     """Draw the hyperparameters of the next trial by Optuna's TPE, from the results so far.
 
@@ -125,7 +128,7 @@ def guided_draw(
     Args:
         ranges: the search space.
         seed: the seed of the search.
-        direction: whether larger or smaller values of the metric are better.
+        direction: ``minimize`` or ``maximize``, by which values of the metric are better.
         known: the trials so far, by number.
     """
     state = np.random.SeedSequence([seed, len(known)]).generate_state(1)

@@ -1,24 +1,64 @@
-"""A checked search file: the ranges, the trials, and the number of trials at a time."""
+"""A checked search file: the ranges, the brackets of trials, and the number of trials at a time.
+
+The searchers and their brackets are Determined 0.38's; Optuna's successive halving prunes within a bracket.
+Source: https://github.com/determined-ai/determined/blob/v0.38.1/docs/reference/experiment-config-reference.rst#searcher
+"""
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optuna.study import StudyDirection
+import optuna
+from optuna.pruners import BasePruner, NopPruner, SuccessiveHalvingPruner
 from optuna.trial import FrozenTrial, TrialState
+from typing_extensions import override
 
 from classify.config import experiment_fields, experiment_file
 from classify.config.command_line import called
+from classify.config.experiment_fields import SEARCHERS, cluster_notes, unknown_searcher
+from classify.config.sections import unknown_keys
 from classify.images.settings import DataSettings
+from classify.models import registry
 from deepspeed_trial.errors import ErrorList, printable
 from deepspeed_trial.experiment import Experiment
-from workbench.search import searchers, space
+from workbench.search import space
 from workbench.search.space import Range
+
+NEEDED = {
+    "random": ["max_trials"],
+    "tpe": ["max_trials"],
+    "async_halving": ["max_trials", "num_rungs", "time_metric", "max_time"],
+    "adaptive_asha": ["max_trials", "time_metric", "max_time"],
+}
+EXAMPLES = {
+    "max_trials": "say how many trials to run, e.g. 12",
+    "num_rungs": "say at how many lengths to compare trials, e.g. 3",
+    "time_metric": "use the unit of hyperparameters.max_length, epochs or batches",
+    "max_time": "use the length in hyperparameters.max_length",
+}
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """A group of trials that are compared with each other.
+
+    Attributes:
+        trials: the number of trials.
+        rungs: the number of lengths at which the trials are compared, including the full length. With one
+            length no trial is pruned.
+        first: the shortest of these lengths.
+    """
+
+    trials: int
+    rungs: int = 1
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -30,26 +70,43 @@ class Search:
         overrides: the ``--set`` arguments.
         experiment: the file with the overrides; its hyperparameters include the ranges.
         ranges: the searched hyperparameters, in the file's order.
-        brackets: the groups of trials that compete.
-        concurrent: maximum number of trials at a time.
+        data: the checked section ``data``; None in a search that ``recorded`` returned.
+        parallel: maximum number of trials at a time; None for all that fit.
     """
 
     file: str
     overrides: list[str]
     experiment: Experiment
     ranges: list[Range]
-    brackets: list[searchers.Bracket]
-    concurrent: int = 1
+    data: DataSettings | None = None
+    parallel: int | None = None
 
     @property
     def searcher(self) -> dict[str, Any]:
         """The file's searcher section."""
         return self.experiment.config["searcher"]
 
+    @functools.cached_property
+    def brackets(self) -> list[Bracket]:
+        """The groups of trials that compete."""
+        size = math.prod(len(searched.grid) for searched in self.ranges) if self.is_grid else 1
+        return brackets(self.searcher, size)
+
     @property
-    def replaces_invalid(self) -> bool:
-        """Whether a new trial replaces a trial with invalid hyperparameters, as on a cluster."""
-        return self.searcher["name"] not in ("grid", "single")
+    def trials(self) -> int:
+        """The number of trials, without the replacements of invalid ones."""
+        return sum(bracket.trials for bracket in self.brackets)
+
+    @property
+    def concurrent(self) -> int:
+        """Maximum number of trials at a time."""
+        most = min(self.trials, self.searcher.get("max_concurrent_trials") or self.trials)
+        return min(self.parallel or most, most)
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether the trials are the points of a grid."""
+        return self.searcher["name"] == "grid"
 
     @property
     def is_guided(self) -> bool:
@@ -57,18 +114,25 @@ class Search:
         return self.searcher["name"] == "tpe"
 
     @property
-    def direction(self) -> StudyDirection:
-        """Whether larger or smaller values of the metric are better."""
-        return StudyDirection.MINIMIZE if self.experiment.smaller_is_better else StudyDirection.MAXIMIZE
+    def best_of(self) -> Callable[..., Any]:
+        """The function that returns the best of several values of the metric: ``min`` or ``max``."""
+        return min if self.experiment.smaller_is_better else max
+
+    @property
+    def direction(self) -> str:
+        """The direction of better values of the metric, in Optuna's terms."""
+        return "minimize" if self.experiment.smaller_is_better else "maximize"
 
     def missing(self, known: Sequence[FrozenTrial]) -> list[int]:
-        """Return the brackets of the trials to draw after the known ones."""
-        missing: list[int] = []
+        """Return the brackets of the trials to draw after the known ones.
+
+        A new trial replaces each invalid one, as on a cluster, unless the searcher is ``grid`` or ``single``.
+        """
+        missing, replaces = list[int](), self.searcher["name"] not in ("grid", "single")
         for index, bracket in enumerate(self.brackets):
             mine = [trial.user_attrs for trial in known if trial.user_attrs["bracket"] == index]
             invalid = sum(attributes.get("outcome") == "invalid" for attributes in mine)
-            extra = min(invalid, bracket.trials) if self.replaces_invalid else 0
-            missing += [index] * (bracket.trials + extra - len(mine))
+            missing += [index] * (bracket.trials + replaces * min(invalid, bracket.trials) - len(mine))
         return missing
 
     def draws(self, known: Sequence[FrozenTrial] = ()) -> Iterator[dict[str, Any]]:
@@ -79,12 +143,26 @@ class Search:
         finished = sum(trial.state == TrialState.COMPLETE for trial in known)
         if self.is_guided and finished >= min(10, math.ceil(self.searcher["max_trials"] / 4)):
             return iter([space.guided_draw(self.ranges, self.experiment.seed, self.direction, known)])
-        drawn = space.draws(self.ranges, self.searcher["name"] == "grid", self.experiment.seed)
+        drawn = space.draws(self.ranges, self.is_grid, self.experiment.seed)
         return itertools.islice(drawn, len(known), None)
 
-    def overrides_of(self, drawn: dict[str, Any]) -> list[str]:
+    def overrides_of(self, drawn: Mapping[str, Any]) -> list[str]:
         """Return the ``--set`` arguments of a trial with these hyperparameters."""
         return [searched.override(drawn[searched.name]) for searched in self.ranges]
+
+    def experiment_of(self, drawn: Mapping[str, Any]) -> Experiment:
+        """Return the experiment of a trial with these hyperparameters.
+
+        Raises:
+            InvalidInput: with a line for each invalid field.
+        """
+        config = copy.deepcopy(dict(self.experiment.config))
+        for searched in self.ranges:
+            section, (*parents, key) = config, searched.path.split(".")
+            for parent in parents:
+                section = section.setdefault(parent, {})
+            section[key] = searched.value(drawn[searched.name])
+        return experiment_fields.check(config)
 
 
 def load(file: str, overrides: list[str], parallel: int | None) -> Search:
@@ -98,20 +176,19 @@ def load(file: str, overrides: list[str], parallel: int | None) -> Search:
     Raises:
         InvalidInput: with a line for each wrong field.
     """
-    errors = ErrorList()
+    errors, data = ErrorList(), None
     if parallel is not None and parallel < 1:
         errors.lines.append(f"--parallel: {parallel}: must be at least 1")
     config = experiment_file.read(file, overrides)
-    experiment, ranges = _check(config, errors)
+    search = _search(config, file, overrides, errors)
     with errors.collecting():
-        DataSettings.parse(config.get("data"))
+        chosen = search.experiment.hyperparameters
+        size = registry.input_size(chosen.get("net"), chosen.get("weights"))
+        data = DataSettings.parse(config.get("data"), size)
     errors.raise_any()
-    for note in searchers.notes(experiment, parallel):
+    for note in _notes(search.experiment, parallel):
         print(f"{called('search')}: note: {printable(note)}", file=sys.stderr)
-    search = _search(file, overrides, experiment, ranges)
-    most = sum(bracket.trials for bracket in search.brackets)
-    most = min(most, search.searcher.get("max_concurrent_trials") or most)
-    return replace(search, concurrent=min(parallel or most, most))
+    return replace(search, data=data, parallel=parallel)
 
 
 def recorded(config: dict[str, Any], file: str, overrides: list[str]) -> Search:
@@ -126,28 +203,124 @@ def recorded(config: dict[str, Any], file: str, overrides: list[str]) -> Search:
         InvalidInput: with a line for each wrong field.
     """
     errors = ErrorList()
-    experiment, ranges = _check(config, errors)
+    search = _search(config, file, overrides, errors)
     errors.raise_any()
-    return _search(file, overrides, experiment, ranges)
+    return search
 
 
-def _check(config: dict[str, Any], errors: ErrorList) -> tuple[Experiment, list[Range]]:
-    """Check an experiment and its searcher; return the experiment and its ranges."""
+def _search(config: dict[str, Any], file: str, overrides: list[str], errors: ErrorList) -> Search:
+    """Return the search of an experiment; it is usable if no error was added to ``errors``."""
     experiment = Experiment({}, {})
     with errors.collecting():
         experiment = experiment_fields.check(config, search=True)
     searcher, hyperparameters = config.get("searcher") or {}, config.get("hyperparameters") or {}
     ranges: list[Range] = []
     if isinstance(searcher, dict):
-        errors.lines += searchers.errors_of(searcher)
+        errors.lines += _searcher_errors(searcher)
         if isinstance(hyperparameters, dict):
             is_grid = searcher.get("name") == "grid"
             ranges, wrong = space.find_ranges("hyperparameters", hyperparameters, is_grid)
             errors.lines += wrong
-    return experiment, ranges
+    return Search(file, overrides, experiment, ranges)
 
 
-def _search(file: str, overrides: list[str], experiment: Experiment, ranges: list[Range]) -> Search:
+def _searcher_errors(searcher: Mapping[str, Any]) -> list[str]:
+    """Return a line for each wrong field of a searcher section."""
+    name = searcher.get("name")
+    if name is not None and not isinstance(name, str):
+        return []  # experiment_fields.py names the error
+    if name not in SEARCHERS:
+        return unknown_searcher(name)
+    found = unknown_keys("searcher.", searcher, SEARCHERS[name], f"{name} has no such field")
+    missing = [key for key in NEEDED.get(name, ()) if searcher.get(key) is None]
+    return found + [f"searcher.{key}: missing: {name} needs it; {EXAMPLES[key]}" for key in missing]
+
+
+def _notes(experiment: Experiment, parallel: int | None) -> list[str]:
+    """Return a line for each field that has no effect, or another effect, on this machine."""
     searcher = experiment.config["searcher"]
-    size = math.prod(len(searched.grid) for searched in ranges) if searcher["name"] == "grid" else 1
-    return Search(file, overrides, experiment, ranges, searchers.brackets(searcher, size))
+    most, divisor = searcher.get("max_concurrent_trials"), searcher.get("divisor")
+    notes = dict[str, str]()
+    if most and parallel and most > parallel:
+        notes["max_concurrent_trials"] = f"{parallel} at a time here; --parallel N runs more"
+    elif most and parallel and most < parallel:
+        notes["max_concurrent_trials"] = f"runs fewer trials at a time than --parallel {parallel}"
+    if searcher.get("stop_once") is False:
+        notes["stop_once"] = "a pruned trial does not resume, as in Determined 0.38"
+    if divisor is not None and divisor != _divisor(searcher):
+        notes["divisor"] = f"here one in {_divisor(searcher)} trials continues"
+    if searcher.get("max_length") is not None:
+        notes["max_length"] = "is not used; hyperparameters.max_length is the length"
+    for key in ("source_trial_id", "source_checkpoint_uuid"):
+        if searcher.get(key) is not None:
+            notes[key] = "has no effect here; set hyperparameters.weights to start from trained weights"
+    lines = [f"searcher.{key}: {searcher[key]!r}: {why}" for key, why in notes.items()]
+    return [*experiment.notes(), *cluster_notes(experiment.config), *lines]
+
+
+def brackets(searcher: Mapping[str, Any], grid_size: int) -> list[Bracket]:
+    """Return the brackets of a checked searcher section, the bracket that prunes earliest first."""
+    name = searcher["name"]
+    if name in ("single", "grid"):
+        return [Bracket(grid_size)]
+    trials = searcher["max_trials"]
+    if name in ("random", "tpe"):
+        return [Bracket(trials)]
+    longest, divisor = searcher["max_time"], _divisor(searcher)
+    sizes: Sequence[int] = (
+        [searcher["num_rungs"]] if name == "async_halving" else searcher.get("bracket_rungs") or ()
+    )
+    if not sizes:
+        most = [int(math.log(n) / math.log(divisor)) + 1 for n in (longest, trials)]
+        rungs = min(searcher.get("max_rungs") or 5, *most)
+        least = {"aggressive": rungs, "standard": (rungs - 1) // 2 + 1, "conservative": 1}
+        sizes = range(least[searcher.get("mode") or "standard"], rungs + 1)
+    sizes = sorted(sizes, reverse=True)
+    weights = [divisor ** (size - 1) / size for size in sizes]  # about the same work in every bracket
+    shares = [max(int(weight / sum(weights) * trials), 1) for weight in weights]
+    shares[0] += max(trials - sum(shares), 0)
+    first = [max(longest // divisor ** (size - 1), 1) for size in sizes]
+    return [Bracket(*each) for each in zip(shares, sizes, first, strict=True)]
+
+
+def _divisor(searcher: Mapping[str, Any]) -> int:
+    return max(2, round(searcher.get("divisor") or 4))
+
+
+class BracketPruner(BasePruner):
+    """Prune the worse trials of every bracket with Optuna's asynchronous successive halving.
+
+    A trial's user attribute ``bracket`` is the index of its bracket.
+
+    Args:
+        search: the search.
+    """
+
+    def __init__(self, search: Search) -> None:
+        divisor = _divisor(search.searcher)
+        self.pruners: list[BasePruner] = [
+            SuccessiveHalvingPruner(each.first, divisor) if each.rungs > 1 else NopPruner()
+            for each in search.brackets
+        ]
+
+    @override
+    def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
+        bracket = trial.user_attrs["bracket"]
+        among: Any = _OneBracket(study, bracket)
+        return self.pruners[bracket].prune(among, trial)
+
+
+class _OneBracket:
+    """A study that shows the trials of one bracket."""
+
+    def __init__(self, study: optuna.Study, bracket: int) -> None:
+        self._whole, self._bracket = study, bracket
+
+    def get_trials(
+        self, deepcopy: bool = True, states: tuple[TrialState, ...] | None = None
+    ) -> list[FrozenTrial]:
+        trials = self._whole.get_trials(deepcopy=deepcopy, states=states)
+        return [trial for trial in trials if trial.user_attrs.get("bracket") == self._bracket]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._whole, name)

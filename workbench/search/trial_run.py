@@ -1,4 +1,4 @@
-"""One trial of a search on this machine: ``train.py`` in one or more processes."""
+"""Trials on this machine: each is ``train.py`` in one or more processes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import filelock
+import joblib
+import torch
 
 from classify.config.project import PROJECT
 from classify.config.rules import is_count
+from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.local import metrics_log
+from deepspeed_trial.processes import device_type
 from deepspeed_trial.stops import STOP_WITH_PID
 from workbench.search import node
+from workbench.search.specification import Search
 
 _ERROR = re.compile(r"^train\.py: (?!note: )(.*)", re.MULTILINE)
 _RANKS_CODE = re.compile(r"exitcode\s*: (-?\d+)")  # as torchrun reports it
@@ -36,7 +41,8 @@ class TrialRun:
         config: the experiment file.
         overrides: ``--set`` arguments.
         slots: the number of processes.
-        whole: the experiment for stdin of ``train.py`` if the written file hides credentials; else empty.
+        whole: the experiment with its credentials, as JSON for the stdin of ``train.py``; empty if ``config``
+            already has the whole experiment.
     """
 
     def __init__(
@@ -70,7 +76,7 @@ class TrialRun:
         self.process = node.spawn(command, self.whole, self.log, environment | pid)
 
     def arguments(self) -> list[str]:
-        """Return the command that trains, without the interpreter."""
+        """Return the arguments of Python that train the trial."""
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.slots}"]
         program = [str(PROJECT / "train.py"), "--config", str(self.config), "--output", str(self.folder)]
         sets = [part for override in self.overrides for part in ("--set", override)]
@@ -91,37 +97,29 @@ class TrialRun:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The trial's ``summary.json``; empty before the trial's end, and if the file is damaged."""
+        """The trial's ``summary.json``; empty if the trial has not ended or the file is damaged."""
         with contextlib.suppress(OSError, ValueError, RecursionError):
             found = json.loads(self.read(self.folder / "summary.json"))
             if isinstance(found, dict) and is_count(found.get("steps"), 0):
                 return found
         return {}
 
-    def validations(self) -> list[dict[str, Any]]:
-        """Return the trial's validations so far."""
-        return [entry for entry in self.reports() if entry["group"] == "validation"]
-
-    def steps(self) -> int:
-        """Return the optimizer steps at the trial's last report."""
-        return max((entry["steps_completed"] for entry in self.reports()), default=0)
-
     def reports(self) -> list[dict[str, Any]]:
-        """Return the trial's reports so far."""
+        """Return the trial's reports of training and validation so far, in order."""
         return metrics_log.parse(self.read(self.folder / metrics_log.FILE))
 
     def read(self, file: pathlib.Path) -> str:
-        """Return the text of one of the trial's files; empty without the file."""
+        """Return the text of one of the trial's files; empty if the file does not exist."""
         return file.read_text(errors="replace") if file.exists() else ""
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the trial's process, which has ended; negative after a signal."""
+        """The exit code of the trial's process after its end; negative after a signal."""
         assert self.process
         return self.process.returncode
 
     def failure(self) -> tuple[str, str]:
-        """Return the outcome of a trial without a summary, ``invalid`` or ``failed``, and the reason."""
+        """Return the outcome of a trial without a summary: ``invalid`` or ``failed``, and the reason."""
         log, code = self.read(self.log), self.exit_code
         if self.slots > 1 and (codes := _RANKS_CODE.findall(log)):
             code = int(codes[-1])
@@ -129,14 +127,54 @@ class TrialRun:
             return "invalid" if code == 2 else "failed", "; ".join(errors)
         if code < 0:
             return "failed", f"killed by {signal.Signals(-code).name}"
-        last = next(
-            (line.strip() for line in reversed(log.splitlines()) if line.strip()), "it printed nothing"
-        )
+        last = (log.strip().splitlines() or ["it printed nothing"])[-1].strip()
         return "failed", f"exit code {code}: {last}; see {self.log}"
 
 
+class ThisMachine:
+    """The GPUs of this machine, or its cores.
+
+    Args:
+        search: the search whose trials run here.
+
+    Attributes:
+        device: ``cpu``, ``cuda`` or ``mps``, on which trials train.
+        room: maximum number of trials at a time.
+
+    Raises:
+        InvalidInput: if a trial needs more GPUs than there are.
+    """
+
+    def __init__(self, search: Search) -> None:
+        self.device, self.slots, self.room = device_type(), search.experiment.slots, search.concurrent
+        self.gpus = torch.cuda.device_count()
+        if self.gpus and self.slots > self.gpus:
+            raise InvalidInput(f"resources.slots_per_trial: {self.slots}: this machine has {self.gpus} GPUs")
+        if self.gpus:
+            self.room = min(self.room, self.gpus // self.slots)
+        self.users: dict[int, TrialRun] = {}  # the last trial on each GPU
+
+    def start(
+        self, folder: pathlib.Path, config: pathlib.Path, overrides: Sequence[str], whole: str
+    ) -> TrialRun:
+        """Start a trial; ``TrialRun`` describes the arguments."""
+        run = TrialRun(folder, config, overrides, self.slots, whole)
+        environment = {}
+        if "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = str(max(1, joblib.cpu_count() // (self.slots * self.room)))
+        if self.gpus:
+            free = [each for each in range(self.gpus) if each not in self.users or self.users[each].has_ended]
+            self.users |= dict.fromkeys(free[: self.slots], run)
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, free[: self.slots]))
+        run.start(environment)
+        return run
+
+    def close(self) -> None:
+        """Do nothing; a Ray cluster needs this method."""
+
+
 def wait_for(runs: Sequence[TrialRun], seconds: float) -> None:
-    """Wait for trials to end; kill the trials that still run after ``seconds``."""
+    """Wait for the end of trials, at most ``seconds``; kill the trials that still run then."""
     until = time.monotonic() + seconds
     while time.monotonic() < until and not all(run.has_ended for run in runs):
         time.sleep(0.05)

@@ -20,7 +20,7 @@ from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from workbench.search import search_page, space, specification
 from workbench.search.runner import SearchRunner
-from workbench.search.this_machine import ThisMachine
+from workbench.search.trial_run import ThisMachine
 
 RANDOM = str(PROJECT / "experiments/search-random.yaml")
 ARGS = "hyperparameters.overwrite_deepspeed_args"
@@ -186,7 +186,7 @@ def test_a_killed_search_continues_with_the_same_trials(guided):
         table = list(csv.DictReader(file))
     assert [(row["trial"], row["outcome"]) for row in table] == [("0", "complete"), ("1", "complete")]
     assert len(list(output.glob("trials/*/summary.json"))) == 2
-    results, _ = search_page.read(output)
+    results = search_page.read(output)
     for number, each in enumerate(results.trials):
         assert next(results.search.draws(results.trials[:number])) == each.params
         lines = (output / f"trials/{number:03}/metrics.jsonl").read_text().splitlines()
@@ -215,7 +215,7 @@ def test_a_search_has_a_page_at_any_time(guided, tmp_path, capsys):
     assert page.count("<script") == 1 and html.escape("<script>alert(") in page and r"\x1b[31m" in page
     assert "<b>2 of 2</b>" in page and "chosen on test images" in page
     assert not re.search(r'(src|href)="(?!data:)', page)
-    results, _ = search_page.read(output)
+    results = search_page.read(output)
     (found,) = re.findall(r"data-lines='(.*?)'", page)
     assert [(line["name"], [point[2] for point in line["points"]]) for line in json.loads(found)] == [
         ("trial 0", ["100", "200"]),

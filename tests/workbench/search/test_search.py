@@ -20,12 +20,10 @@ import search
 from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from deepspeed_trial.errors import InvalidInput
-from workbench.search import display, runner, searchers, specification, this_machine
-from workbench.search.display import SearchDisplay
-from workbench.search.results import Results, quiet_optuna
+from workbench.search import runner, specification, trial_run
+from workbench.search.results import Results, SearchDisplay, quiet_optuna
 from workbench.search.runner import SearchRunner
-from workbench.search.this_machine import ThisMachine
-from workbench.search.trial_run import TrialRun
+from workbench.search.trial_run import ThisMachine, TrialRun
 
 GRID, ASHA = (str(PROJECT / f"experiments/search-{name}.yaml") for name in ("grid", "asha"))
 RATE = "overwrite_deepspeed_args.optimizer.params.lr"
@@ -109,7 +107,7 @@ def test_names_are_text_in_the_table():
         kinds: dict = {name: optuna.distributions.CategoricalDistribution([params[name]]) for name in params}
         ended = {"bracket": 0, "outcome": "invalid", "reason": f"data.root: {value}: none"}
         study.add_trial(optuna.create_trial(value=0.5, params=params, distributions=kinds, user_attrs=ended))
-    shown = display.SearchDisplay(Results(study, loaded), pathlib.Path(), "test images")
+    shown = SearchDisplay(Results(study, loaded), pathlib.Path())
     shown.console.width, shown.console.file = 300, io.StringIO()
     shown.console.print(shown._table())
     text = shown.console.file.getvalue()
@@ -155,7 +153,7 @@ def test_a_grid_is_every_pair():
 def test_brackets_are_determineds(chosen, shares):
     """For 16 trials of 16 epochs master/pkg/searcher/adaptive_asha.go has these numbers."""
     section = {"name": "adaptive_asha", "max_trials": 16, "max_time": 16, "divisor": 4, **chosen}
-    assert searchers.brackets(section, 1) == [searchers.Bracket(*share) for share in shares]
+    assert specification.brackets(section, 1) == [specification.Bracket(*share) for share in shares]
 
 
 def test_changed_code_is_told_once(tmp_path, monkeypatch, capsys):
@@ -169,7 +167,7 @@ def test_changed_code_is_told_once(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine/deep/loss.py").unlink()
     (tmp_path / "mine/new.py").write_text("3")
     results = Results(optuna.create_study(), specification.load(GRID, [], 1))
-    shown = SearchDisplay(results, tmp_path, "test images")
+    shown = SearchDisplay(results, tmp_path)
     for number in (1, 2, 3):
         shown.tell_changes(number, begun, runner.code_digests())
         if number == 2:
@@ -251,7 +249,7 @@ class StandIn(TrialRun):
 @pytest.fixture
 def searched(tmp_path, monkeypatch):
     """Search by stand-ins: the trials."""
-    monkeypatch.setattr(this_machine, "TrialRun", StandIn)
+    monkeypatch.setattr(trial_run, "TrialRun", StandIn)
     monkeypatch.setattr(runner, "POLL", 0)
 
     def search(file, *changes):
