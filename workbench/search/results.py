@@ -9,7 +9,7 @@ import pathlib
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,6 +60,23 @@ class Row(NamedTuple):
     seconds: float | None
     reason: str | None
     folder: str
+
+    def cells(self, steps: int) -> dict[str, Any]:
+        """Return the formatted cells of a table of trials, by the names of its columns.
+
+        Args:
+            steps: optimizer steps so far, for a trial that has not ended.
+        """
+        return {
+            "number": self.number,
+            "values": [shown(value) for value in self.values],
+            "score": shown(self.score),
+            "steps": f"{steps if self.steps is None else self.steps:,}",
+            "speed": f"{self.images_per_second:,.0f}" if self.images_per_second else "",
+            "seconds": f"{self.seconds:,.1f}" if self.seconds else "",
+            "outcome": self.outcome,
+            "reason": self.reason or "",
+        }
 
 
 @dataclass(frozen=True)
@@ -157,6 +174,11 @@ class Results:
         return shlex.join(redaction.command(command))
 
 
+def steps_in(reports: Sequence[Mapping[str, Any]]) -> int:
+    """Return the optimizer steps at the last of a trial's reports; 0 without a report."""
+    return max((entry["steps_completed"] for entry in reports), default=0)
+
+
 def shown(value: Any) -> str:
     """Format a value for a table; None is empty."""
     if value is None:
@@ -236,16 +258,11 @@ class SearchDisplay:
         best = self.results.best(trials)
         begun = [trial for trial in trials if trial.state != TrialState.WAITING]
         for row in map(self.results.row, begun[-SHOWN:]):
-            speed = f"{row.images_per_second:,.0f}" if row.images_per_second else ""
-            table.add_row(
-                str(row.number),
-                *(printable(shown(value)) for value in row.values),
-                f"{row.steps or self.steps.get(row.number, 0):,}",
-                shown(row.score),
-                speed,
-                printable(f"{row.outcome}: {row.reason}" if row.reason else row.outcome),
-                style="bold green" if best and row.number == best.number else STYLES[row.outcome],
-            )
+            cells = row.cells(self.steps.get(row.number, 0))
+            end = f"{row.outcome}: {row.reason}" if row.reason else row.outcome
+            texts = [*cells["values"], cells["steps"], cells["score"], cells["speed"], end]
+            style = "bold green" if best and row.number == best.number else STYLES[row.outcome]
+            table.add_row(str(row.number), *map(printable, texts), style=style)
         waiting = self.results.waiting(trials)
         table.caption = f"{len(begun)} of {len(begun) + waiting} begun, {waiting} waiting"
         return table

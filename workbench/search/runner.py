@@ -23,7 +23,7 @@ from deepspeed_trial import redaction
 from deepspeed_trial.errors import ErrorList, InvalidInput
 from workbench.search import space
 from workbench.search.ray_cluster import RayCluster
-from workbench.search.results import Results, SearchDisplay
+from workbench.search.results import Results, SearchDisplay, steps_in
 from workbench.search.specification import BracketPruner, Search
 from workbench.search.trial_run import LAST_WORDS, ThisMachine, TrialRun, wait_for
 
@@ -157,7 +157,7 @@ class SearchRunner:
         for trial, run in list(self.running.items()):
             has_ended = run.has_ended  # before reading: an ended trial has written all validations
             reports = run.reports()
-            steps[trial.number] = max((entry["steps_completed"] for entry in reports), default=0)
+            steps[trial.number] = steps_in(reports)
             self._take_validations(trial, run, reports)
             if has_ended:
                 del self.running[trial]

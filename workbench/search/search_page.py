@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import optuna
@@ -16,11 +16,11 @@ from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.local import metrics_log
 from workbench.reports import page, plots
 from workbench.search import specification
-from workbench.search.results import Results, Row, quiet_optuna, shown
+from workbench.search.results import Results, quiet_optuna, shown, steps_in
 from workbench.search.space import Range
 
 TEMPLATE = pathlib.Path(__file__).with_name("search.html.jinja")
-MOST_CURVES = 24  # of trials; colours and dashes tell them apart
+MOST_CURVES = 24  # as many trials as colours and dashes tell apart
 SEARCHERS = {
     "single": "one trial",
     "random": "random trials",
@@ -39,7 +39,7 @@ def write(folders: Sequence[pathlib.Path], target: pathlib.Path) -> None:
         target: the page's file.
 
     Raises:
-        InvalidInput: if there is more than one folder, or the search cannot be read; then nothing is written.
+        InvalidInput: if there is more than one folder, or the search cannot be read. Then no page is written.
     """
     if len(folders) > 1:
         names = ", ".join(map(str, folders))
@@ -63,9 +63,8 @@ def read(folder: pathlib.Path) -> Results:
         remedy = "give the --output of a search.py that has begun its trials"
         raise InvalidInput(f"{file}: holds no search that can be read ({reason}); {remedy}") from error
     attributes = study.user_attrs
-    file_and_overrides = attributes.get("file", str(folder / "search.yaml")), attributes.get("overrides", [])
-    search = specification.recorded(config, *file_and_overrides)
-    return Results(study, search)
+    command = attributes.get("file", str(folder / "search.yaml")), attributes.get("overrides", [])
+    return Results(study, specification.check(config, *command))
 
 
 def _values(results: Results, folder: pathlib.Path) -> dict[str, Any]:
@@ -75,7 +74,8 @@ def _values(results: Results, folder: pathlib.Path) -> dict[str, Any]:
     rows = [results.row(trial) for trial in begun]
     best = results.best(begun)
     outcomes = [row.outcome for row in rows]
-    cells = {row.number: _cells(row, folder) for row in rows}
+    reports = {row.number: metrics_log.read(folder / row.folder) for row in rows}
+    cells = {row.number: row.cells(steps_in(reports[row.number])) for row in rows}
     return {
         "title": f"Search: {search.experiment.config.get('name') or folder.resolve().name}",
         "metric": results.metric,
@@ -91,43 +91,25 @@ def _values(results: Results, folder: pathlib.Path) -> dict[str, Any]:
         "command": best and results.command(best),
         "ranges": [(results.short(searched.name), _described(searched)) for searched in search.ranges],
         "trials": list(cells.values()),
-        "curves": _curves(results, rows, folder),
+        "curves": _curves(results.metric, reports),
         "config": page.as_yaml(search.experiment.shown),
     }
 
 
-def _curves(results: Results, rows: Sequence[Row], folder: pathlib.Path) -> dict[str, Any] | None:
-    """Plot the validations of the first 24 trials; None without validations."""
+def _curves(metric: str, reports: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, Any] | None:
+    """Plot the validations of the first 24 trials that have some; return None if no trial has any.
+
+    Args:
+        metric: the metric to plot.
+        reports: the reports of each trial, by its number.
+    """
     lines = []
-    for row in rows:
-        reports = [each for each in metrics_log.read(folder / row.folder) if results.metric in each]
-        points = [
-            (each["steps_completed"], each[results.metric])
-            for each in reports
-            if each["group"] == "validation"
-        ]
-        if points:
-            steps, values = zip(*points, strict=True)
-            lines.append(plots.Line(f"trial {row.number}", steps, values, row.number))
-    return plots.plot(results.metric, lines[:MOST_CURVES]) if lines else None
-
-
-def _cells(row: Row, folder: pathlib.Path) -> dict[str, Any]:
-    """Return the formatted cells of a trial, by the names of the table's columns."""
-    steps = row.steps
-    if steps is None:  # it has not ended
-        reports = metrics_log.read(folder / row.folder)
-        steps = max((entry["steps_completed"] for entry in reports), default=0)
-    return {
-        "number": row.number,
-        "values": [shown(value) for value in row.values],
-        "score": shown(row.score),
-        "steps": f"{steps:,}",
-        "speed": f"{row.images_per_second:,.0f}" if row.images_per_second else "",
-        "seconds": f"{row.seconds:,.1f}" if row.seconds else "",
-        "outcome": row.outcome,
-        "reason": row.reason or "",
-    }
+    for number, of_trial in reports.items():
+        entries = [each for each in of_trial if each["group"] == "validation" and metric in each]
+        if entries:
+            steps, values = zip(*((each["steps_completed"], each[metric]) for each in entries), strict=True)
+            lines.append(plots.Line(f"trial {number}", steps, values, number))
+    return plots.plot(metric, lines[:MOST_CURVES]) if lines else None
 
 
 def _described(searched: Range) -> str:

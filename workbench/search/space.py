@@ -17,7 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 from classify.config.experiment_fields import SAMPLED_TYPES
 from classify.config.rules import is_count, is_finite
 from classify.config.sections import unknown_keys
-from deepspeed_trial.errors import nearest
+from deepspeed_trial.errors import ErrorList, nearest
 
 # https://github.com/determined-ai/determined/blob/v0.38.1/docs/reference/experiment-config-reference.rst#hyperparameters
 RANGE_KEYS = {
@@ -149,32 +149,31 @@ def guided_draw(
     return study.ask(space(ranges)).params
 
 
-def find_ranges(path: str, section: Mapping[str, Any], grid: bool) -> tuple[list[Range], list[str]]:
-    """Find the ranges of a section, at any depth; return them and a line for each error.
+def find_ranges(path: str, section: Mapping[str, Any], grid: bool, errors: ErrorList) -> Iterator[Range]:
+    """Yield the valid ranges of a section, at any depth.
 
     Args:
         path: the section's dotted path.
         section: the mapping at that path.
         grid: whether the ranges need a ``count``.
+        errors: the list that gets a line for each error.
     """
-    found: list[Range] = []
-    errors: list[str] = []
     for key, value in section.items():
         if not isinstance(value, dict):
             continue
         here, kind = f"{path}.{key}", value.get("type")
         if kind in SAMPLED_TYPES:
-            wrong = _range_errors(here, value, grid)
-            errors += wrong
-            found += [] if wrong else [Range(here, value)]
+            if wrong := _range_errors(here, value, grid):
+                errors.lines += wrong
+            else:
+                yield Range(here, value)
         elif kind == "const" and "val" in value:
             continue  # experiment_fields.py takes its value
         elif TELLTALES & value.keys():
-            errors.append(f"{here}.type: {kind!r}: unknown hyperparameter type; {nearest(kind, RANGE_KEYS)}")
+            remedy = nearest(kind, RANGE_KEYS)
+            errors.lines.append(f"{here}.type: {kind!r}: unknown hyperparameter type; {remedy}")
         else:
-            inner, wrong = find_ranges(here, value, grid)
-            found, errors = found + inner, errors + wrong
-    return found, errors
+            yield from find_ranges(here, value, grid, errors)
 
 
 def _range_errors(path: str, spec: Mapping[str, Any], grid: bool) -> list[str]:

@@ -70,7 +70,7 @@ class Search:
         overrides: the ``--set`` arguments.
         experiment: the file with the overrides; its hyperparameters include the ranges.
         ranges: the searched hyperparameters, in the file's order.
-        data: the checked section ``data``; None in a search that ``recorded`` returned.
+        data: the checked section ``data``; None in a search that ``check`` returned.
         parallel: maximum number of trials at a time; None for all that fit.
     """
 
@@ -176,23 +176,25 @@ def load(file: str, overrides: list[str], parallel: int | None) -> Search:
     Raises:
         InvalidInput: with a line for each wrong field.
     """
-    errors, data = ErrorList(), None
+    errors, search, size, data = ErrorList(), None, None, None
     if parallel is not None and parallel < 1:
         errors.lines.append(f"--parallel: {parallel}: must be at least 1")
     config = experiment_file.read(file, overrides)
-    search = _search(config, file, overrides, errors)
     with errors.collecting():
+        search = check(config, file, overrides)
         chosen = search.experiment.hyperparameters
         size = registry.input_size(chosen.get("net"), chosen.get("weights"))
+    with errors.collecting():
         data = DataSettings.parse(config.get("data"), size)
     errors.raise_any()
+    assert search
     for note in _notes(search.experiment, parallel):
         print(f"{called('search')}: note: {printable(note)}", file=sys.stderr)
     return replace(search, data=data, parallel=parallel)
 
 
-def recorded(config: dict[str, Any], file: str, overrides: list[str]) -> Search:
-    """Return a search as it began.
+def check(config: dict[str, Any], file: str, overrides: list[str]) -> Search:
+    """Check a search, except its section ``data``.
 
     Args:
         config: the experiment, with its ranges.
@@ -202,15 +204,7 @@ def recorded(config: dict[str, Any], file: str, overrides: list[str]) -> Search:
     Raises:
         InvalidInput: with a line for each wrong field.
     """
-    errors = ErrorList()
-    search = _search(config, file, overrides, errors)
-    errors.raise_any()
-    return search
-
-
-def _search(config: dict[str, Any], file: str, overrides: list[str], errors: ErrorList) -> Search:
-    """Return the search of an experiment; it is usable if no error was added to ``errors``."""
-    experiment = Experiment({}, {})
+    errors, experiment = ErrorList(), Experiment({}, {})
     with errors.collecting():
         experiment = experiment_fields.check(config, search=True)
     searcher, hyperparameters = config.get("searcher") or {}, config.get("hyperparameters") or {}
@@ -219,8 +213,8 @@ def _search(config: dict[str, Any], file: str, overrides: list[str], errors: Err
         errors.lines += _searcher_errors(searcher)
         if isinstance(hyperparameters, dict):
             is_grid = searcher.get("name") == "grid"
-            ranges, wrong = space.find_ranges("hyperparameters", hyperparameters, is_grid)
-            errors.lines += wrong
+            ranges += space.find_ranges("hyperparameters", hyperparameters, is_grid, errors)
+    errors.raise_any()
     return Search(file, overrides, experiment, ranges)
 
 
@@ -306,21 +300,8 @@ class BracketPruner(BasePruner):
     @override
     def prune(self, study: optuna.Study, trial: FrozenTrial) -> bool:
         bracket = trial.user_attrs["bracket"]
-        among: Any = _OneBracket(study, bracket)
+        among: Any = copy.copy(study)
+        among.get_trials = lambda **how: [
+            each for each in study.get_trials(**how) if each.user_attrs.get("bracket") == bracket
+        ]
         return self.pruners[bracket].prune(among, trial)
-
-
-class _OneBracket:
-    """A study that shows the trials of one bracket."""
-
-    def __init__(self, study: optuna.Study, bracket: int) -> None:
-        self._whole, self._bracket = study, bracket
-
-    def get_trials(
-        self, deepcopy: bool = True, states: tuple[TrialState, ...] | None = None
-    ) -> list[FrozenTrial]:
-        trials = self._whole.get_trials(deepcopy=deepcopy, states=states)
-        return [trial for trial in trials if trial.user_attrs.get("bracket") == self._bracket]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
