@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from classify.config.experiment_fields import SAMPLED_TYPES
@@ -117,7 +118,7 @@ def draws(ranges: Sequence[Range], grid: bool, seed: int) -> Iterator[dict[str, 
 
 
 def guided_draw(
-    ranges: Sequence[Range], seed: int, direction: str, known: Sequence[FrozenTrial]
+    ranges: Sequence[Range], seed: int, direction: StudyDirection, known: Sequence[FrozenTrial]
 ) -> dict[str, Any]:
     """Draw the hyperparameters of the next trial by Optuna's TPE, from the results so far.
 
@@ -128,7 +129,7 @@ def guided_draw(
     Args:
         ranges: the search space.
         seed: the seed of the search.
-        direction: ``minimize`` or ``maximize``, by which values of the metric are better.
+        direction: the direction of better values of the metric.
         known: the trials so far, by number.
     """
     state = np.random.SeedSequence([seed, len(known)]).generate_state(1)
@@ -177,19 +178,18 @@ def find_ranges(path: str, section: Mapping[str, Any], grid: bool, errors: Error
 
 
 def _range_errors(path: str, spec: Mapping[str, Any], grid: bool) -> list[str]:
-    kind = spec["type"]
-    known = RANGE_KEYS[kind]
-    errors = unknown_keys(f"{path}.", {k: v for k, v in spec.items() if k != "type"}, known)
+    kind, said = spec["type"], {key: repr(value) for key, value in spec.items() if value is not None}
+    errors = unknown_keys(f"{path}.", {k: v for k, v in spec.items() if k != "type"}, RANGE_KEYS[kind])
     if kind == "categorical":
         if not isinstance(spec.get("vals"), list) or not spec["vals"]:
-            errors.append(f"{path}.vals: {spec.get('vals')!r}: must be a list of the values to try")
+            errors.append(f"{path}.vals: {said.get('vals', 'missing')}: must be a list of the values to try")
         return errors
     ends: dict[str, Any] = {key: spec.get(key) for key in ("minval", "maxval")}
     for key, value in ends.items():
         if kind == "int" and not (isinstance(value, int) and is_finite(value)):
-            errors.append(f"{path}.{key}: {value!r}: must be a whole number")
+            errors.append(f"{path}.{key}: {said.get(key, 'missing')}: must be a whole number")
         elif not is_finite(value):
-            errors.append(f"{path}.{key}: {value!r}: must be a number below 1e300")
+            errors.append(f"{path}.{key}: {said.get(key, 'missing')}: must be a number below 1e300")
     low, high = ends.values()
     if is_finite(low) and is_finite(high) and low >= high:
         mend = "exchange them" if low > high else "write the value without a range"
@@ -197,9 +197,8 @@ def _range_errors(path: str, spec: Mapping[str, Any], grid: bool) -> list[str]:
     if kind == "log":
         base: Any = spec.get("base")
         if not is_finite(base) or base <= 0 or base == 1:
-            errors.append(
-                f"{path}.base: {base!r}: must be a number above 0, e.g. 10; the values are its powers"
-            )
+            rule = "must be a number above 0, except 1, e.g. 10; the values are its powers"
+            errors.append(f"{path}.base: {said.get('base', 'missing')}: {rule}")
         elif not errors and not _finite(base, low, high):
             errors.append(f"{path}.maxval: {high!r}: too large; minval and maxval are exponents of the base")
     if spec.get("count") is None and grid:

@@ -17,6 +17,7 @@ from typing import Any
 
 import optuna
 from optuna.pruners import BasePruner, NopPruner, SuccessiveHalvingPruner
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from typing_extensions import override
 
@@ -119,9 +120,9 @@ class Search:
         return min if self.experiment.smaller_is_better else max
 
     @property
-    def direction(self) -> str:
+    def direction(self) -> StudyDirection:
         """The direction of better values of the metric, in Optuna's terms."""
-        return "minimize" if self.experiment.smaller_is_better else "maximize"
+        return StudyDirection.MINIMIZE if self.experiment.smaller_is_better else StudyDirection.MAXIMIZE
 
     def missing(self, known: Sequence[FrozenTrial]) -> list[int]:
         """Return the brackets of the trials to draw after the known ones.

@@ -149,7 +149,8 @@ class ThisMachine:
         self.device, self.slots, self.room = device_type(), search.experiment.slots, search.concurrent
         self.gpus = torch.cuda.device_count()
         if self.gpus and self.slots > self.gpus:
-            raise InvalidInput(f"resources.slots_per_trial: {self.slots}: this machine has {self.gpus} GPUs")
+            reason = f"this machine has {self.gpus} GPUs; use at most {self.gpus}"
+            raise InvalidInput(f"resources.slots_per_trial: {self.slots}: {reason}")
         if self.gpus:
             self.room = min(self.room, self.gpus // self.slots)
         self.users: dict[int, TrialRun] = {}  # the last trial on each GPU

@@ -17,6 +17,7 @@ from matrix import Runs
 from support import PROJECT, error_line, execute, run
 
 import search
+from classify.config import experiment_file
 from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from deepspeed_trial.errors import InvalidInput
@@ -47,8 +48,9 @@ def quiet():
     no_name=(GRID, "searcher.name=[]", "searcher.name: []: must be one of single, random, "),
     too_wide=(ASHA, f"{LR}={{type: double, minval: 0, maxval: 1e308}}", f"{LR}.maxval: 1e+308: must be a number"),
     no_count=(GRID, f"{LR}={{type: double, minval: 1, maxval: 2}}", f"{LR}.count: missing: a grid needs it;"),
-    no_base=(ASHA, f"{LR}={{type: log, minval: 1, maxval: 2}}", f"{LR}.base: None: must be a number above 0"),
+    no_base=(ASHA, f"{LR}={{type: log, minval: 1, maxval: 2}}", f"{LR}.base: missing: must be a number above 0"),
     overflow=(ASHA, f"{LR}={{type: log, base: 10, minval: 1, maxval: 999}}", f"{LR}.maxval: 999: too large;"),
+    no_end=(ASHA, f"{LR}={{type: double, minval: 1}}", f"{LR}.maxval: missing: must be a number"),
     no_values=(GRID, f"{STAGE}={{type: categorical, vals: []}}", f"{STAGE}.vals: []: must be a list"),
     ranges_key=(ASHA, f"{LR}={{type: int, minval: 1, maxval: 2, counts: 2}}", f"{LR}.counts: 2: unknown key; did you mean 'count'?"),
     metric=(GRID, "searcher.metric=acuracy", "searcher.metric: 'acuracy': must be a metric that validations report: "),
@@ -65,6 +67,27 @@ def test_every_error_is_named_at_once():
         specification.load(GRID, changes, 0)
     keys = sorted(line.split(": ")[0] for line in caught.value.errors)
     assert keys == ["--parallel", "data.rot", f"{LR}.type", "searcher.metric"]
+
+
+def test_a_trial_is_checked_as_the_search_began(tmp_path):
+    """The experiment of a trial, and the data for the image size of its network."""
+    file = tmp_path / "search.yaml"
+    file.write_text(pathlib.Path(GRID).read_text())
+    stages = f"{STAGE}={{type: categorical, vals: [1, {{a: [2]}}]}}"
+    data = [
+        "hyperparameters.net=timm/resnet18",
+        "data={dataset: imagefolder, root: x, augment: {cutout: 64}}",
+    ]
+    loaded = specification.load(str(file), [stages, *data], 1)
+    assert loaded.data and loaded.data.image_size == (224, 224)
+    before = json.dumps(loaded.experiment.config)
+    for drawn in loaded.draws():
+        expected = experiment_file.load(str(file), [stages, *data, *loaded.overrides_of(drawn)])
+        made = loaded.experiment_of(drawn)
+        assert (made.config, made.hyperparameters) == (expected.config, expected.hyperparameters)
+    file.unlink()
+    assert loaded.experiment_of(drawn).hyperparameters == made.hyperparameters
+    assert json.dumps(loaded.experiment.config) == before
 
 
 def arguments(output: pathlib.Path, file: str, *changes: str) -> list[str]:
