@@ -118,7 +118,7 @@ def spawn(
     Args:
         command: the program and its arguments.
         stdin: the text that the process reads from its stdin.
-        log: the file to which the process appends its stdout and stderr.
+        log: the file; the process appends its stdout and stderr to it.
         environment: environment variables, in addition to this process's own.
     """
     with open(log, "ab") as output, tempfile.TemporaryFile() as whole:  # no path leads to its text

@@ -65,7 +65,7 @@ class Row(NamedTuple):
         """Return the formatted cells of a table of trials, by the names of its columns.
 
         Args:
-            steps: optimizer steps so far, for a trial that has not ended.
+            steps: the optimizer steps so far; used if the trial has not ended.
         """
         return {
             "number": self.number,

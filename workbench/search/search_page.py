@@ -20,7 +20,7 @@ from workbench.search.results import Results, quiet_optuna, shown, steps_in
 from workbench.search.space import Range
 
 TEMPLATE = pathlib.Path(__file__).with_name("search.html.jinja")
-MOST_CURVES = 24  # as many trials as colours and dashes tell apart
+MOST_CURVES = 24  # colours and dashes distinguish this many trials
 SEARCHERS = {
     "single": "one trial",
     "random": "random trials",
