@@ -269,6 +269,33 @@ class StandIn(TrialRun):
         self.stopped = True
 
 
+class OnGpus(TrialRun):
+    """Instead of a training, remembers its GPUs."""
+
+    gpus: list[str] = []
+    ended: set[str] = set()
+
+    def start(self, environment):
+        self.gpus.append(environment["CUDA_VISIBLE_DEVICES"])
+
+    @property
+    def has_ended(self):
+        return self.folder.name in self.ended
+
+
+def test_each_trial_has_gpus_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(trial_run, "TrialRun", OnGpus)
+    monkeypatch.setattr(trial_run.torch.cuda, "device_count", lambda: 5)
+    machine = ThisMachine(specification.load(GRID, ["resources.slots_per_trial=2"], 4))
+    assert machine.room == 2
+    for name, ended in (("000", ""), ("001", "000"), ("002", "000")):
+        machine.start(tmp_path / name, tmp_path, [], "")
+        OnGpus.ended.add(ended)
+    assert OnGpus.gpus == ["0,1", "2,3", "0,1"]
+    line = error_line(lambda: ThisMachine(specification.load(GRID, ["resources.slots_per_trial=6"], 1)))
+    assert line == "resources.slots_per_trial: 6: this machine has 5 GPUs; use at most 5"
+
+
 @pytest.fixture
 def searched(tmp_path, monkeypatch):
     """Search by stand-ins: the trials."""
