@@ -176,7 +176,7 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
 
 
 def _searcher_errors(searcher: Mapping[str, Any], search: bool) -> list[str]:
-    """Check the section ``searcher``; for a search, ``workbench/search/searchers.py`` checks more."""
+    """Check the section ``searcher``; for a search, ``workbench/search/specification.py`` checks more."""
     name, keys = searcher.get("name"), SECTIONS["searcher"]
     is_named = isinstance(name, str)
     known = SEARCHERS.get(str(name), keys)
