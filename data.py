@@ -134,7 +134,7 @@ class Images:
     def training_loader(self, order: Order) -> MicroBatchLoader:
         """Return a loader of training images (B, 3, H, W) uint8 and labels (B,) int64."""
         workers = self.plan.workers(self.train, bool(self.plan.settings.augment.transforms))
-        return MicroBatchLoader(self.train, order, self.augmenter, workers, self.plan.shards_ahead("train"))
+        return MicroBatchLoader(self.train, order, self.augmenter, workers)
 
     def validation_loader(self, micro_batch: int, micro_batches_per_step: int) -> MicroBatchLoader:
         """Return a loader of the validation images, in order, every image once.
@@ -154,8 +154,7 @@ class Images:
 
     def _in_order(self, split: str, images: ImageSet, micro_batch: int, parts: int) -> MicroBatchLoader:
         order = Order(len(images), micro_batch * parts, parts, windows=self.plan.windows(split))
-        workers, ahead = self.plan.workers(images), self.plan.shards_ahead(split)
-        return MicroBatchLoader(images, order, None, workers, ahead)
+        return MicroBatchLoader(images, order, None, self.plan.workers(images))
 
 
 def statistics(images: ImageSet, chosen: Tensor) -> Normalization:

@@ -20,7 +20,6 @@ from typing_extensions import override
 from classify.images.augment import Augmenter
 from classify.images.order import MicroBatch, Order
 from classify.images.pixels import ImageSet
-from classify.images.sources.shard_cache import ShardsAhead
 from deepspeed_trial.errors import InvalidInput
 
 PREFETCHED = 2  # micro-batches that wait for a GPU
@@ -75,20 +74,20 @@ class RankBatches(BatchSampler):
 
     Args:
         order: the order of all ranks' micro-batches.
-        shards_ahead: the prefetcher of remote shards; None without remote shards.
+        images: the images, whose shards are fetched when a window begins.
         share: the arguments of ``Order.share``.
     """
 
-    def __init__(self, order: Order, shards_ahead: ShardsAhead | None = None, **share: Any) -> None:
-        self.order, self.shards_ahead, self.share = order, shards_ahead, share
+    def __init__(self, order: Order, images: ImageSet, **share: Any) -> None:
+        self.order, self.images, self.share = order, images, share
 
     def __len__(self) -> int:
         return len(range(self.share["rank"], len(self.order), self.share["ranks"]))
 
     def __iter__(self) -> Iterator[Any]:
         for micro_batch in self.order.share(**self.share):
-            if self.shards_ahead and micro_batch.ahead:
-                self.shards_ahead.fetch(micro_batch.ahead)
+            if micro_batch.ahead:
+                self.images.fetch(micro_batch.ahead)
             yield micro_batch
 
 
@@ -109,30 +108,24 @@ class MicroBatchLoader(pytorch.DataLoader):
         order: the order of the images.
         augmenter: augments training images; None for other images.
         workers: the number of processes that prepare images; 0 to prepare them in the training process.
-        shards_ahead: the prefetcher of remote shards; None without remote shards.
     """
 
     def __init__(
-        self,
-        images: ImageSet,
-        order: Order,
-        augmenter: Augmenter | None = None,
-        workers: int = 0,
-        shards_ahead: ShardsAhead | None = None,
+        self, images: ImageSet, order: Order, augmenter: Augmenter | None = None, workers: int = 0
     ) -> None:
         on_host = torch.cuda.is_available() and images.device.type == "cpu"
-        self.order, self.shards_ahead = order, shards_ahead
+        self.order = order
         # Transforms draw from torch's generator, which a thread would share with the training
         self.prefetches = on_host and not (augmenter and augmenter.transform)
-        self.how: dict[str, Any] = {
+        self.options: dict[str, Any] = {
             "collate_fn": whole_micro_batch,
             "pin_memory": on_host,
             "num_workers": workers,
             "worker_init_fn": _ignore_signals,
             "multiprocessing_context": "fork" if workers else None,
         }
-        batches = RankBatches(order, shards_ahead, rank=0, ranks=1)
-        super().__init__(MicroBatchDataset(images, augmenter), batch_sampler=batches, **self.how)
+        batches = RankBatches(order, images, rank=0, ranks=1)
+        super().__init__(MicroBatchDataset(images, augmenter), batch_sampler=batches, **self.options)
         if workers:
             atexit.register(_end_workers)
 
@@ -145,8 +138,8 @@ class MicroBatchLoader(pytorch.DataLoader):
         self, repeat: bool = False, skip: int = 0, num_replicas: int = 1, rank: int = 0
     ) -> Any:
         share = {"rank": rank, "ranks": num_replicas, "skip": skip, "repeats": repeat}
-        batches = RankBatches(self.order, self.shards_ahead, **share)
-        loader = FinishingLoader(self.dataset, batch_sampler=batches, **self.how)
+        batches = RankBatches(self.order, self.dataset.images, **share)
+        loader = FinishingLoader(self.dataset, batch_sampler=batches, **self.options)
         return Prefetcher(loader) if self.prefetches else loader
 
 

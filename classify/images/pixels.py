@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import multiprocessing
@@ -11,8 +12,9 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -28,13 +30,51 @@ from tqdm import tqdm
 
 from classify.config.rules import CROP
 from classify.images.decode import MissingPackage, decode
-from classify.images.listing import NOT_READABLE, ListedSource, Listing, raise_some
+from classify.images.listing import NOT_READABLE, ListedSource, Listing, Shard, is_remote, raise_some
 from classify.images.pixel_files import GrowingFile, PixelFile
 from deepspeed_trial.errors import InvalidInput, TrainingStopped, UnreadableData
 
 CHUNK = 64  # images that a thread or a process decodes at a time
 AHEAD = 4  # shards that are fetched at the same time
 _FILE_FORMAT = 6  # the version of files of decoded images; a file of another version is replaced
+
+
+class ShardsAhead:
+    """Prefetches shards in threads of this process.
+
+    An error is raised when the shard is read, not in the thread.
+
+    Args:
+        listing: the images in the shards.
+        threads: the number of shards to fetch at the same time.
+    """
+
+    def __init__(self, listing: Listing, threads: int = AHEAD) -> None:
+        self._listing, self._not_started = listing, threads
+        self._wanted: collections.deque[Shard] = collections.deque()
+        self._changed = threading.Condition()
+
+    def fetch(self, numbers: Sequence[int]) -> None:
+        """Replace the queue by the remote shards among the given ones; transfers in progress are completed.
+
+        Args:
+            numbers: the indices of shards in the listing, in the order of reading.
+        """
+        shards = (self._listing.shards[number] for number in numbers)
+        with self._changed:
+            self._wanted = collections.deque(shard for shard in shards if is_remote(shard.url))
+            self._changed.notify_all()
+            for _ in range(self._not_started):
+                threading.Thread(target=self._work, daemon=True).start()
+            self._not_started = 0
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted)
+                shard = self._wanted.popleft()
+            with contextlib.suppress(Exception):  # the reader's attempts fail in the same way
+                self._listing.local_file(shard)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +92,11 @@ class Streamed:
     size: tuple[int, int]
     fit: str
     file: GrowingFile | None
+
+    @functools.cached_property
+    def shards_ahead(self) -> ShardsAhead:
+        """The prefetcher of the images' shards."""
+        return ShardsAhead(self.listing)
 
     def select(self, indices: Tensor) -> Tensor:
         """Return images (B, 3, h, w) uint8 by their indices, int64 (B,).
@@ -137,6 +182,11 @@ class ImageSet:
         """Decode missing images (B,) into the growing file; return whether the file now has all of them."""
         indices = indices if self.rows is None else self.rows[indices]
         return isinstance(self.pixels, Streamed) and self.pixels.prepare(indices)
+
+    def fetch(self, shards: Sequence[int]) -> None:
+        """Fetch shards, by their indices, before images in them are selected; decoded images need none."""
+        if isinstance(self.pixels, Streamed):
+            self.pixels.shards_ahead.fetch(shards)
 
     @property
     def images(self) -> Tensor:

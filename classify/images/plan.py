@@ -33,7 +33,6 @@ from classify.images.settings import AUTO, BALANCED, MOST_WORKERS, ONCE, SKIP, S
 from classify.images.sources import Source
 from classify.images.sources.excluded import excluding
 from classify.images.sources.readable import refuse_empty_classes, unreadable
-from classify.images.sources.shard_cache import ShardsAhead
 from classify.images.splits import Cut, groups_of
 from deepspeed_trial.errors import InvalidInput
 
@@ -207,11 +206,6 @@ class DataPlan:
         rows = self._rows(split, listing.labels)
         places = listing.places_of(np.arange(len(listing.labels)) if rows is None else rows.numpy())
         return Windows(places, listing.shards_of(places).astype(np.int32), self.window, listing.is_remote)
-
-    def shards_ahead(self, split: str) -> ShardsAhead | None:
-        """Return the prefetcher of a split's shards; None if no shard is fetched during the training."""
-        listing = self.listing(split)
-        return ShardsAhead(listing, AHEAD) if listing and listing.is_remote and self.streams else None
 
     def workers(self, images: ImageSet, has_transforms: bool = False) -> int:
         """Return the number of processes of this rank that prepare images; see ``data.workers``."""

@@ -9,15 +9,13 @@ import os
 import pathlib
 import re
 import shutil
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
 import filelock
 
-from classify.images.listing import Listing, Shard, is_remote
+from classify.images.listing import Shard, is_remote
 from classify.images.pixel_files import in_bytes
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.host_lock import lock_of, writable_folder
@@ -174,41 +172,3 @@ def _used(file: pathlib.Path) -> bool:
         os.utime(file)
         return True
     return False
-
-
-class ShardsAhead:
-    """Prefetches shards in threads of this process.
-
-    An error is raised when the shard is read, not in the thread.
-
-    Args:
-        listing: the images in the shards.
-        threads: the number of shards to fetch at the same time.
-    """
-
-    def __init__(self, listing: Listing, threads: int) -> None:
-        self._listing, self._not_started = listing, threads
-        self._wanted: deque[Shard] = deque()
-        self._changed = threading.Condition()
-
-    def fetch(self, numbers: Sequence[int]) -> None:
-        """Replace the queue by the remote shards among the given ones; transfers in progress are completed.
-
-        Args:
-            numbers: the indices of shards in the listing, in the order of reading.
-        """
-        shards = (self._listing.shards[number] for number in numbers)
-        with self._changed:
-            self._wanted = deque(shard for shard in shards if is_remote(shard.url))
-            self._changed.notify_all()
-            for _ in range(self._not_started):
-                threading.Thread(target=self._work, daemon=True).start()
-            self._not_started = 0
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._wanted)
-                shard = self._wanted.popleft()
-            with contextlib.suppress(Exception):  # the reader's attempts fail in the same way
-                self._listing.local_file(shard)

@@ -27,12 +27,12 @@ import checkpoint
 from classify.images.listing import FileListing, Location, Shard
 from classify.images.loader import MicroBatchLoader
 from classify.images.order import Order, Windows
-from classify.images.pixels import ImageSet
+from classify.images.pixels import ImageSet, ShardsAhead
 from classify.images.settings import DataSettings
 from classify.images.sources import remote as remote_files
 from classify.images.sources import shard_cache
 from classify.images.sources.parquet_shards import ParquetShards
-from classify.images.sources.shard_cache import ShardCache, ShardsAhead
+from classify.images.sources.shard_cache import ShardCache
 from deepspeed_trial.host_lock import lock_of
 
 
@@ -82,13 +82,12 @@ def test_looking_at_an_epoch_fetches_no_shard():
     """A validation asks for its images in their order before it begins."""
     asked: list[Sequence[int]] = []
 
-    class Asked(ShardsAhead):
-        def fetch(self, numbers: Sequence[int]) -> None:
-            asked.append(numbers)
+    class Asked(ImageSet):
+        def fetch(self, shards: Sequence[int]) -> None:
+            asked.append(shards)
 
-    ahead = Asked(FileListing([], [], (), ""), 1)
-    images = ImageSet(torch.zeros(60, 3, 2, 2, dtype=torch.uint8), torch.arange(60), ("a",))
-    loader = MicroBatchLoader(images, Order(60, 6, 2, windows=in_windows()), shards_ahead=ahead)
+    images = Asked(torch.zeros(60, 3, 2, 2, dtype=torch.uint8), torch.arange(60), ("a",))
+    loader = MicroBatchLoader(images, Order(60, 6, 2, windows=in_windows()))
     seen = loader.seen_by(1, 2)
     assert not asked
     dealt = loader.get_data_loader(repeat=False, skip=0, num_replicas=2, rank=1)
