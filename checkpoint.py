@@ -170,6 +170,10 @@ def export(args: argparse.Namespace) -> None:
     if args.target.suffix == ".json" or (args.target.is_dir() and form != "hf"):
         what = "must be the name of a file that does not end in .json, e.g. net.pt"
         raise InvalidInput(f"{args.target}: {what}")
+    if not args.format and form == "pt" and args.target.suffix not in ("", ".pt", ".pth"):
+        raise InvalidInput(
+            f"{args.target}: unknown ending; use .pt, .safetensors or .onnx, or add --format pt"
+        )
     ending = forms.FORMS[form].ending
     if ending and args.target.suffix != ending:  # the reader chooses the format by the ending
         raise InvalidInput(f"{args.target}: must end in {ending}, as --format {form} does; rename it")

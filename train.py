@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -289,7 +290,7 @@ def run(args: argparse.Namespace) -> int:
         is_chief, output = context.distributed.rank == 0, context.output
         if fit.interrupted:
             if is_chief:
-                again = f"--resume latest --output {printable(output)}"
+                again = f"--resume latest --output {shlex.quote(printable(output))}"
                 print(f"stopped with a checkpoint; continue with {again}", file=sys.stderr)
             return 130
         # Wait for the chief's last metrics: Determined's launcher takes a rank that has ended for dead

@@ -185,7 +185,7 @@ class ImageSet:
 
     def fetch(self, shards: Sequence[int]) -> None:
         """Fetch shards, by their indices, before images in them are selected; decoded images need none."""
-        if isinstance(self.pixels, Streamed):
+        if isinstance(self.pixels, Streamed) and self.pixels.listing.is_remote:
             self.pixels.shards_ahead.fetch(shards)
 
     @property
