@@ -210,7 +210,7 @@ def cluster_notes(config: Mapping[str, Any]) -> list[str]:
     )
     for key, value in redaction.field("data", places).items():
         if value != places[key]:
-            what = "may have credentials, which a cluster's master stores and shows"
+            what = "may contain credentials, which a cluster's master stores and shows"
             lines.append(f"data.{key}: {value}: {what}; use environment variables (docs/sources.md)")
     return lines
 

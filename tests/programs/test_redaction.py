@@ -93,7 +93,7 @@ def test_no_file_of_a_run_and_no_line_of_it_holds_a_credential(written, tmp_path
     printed = "".join([first.stdout, first.stderr, second.stdout, second.stderr, *capfd.readouterr()])
     assert PLANTED.findall(printed.encode()) == []
     assert (
-        "data.storage: {'headers': '***', 'client_kwargs': '***'}: may hold credentials, which a cluster's master"
+        "data.storage: {'headers': '***', 'client_kwargs': '***'}: may contain credentials, which a cluster's master"
         in printed
     )
     assert planted_in(out) == {}
