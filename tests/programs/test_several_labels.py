@@ -83,7 +83,7 @@ def test_the_report_has_a_table_of_labels_and_no_confusion_matrix(trained, tmp_p
     html_report.write([trained], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert 'alt=""' not in page  # an augmented image without a label has a name, too
-    assert "average precision</th>" in page and "Confusions" not in page
+    assert "average precision</th>" in page and "Confusion matrix" not in page
     assert "mean average precision (mAP)" in page
     run = RecordedRun.read(trained)
     mistake = run.classified["mistakes"][0]

@@ -138,7 +138,7 @@ def _headline(run: RecordedRun) -> dict[str, Any]:
     test = run.summary["test"]
     tested = _score(run, summary.value_of(test, run.metric) or 0.0, 0)[0]
     lines = [
-        f"{run.metric} of {test.get('images') or 0:,} test images, on which no choice depends",
+        f"{run.metric} on {test.get('images') or 0:,} held-out test images",
         f"validation {value} of {images:,} images {when}{suffix}",
     ]
     return {"score": tested, "lines": lines}

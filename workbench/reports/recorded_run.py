@@ -315,7 +315,7 @@ def results(folder: pathlib.Path, provenance: Mapping[str, Any]) -> list[Result]
         tested = summary.get("test") or {}
         found = [Result(split, words, _known(summary["validation"]))]
         if "accuracy" in tested:
-            words = f"{tested['images']:,} test images, on which no choice depends"
+            words = f"{tested['images']:,} held-out test images"
             found.insert(0, Result("test", words, _known(tested)))
         return found
     of_step = [

@@ -168,7 +168,7 @@ def test_a_test_is_in_the_headline_and_the_validation_beside_it():
     assert html_report._headline(run) == {
         "score": "58.00 %",
         "lines": [
-            "accuracy of 99 test images, on which no choice depends",
+            "accuracy on 99 held-out test images",
             "validation 60.00 % of 50 images after 30 steps; best 70.00 % after 20 steps",
         ],
     }
