@@ -219,7 +219,7 @@ def cross_validate(args: argparse.Namespace) -> int:
 
     for option in ("resume", "test", "tune", "find_lr", "profile", "check"):
         if getattr(args, option):
-            what = "--output alone continues" if option == "resume" else "give one of the two"
+            what = "remove it: the same --output continues" if option == "resume" else "give one of the two"
             shown = option.replace("_", "-")
             raise InvalidInput(f"--folds: {args.folds}: does not work with --{shown}; {what}")
     experiment = load(args)

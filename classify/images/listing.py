@@ -108,8 +108,8 @@ class Listing(abc.ABC):
     """The encoded images of one part of a dataset, read by index.
 
     Attributes:
-        labels: int64 (N,), or uint8 (N, C) of 0 and 1 for several labels an image, in the order of the
-            dataset; an index counts in this order.
+        labels: int64 (N,), the class of each image; with ``data.several_labels`` uint8 (N, C) of 0 and 1.
+            The index of an image is its row.
         shards: the shards, in the order of their images; empty if every image is a file.
         places: int64 (N,), the position of each image among the images of all shards, as ``Shard.start``
             counts; None if the position is the index.

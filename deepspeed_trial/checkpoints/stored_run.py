@@ -219,7 +219,7 @@ def _blocks(file: Any, most: int) -> Iterator[bytes]:
 
 
 def _check_names(described: Any, folder: pathlib.Path) -> None:
-    """Raise ``ValueError`` unless every file of a checkpoint has a size, and a name inside its folder."""
+    """Raise ``ValueError`` unless a checkpoint lists files in its folder, each with a valid size."""
     names: Iterable[str] = described or ()
     for name in names:
         inside = (folder / name).resolve().is_relative_to(folder.resolve())

@@ -75,7 +75,7 @@ class Progress:
         print(text, flush=True)
 
     def step(self, steps_completed: int, metrics: Mapping[str, Any]) -> None:
-        """Count an optimizer step; show its metrics, which may be tensors, if the last ones are old."""
+        """Count an optimizer step; from time to time, show its metrics, which may be tensors."""
 
     def judge_by(self, step: int) -> None:
         """Use the validation after a step as the result of the final weights."""

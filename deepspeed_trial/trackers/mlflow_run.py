@@ -25,7 +25,7 @@ KEY = "deepspeed_trial.run"  # the tag that identifies a run
 
 
 class Record:
-    """A run at ``MLFLOW_TRACKING_URI``; MLflow keeps the first value of a parameter and of a step."""
+    """A run at ``MLFLOW_TRACKING_URI``; keeps the first value of a parameter, and of a metric in a step."""
 
     def __init__(self, key: str, name: str, project: str, config: Mapping[str, Any], has_all: bool) -> None:
         for library in ("mlflow", "alembic"):  # they raise their errors, too

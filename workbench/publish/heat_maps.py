@@ -51,8 +51,8 @@ def drawn(classifier: Classifier, images: Tensor, classes: Tensor) -> Iterator[t
 def heat_maps(classifier: Classifier, inputs: Tensor, classes: Tensor) -> Tensor:
     """Return each pixel's heat for a class: (B, H, W) float32, 0 to 1; zeros if no part raises the score.
 
-    The map is computed from the last convolution whose output is larger than 1x1, averaged to at most 7x7.
-    In a transformer this convolution cuts the image into patches.
+    The map comes from the last convolution whose output is larger than 1x1. In a transformer this
+    convolution cuts the image into patches. Then the map is averaged to at most 7x7 cells.
 
     Args:
         classifier: a classifier from a file of weights.

@@ -70,7 +70,7 @@ class NamedFiles(ListedSource):
         texts = {label: row.where for rows in parts for row in rows for label in row.labels}
         learned = {label for row in parts[0] for label in row.labels}
         if several and not learned:
-            raise InvalidInput(f"{parts[0][0].where}: no image has a label; name some in the column label")
+            raise InvalidInput(f"{parts[0][0].where}: no image has a label; add labels to the table")
         for label in texts if several else ():
             if label not in learned:
                 remedy = f"no training image has it; {nearest(label, learned)}"
@@ -157,7 +157,7 @@ def _separated(row: Mapping[str, Any], separator: str, where: str) -> tuple[str,
     name = next((name for name in _LABELS if name in row), "label")
     value = row.get(name)
     if value is None:
-        raise InvalidInput(f"{where}: has no label ({', '.join(_LABELS)}); add it, empty for no label")
+        raise InvalidInput(f"{where}: has no label ({', '.join(_LABELS)}); add the label, which may be empty")
     parts = value if isinstance(value, list) else str(value).split(separator) if value != "" else []
     labels = tuple(str(part).strip() for part in parts)
     shown = f"{where}: {name}: {str(value)[:50]!r}"
@@ -189,8 +189,8 @@ def _csv_rows(text: io.StringIO, file: str, label_columns: Sequence[tuple[str, .
         if columns and not named:
             shown = ", ".join(column[:50] for column in columns[:20])
             others = f" (or {', '.join(names[1:])})" if names[1:] else ""
-            reason = f"has no column {names[0]}{others}, but {shown}"
-            raise InvalidInput(f"{file}, line 1: {reason}; name the columns there")
+            reason = f"names {shown}, but no column {names[0]}{others}"
+            raise InvalidInput(f"{file}, line 1: {reason}; write the names of the columns there")
         if len(set(named)) < len(named):
             raise InvalidInput(f"{file}, line 1: names the column {named[0]} twice; remove one of them")
     for row in rows:

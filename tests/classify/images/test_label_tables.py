@@ -76,15 +76,15 @@ def test_a_separator_columns_and_lists_give_the_same_labels(root):
     short=(
         ["path,label", "a.png,red", "b.png"],
         ";",
-        "line 3: has no label (label, class); add it, empty for",
+        "line 3: has no label (label, class); add the label, which",
     ),
-    none=(["path,label", "a.png,", "b.png,"], ";", "line 2: no image has a label; name some in the column"),
+    none=(["path,label", "a.png,", "b.png,"], ";", "line 2: no image has a label; add labels to the table"),
     one=(
         ["path,label", "a.png,red", "b.png,"],
         ";",
         "line 2: there is only the class 'red'; give two or more",
     ),
-    column=(["path,red", "a.png,1"], COLUMNS, "line 1: has no column round, but path, red; name the columns"),
+    column=(["path,red", "a.png,1"], COLUMNS, "line 1: names path, red, but no column round; write the"),
     again=(["path,red,round,red", "a.png,1,0,1"], COLUMNS, "line 1: names the column red twice; remove one"),
     number=(["path,red,round", "a.png,2,0"], COLUMNS, "line 2: red: '2': must be 0, 1 or empty; correct it"),
     missing=(["path,red,round", "a.png,1"], COLUMNS, "line 2: has no round; add 0 or 1"),
