@@ -1,3 +1,3 @@
 """Networks, their weights, and a check that a network fits the data."""
 
-import deepspeed_trial  # noqa: F401 - before anything here imports deepspeed: see there
+import deepspeed_trial  # noqa: F401 - its docstring says why it must precede deepspeed

@@ -11,11 +11,11 @@ from classify.models.recompute import blocks
 
 
 def depths(net: nn.Module) -> dict[str, int]:
-    """Return the layer number of each parameter by name; layer 0 is next to the image, the last is the head.
+    """Return each parameter's layer number by name: 0 next to the image, the largest in the head.
 
     timm groups the layers of its networks. In any other network a layer is a block of ``recompute.blocks``,
-    such as a residual block. If the network has no blocks, each module with parameters is a layer. Parameters
-    between two blocks belong to the first block.
+    such as a residual block. If the network has no blocks, each module with parameters is a layer. A
+    parameter between two blocks belongs to the block before it.
     """
     matcher: Any = getattr(net, "group_matcher", None)
     if callable(matcher):
@@ -29,5 +29,6 @@ def depths(net: nn.Module) -> dict[str, int]:
         for name, parameter in net.named_parameters():
             depth = layer_of.get(id(parameter), depth)
             depth_of[name] = len(layers) + 1 if name.rpartition(".")[0] in heads else depth
-    order = {layer: index for index, layer in enumerate(sorted(set(depth_of.values())))}  # without gaps
+    # Number the layers without gaps
+    order = {layer: index for index, layer in enumerate(sorted(set(depth_of.values())))}
     return {name: order[layer] for name, layer in depth_of.items()}

@@ -1,4 +1,4 @@
-"""A dry run of a network with tensors that have no data, before any image is decoded."""
+"""Checks that a network can process the images: forward passes on tensors without data."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from deepspeed_trial.out_of_memory import is_out_of_memory
 def check(
     spec: NetSpec, micro_batch: int, channels_last: bool = False, smaller: tuple[int, int] | None = None
 ) -> None:
-    """Run a network's training and validation steps on torch's meta device.
+    """Run a network's forward passes, in training and in evaluation mode, on torch's meta device.
+
+    If that fails, the passes run on the CPU, in case the network needs the values of its tensors.
 
     Args:
         spec: the network.
-        micro_batch: the smallest micro-batch in training.
+        micro_batch: the number of images in the smallest micro-batch of the training.
         channels_last: whether images have the memory format channels_last.
         smaller: height and width of ``progressive_resizing``'s smaller images; None for the full size.
 
     Raises:
-        InvalidInput: if the network fails on such images, or does not return a score for each class.
+        InvalidInput: if the network fails on such images, does not return a score for each class, has lazy
+            layers, or has no parameter to train.
     """
     if spec.name == MOE:
         spec = spec._replace(name="net", args=None)
     net, reason = on_meta_device(spec), ""
     if any(isinstance(parameter, UninitializedParameter) for parameter in net.parameters()):
-        reason = "has lazy layers, which no engine takes; give the layers their sizes"
+        reason = "has lazy layers, whose weights have no shape yet; give the layers their sizes"
     elif not any(parameter.requires_grad for parameter in net.parameters()):
         reason = "has no parameter to train; add one, or use another network"
     if reason:
@@ -68,7 +71,7 @@ def _shape(outputs: object) -> object:
 
 
 def _run(spec: NetSpec, net: nn.Module, shape: tuple[int, ...], channels_last: bool) -> None:
-    """Train on one micro-batch (B, 3, H, W), and validate it; raise ``InvalidInput`` like ``check``."""
+    """Run the passes on random images of a shape (B, 3, H, W); raise ``InvalidInput`` like ``check``."""
     images = torch.randn(shape)
     turned = images.contiguous(memory_format=torch.channels_last)
     try:
@@ -102,7 +105,7 @@ def _why_it_fails(spec: NetSpec, shape: tuple[int, ...], reason: str) -> str:
     micro_batch, _, height, width = shape
     if "Expected more than 1 value per channel" in reason:
         small = f"the smallest micro-batch is too small for {spec.name}'s batch normalization"
-        remedy = "use a size that leaves at least 2 images in an epoch's last step"
+        remedy = "use a size that gives every micro-batch of an epoch at least 2 images"
         return f"train_micro_batch_size_per_gpu: {micro_batch}: {small}; {remedy}"
     if (height, width) != spec.image_size:
         fails = f"{height}x{width}: {spec.name} fails on images of this size ({reason})"

@@ -1,4 +1,4 @@
-"""Floating-point operations of a network, counted by torch on its meta device."""
+"""The floating-point operations of a network, which torch counts on the meta device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ IMAGES = 2  # batch normalization does not train on one image
 
 
 def forward(net: nn.Module, size: tuple[int, int]) -> int | None:
-    """Return the operations of a forward pass over an image; None if the meta device cannot run it.
+    """Return the operations of a forward pass over an image; None if it fails on the meta device.
 
-    The operations are those of convolutions, matrix products and attention; a multiply-add is two operations.
+    Convolutions, matrix products and attention count, and nothing else. A multiply-add is two operations.
 
     Args:
         net: the network, on the meta device.
@@ -28,11 +28,11 @@ def forward(net: nn.Module, size: tuple[int, int]) -> int | None:
 def training(net: nn.Module, size: tuple[int, int], frozen: Collection[str] = ()) -> int | None:
     """Return the operations of a forward and backward pass over an image, without activation checkpointing.
 
-    The result is at most three times a forward pass, the value if all layers are trained: torch counts too
-    many operations for the backward pass of grouped convolutions.
+    The function returns at most three times a forward pass, because torch counts too many operations for
+    the backward pass of grouped convolutions.
 
     Args:
-        net: the network, on the meta device.
+        net: the network, on the meta device; the function clears ``requires_grad`` of frozen parameters.
         size: height and width of the images.
         frozen: names of parameters that are not trained.
 
@@ -47,7 +47,7 @@ def training(net: nn.Module, size: tuple[int, int], frozen: Collection[str] = ()
 def _count(net: nn.Module, size: tuple[int, int], trains: bool) -> int | None:
     try:
         with torch.random.fork_rng(devices=[]), FlopCounterMode(display=False) as counter:
-            scores = logits(net.train()(torch.zeros(IMAGES, 3, *size, device="meta")))  # it may draw
+            scores = logits(net.train()(torch.zeros(IMAGES, 3, *size, device="meta")))  # dropout draws
             forward = counter.get_total_flops()
             if trains:
                 scores.sum().backward()

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def head_layers(net: nn.Module) -> list[str]:
-    """Return the names of timm's classifier layers, or of the last layer with weights."""
+    """Return the names of the head's layers: timm's classifier, or else the last layer with parameters."""
     get: Any = getattr(net, "get_classifier", None)  # every network of timm has it
     heads = get() if callable(get) else ()
     parts = heads if isinstance(heads, (tuple, list)) else [heads]

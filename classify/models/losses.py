@@ -62,7 +62,7 @@ def check(choice: Any, class_weights: Any, classes: Sequence[str], several_label
     """Try a loss on two images, and check that the weighted classes exist.
 
     Args:
-        choice: ``hyperparameters.loss``: a name, or a mapping of the name to its arguments.
+        choice: ``hyperparameters.loss``: a name, or a mapping of the name to the loss's arguments.
         class_weights: ``hyperparameters.class_weights``.
         classes: the names of the classes.
         several_labels: whether an image may have any number of labels.
@@ -77,7 +77,7 @@ def check(choice: Any, class_weights: Any, classes: Sequence[str], several_label
             reason = "is for one label an image, but data.several_labels is set"
             errors.lines.append(f"{KEY}: {name!r}: {reason}; use bce or focal")
         elif several_labels and class_weights and name != "bce":
-            reason = "with several labels an image only the loss bce takes weights; use bce, or remove them"
+            reason = "with several labels an image only the loss bce takes them; use bce, or remove this key"
             errors.lines.append(f"{WEIGHTS}: {class_weights!r}: {reason}")
     for name, weight in class_weights.items() if isinstance(class_weights, Mapping) else ():
         if str(name) not in classes:
@@ -131,7 +131,7 @@ def _check_loss(choice: Any, classes: int) -> str:
 class Loss:
     """The loss of a micro-batch: the mean over its images, each weighted by its class.
 
-    With several labels an image, a label's weight multiplies the label's loss on the images that have it.
+    If images have several labels, a label's weight multiplies its loss on the images with this label.
 
     Args:
         hyper: checked hyperparameters, with ``loss``, ``class_weights``, ``label_smoothing``, ``teacher_*``.

@@ -46,7 +46,7 @@ from deepspeed_trial.input_files import regular_file
 
 NAMES = ("net.pt", "net.json")  # in a run's folder
 IN_A_FOLDER = ("model.safetensors", "config.json")  # the names of Hugging Face's libraries
-DIGEST = "file_sha256"  # in the provenance of a file other than a state_dict
+DIGEST = "file_sha256"  # the key of an ONNX file's checksum in the provenance
 
 EXPORT = "export the network again"  # the remedy for every damaged file
 WIDEST = 2**16  # the largest number among a network's arguments
@@ -84,7 +84,7 @@ DESCRIPTION = {
     "input.height": SIDE,
     "input.width": SIDE,
     "input.resize": list_of(SIDE, 2),
-    "input.fit": optional(one_of(*FITS)),  # older files lack it; they crop
+    "input.fit": optional(one_of(*FITS)),  # a file without this key crops: an earlier version wrote it
     "input.mean": list_of(Rule(is_finite, "must be a number"), 3),
     "input.std": list_of(Rule(lambda value: is_finite(value) and value > 0, "must be a number above 0"), 3),
     "dtype": one_of("float32", "bfloat16", "float16"),
@@ -107,7 +107,7 @@ def beside(path: pathlib.Path) -> pathlib.Path:
 
 
 def write(path: pathlib.Path, weights: Mapping[str, Tensor], description: Mapping[str, Any]) -> None:
-    """Write a ``state_dict`` in fp32 and its JSON file, each atomically.
+    """Write weights as a ``state_dict``, and their JSON file, each atomically.
 
     Raises:
         OSError: if a file cannot be written.
@@ -117,7 +117,7 @@ def write(path: pathlib.Path, weights: Mapping[str, Tensor], description: Mappin
 
 def save(path: pathlib.Path, weights: Mapping[str, Tensor]) -> None:
     """Write a ``state_dict``; raise ``OSError`` if that fails."""
-    with open(path, "wb") as file:  # torch.save would raise a RuntimeError for a path
+    with open(path, "wb") as file:  # for a path, torch.save would raise RuntimeError
         torch.save(dict(weights), file)
 
 
@@ -154,19 +154,20 @@ def write_described(
 
 
 def write_description(path: pathlib.Path, description: Mapping[str, Any]) -> None:
-    """Write only the JSON file of a checkpoint whose weights are in shards."""
+    """Write only the JSON file of the network ``path``, for a checkpoint whose weights are in shards."""
     beside(path).write_text(json.dumps(redacted(description), indent=2) + "\n")
 
 
 def of_checkpoint(checkpoint: pathlib.Path) -> dict[str, Tensor]:
-    """Return the network's weights from a checkpoint, in fp32, sorted by name.
+    """Return the network's weights from a checkpoint, by name.
 
     Raises:
         InvalidInput: if a file is missing or damaged.
     """
     if shards.are_in(checkpoint):
         return shards.Shards(shards.folder_of(checkpoint)).weights()
-    return state_dicts.read(str(checkpoint / NAMES[0]))  # of an earlier version, or of a mode without shards
+    # An earlier version, or a mode without shards, wrote this file
+    return state_dicts.read(str(checkpoint / NAMES[0]))
 
 
 def redacted(description: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,7 +226,7 @@ def _contradictions(description: Mapping[str, Any]) -> list[str]:
     if not len(set(classes)) == len(classes) == description["net"]["num_classes"]:
         errors.append(f"classes: {len(set(classes))} names: must be net.num_classes different names")
     if (thresholds := description.get("thresholds")) is not None and thresholds.keys() != set(classes):
-        errors.append(f"thresholds: {len(thresholds)} names: must be the names of classes")
+        errors.append(f"thresholds: {len(thresholds)} names: must be the names of all classes")
     if image["resize"][0] < image["height"] or image["resize"][1] < image["width"]:
         errors.append(f"input.resize: {image['resize']}: must be at least input.height and input.width")
     return errors
@@ -253,7 +254,7 @@ def build(description: Mapping[str, Any], state: Mapping[str, Tensor], path: str
 
 @contextlib.contextmanager
 def _bounded(weights: int) -> Iterator[None]:
-    """Stop the construction of a network with far more parameters than the file has weights."""
+    """Raise ``InvalidInput`` if a network built in this block gets far more parameters than its file."""
     left = iter(range(1000 + 10 * weights))  # constructors may replace layers
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -282,7 +283,7 @@ def _make(
     from classify.models.net_moe import NetMoE
     from deepspeed_trial.processes import start_process_group
 
-    start_process_group()  # DeepSpeed's layers of experts need one
+    start_process_group()  # DeepSpeed's MoE layers need a process group
     try:
         return NetMoE(**arguments)
     except Exception as error:  # DeepSpeed raises several types

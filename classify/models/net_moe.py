@@ -56,7 +56,7 @@ class NetMoE(Net):
                 num_experts=experts,
                 ep_size=ep_world_size,
                 k=top_k,
-                eval_capacity_factor=experts,  # no image is dropped in validation, whatever its micro-batch
+                eval_capacity_factor=experts,  # validation drops no image
                 min_capacity=min_capacity,
                 use_residual=mlp_type == "residual",
                 noisy_gate_policy=noisy_gate_policy,

@@ -1,4 +1,4 @@
-"""The name and the arguments of a network, which every module of this package takes."""
+"""``NetSpec``, the description of a network before it is built."""
 
 from __future__ import annotations
 

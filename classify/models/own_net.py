@@ -12,7 +12,7 @@ import net
 from classify.config.project import PROJECT
 from deepspeed_trial.errors import InvalidInput, one_line
 
-VARIABLE = "CLASSIFY_NET"  # the command's processes inherit the path of the file
+VARIABLE = "CLASSIFY_NET"  # holds the path of the file; child processes inherit it
 MODULE = "own_net"
 _REGISTERS = re.compile(r"^\s*@(\w+\.)?register(_loss)?\(", re.MULTILINE)
 
@@ -20,7 +20,7 @@ _REGISTERS = re.compile(r"^\s*@(\w+\.)?register(_loss)?\(", re.MULTILINE)
 def choose(file: pathlib.Path) -> bool:
     """Select a file to load in this process and its children; return whether there is one to load.
 
-    A file that registers neither a network nor a loss is ignored, as is the project's ``net.py``.
+    The function ignores the project's ``net.py``, and a file that registers no network and no loss.
 
     Raises:
         InvalidInput: if the file cannot be imported.
@@ -29,7 +29,7 @@ def choose(file: pathlib.Path) -> bool:
         return False
     try:
         registers = bool(_REGISTERS.search(file.read_text(errors="replace")))
-    except OSError:  # none, or not readable
+    except OSError:  # missing or not readable
         return False
     if registers:
         os.environ[VARIABLE] = str(file.resolve())
@@ -40,8 +40,8 @@ def choose(file: pathlib.Path) -> bool:
 def load() -> None:
     """Run the selected file, which registers its networks and losses; do nothing without a file.
 
-    A copy of the project's ``net.py`` has its own ``register``. The function adds the networks and losses
-    that are registered there, too.
+    If the file is a copy of the project's ``net.py``, it registers in its own ``NETS`` and ``LOSSES``. The
+    function copies these into the project's.
 
     Raises:
         InvalidInput: if the file cannot be imported.

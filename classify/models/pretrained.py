@@ -35,7 +35,7 @@ _OLD_DENSE_LAYER = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.(\d)")
 
 
 def is_name(net: str, weights: str) -> bool:
-    """Return whether a library has a network's weights of this name, such as ``DEFAULT``."""
+    """Return whether torchvision or timm has weights of this name, e.g. ``DEFAULT``, for a network."""
     if is_own(net):
         return False
     is_timm = timm_nets.is_timm(net)
@@ -97,7 +97,7 @@ def _read(spec: NetSpec, weights: str) -> dict[str, Tensor]:
 
 
 def fetch(net: str, weights: str) -> dict[str, Tensor]:
-    """Return torchvision's weights by name; they are downloaded once per host.
+    """Return torchvision's weights for a network; the first call on a host downloads them.
 
     Raises:
         InvalidInput: if the download fails.
@@ -113,7 +113,8 @@ def fetch(net: str, weights: str) -> dict[str, Tensor]:
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, http.client.HTTPException) as error:
             what = f"{chosen.url} cannot be downloaded ({one_line(error)})"
             remedy = (
-                f"put the file into {folder / 'checkpoints'}, or set a state_dict's path, or null for none"
+                f"put the file into {folder / 'checkpoints'}, or set the path of a state_dict,"
+                " or null for random weights"
             )
             raise InvalidInput(f"hyperparameters.weights: {weights}: {what}; {remedy}") from error
     if net.startswith("densenet"):  # its file has names from before torchvision 0.2
@@ -126,7 +127,7 @@ def normalization(net: str, weights: str | None = None) -> tuple[tuple[float, ..
 
     Args:
         net: the name of the network.
-        weights: the name of the weights of timm; None for the default weights.
+        weights: the name of timm's weights; None for the default weights.
 
     Raises:
         InvalidInput: if the network has no pretrained weights.

@@ -28,7 +28,7 @@ def enable(net: nn.Module) -> None:
     for norm in net.modules():
         if isinstance(norm, nn.modules.batchnorm._NormBase):
             norm.forward = _counted_once(norm)
-    known: Any = net  # most networks of timm know their blocks
+    known: Any = net  # most networks of timm have the method
     with contextlib.suppress(AttributeError, AssertionError, NotImplementedError):
         known.set_grad_checkpointing(True)
         return
@@ -43,7 +43,14 @@ def enable(net: nn.Module) -> None:
 
 
 def blocks(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
-    """Yield the outermost entries of containers that have modules inside, such as residual blocks."""
+    """Yield a network's blocks, such as residual blocks.
+
+    A block is an entry of a container, has child modules and parameters, and is not in another block.
+
+    Args:
+        module: the network, or a part of it.
+        inside: whether ``module`` is a container.
+    """
     for child in module.children():
         if type(child) in CONTAINERS:
             yield from blocks(child, True)

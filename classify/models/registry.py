@@ -58,7 +58,7 @@ def check_name(name: object) -> None:
 
 
 def is_name(name: object) -> bool:
-    """Return whether a network name is valid; any ``timm/NAME`` is, as this function does not import timm."""
+    """Return whether a network name is valid; every ``timm/NAME`` is, as the function imports no timm."""
     return timm_nets.is_timm(name) or name in names()
 
 
@@ -109,7 +109,7 @@ def torchvision_call(spec: NetSpec) -> tuple[str, dict[str, Any]]:
     if name in VIT:
         sizes = dict(zip(VIT_KEYS, VIT[name], strict=True))
         given = {"image_size": spec.image_size[0], **sizes, **given}
-        # Raises for an argument given twice
+        # dict() raises if net_args has num_classes, too
         return "VisionTransformer", dict(num_classes=spec.num_classes, **given)
     if name.startswith("maxvit"):
         given.setdefault("input_size", spec.image_size)
@@ -133,7 +133,7 @@ def on_meta_device(spec: NetSpec) -> nn.Module:
 
 
 def prefers_channels_last(name: str) -> bool:
-    """Return whether channels_last is faster in a forward pass, and safe: ``view`` may fail with it."""
+    """Return whether channels_last is faster in a forward pass, and safe: ``view`` may raise with it."""
     return name in ("net", "airbench") or name not in registered.NETS
 
 

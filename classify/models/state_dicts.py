@@ -46,8 +46,8 @@ def sha256(weights: Mapping[str, Tensor]) -> str:
 def load_pretrained(module: nn.Module, found: Mapping[str, Tensor], label: str) -> list[str]:
     """Load weights into a network before training, except for a head without matching weights.
 
-    Weights do not match if the saved last layer has a different number of classes, or if the child module
-    with the last layer is missing.
+    The head's weights do not match if they are for another number of classes, or if ``found`` lacks the child
+    module with the last layer.
 
     Args:
         module: the network.
@@ -80,7 +80,7 @@ def describe_skipped_weights(skipped: list[str], label: str) -> str:
 
 
 def fitting(module: nn.Module, found: Mapping[str, Tensor], label: str) -> dict[str, Tensor]:
-    """Return the weights by a network's names; the network may be on the meta device.
+    """Return the weights under a network's names for them; the network may be on the meta device.
 
     Raises:
         InvalidInput: if the weights belong to another network.

@@ -168,9 +168,10 @@ def tags(name: str) -> list[str]:
 
 
 def config(name: str, weights: object = None) -> Any:
-    """Return timm's configuration of a network: of the folder, of the tag, or the default.
+    """Return timm's configuration of a network: ``input_size`` (3, H, W) in pixels, ``mean`` and ``std``.
 
-    Its ``input_size`` is (3, H, W) in pixels. Its ``mean`` and ``std`` have a number for each channel.
+    The function takes the first that exists: the configuration in the folder ``weights``, of the tag
+    ``weights``, of the tag in ``name``, or timm's default.
 
     Raises:
         InvalidInput: if timm has no such network, or a folder's configuration is not timm's.
@@ -206,7 +207,7 @@ def _config_of_folder(name: str, folder: pathlib.Path) -> Any:
 
 
 def _create(spec: NetSpec, **more: Any) -> nn.Module:
-    """Build a network with timm; a network with a fixed image size gets the given size."""
+    """Build a network with timm; if its image size is fixed, fix ``spec.image_size``."""
     fixed = {"img_size": spec.image_size} if config(spec.name).fixed_input_size else {}
     arguments = {**fixed, **(spec.args or {})}
     return _timm(spec.name).create_model(spec.name.removeprefix(PREFIX), **arguments, **more)
