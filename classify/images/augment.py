@@ -1,4 +1,4 @@
-"""Random changes of training images, drawn for each image and epoch, only from the seed.
+"""Random changes of training images; the seed, the epoch and the image determine the draws.
 
 The changes of an image do not depend on the number of processes or the accumulation, and stay the same after
 a resume. Flips, crops and cutouts process whole micro-batches, torchvision's transforms one image at a time.
@@ -80,8 +80,7 @@ class Augmentation(Keyed):
     def identity(self) -> dict[str, Any]:
         """Return the JSON values that must stay the same on resume.
 
-        A checkpoint may be older than a key, so a key that is not in ``OLDEST_KEYS`` is left out at its
-        default.
+        A key that is not in ``OLDEST_KEYS`` is left out at its default, because older checkpoints lack it.
         """
         values = {
             name: getattr(self, name)

@@ -20,7 +20,7 @@ from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.input_files import regular_file
 from deepspeed_trial.out_of_memory import is_out_of_memory
 
-# Pillow can open 33 more formats, and starts Ghostscript for EPS; ``EXTENSIONS`` belong to these formats
+# The formats of ``listing.EXTENSIONS``; Pillow can open more, and starts Ghostscript for EPS
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "TGA", "JPEG2000", "AVIF")
 MOST_BYTES = 2**28  # the maximum size of an image file
 _GREY = 128  # the value of the border that ``PAD`` adds
@@ -91,9 +91,9 @@ def decode(
 ) -> np.ndarray:
     """Return the image in a file, upright, in RGB, fitted to a size: uint8 (3, H, W).
 
-    Scaling is bilinear, with antialiasing, and gives the same bits on any x86 CPU. The decoder first reduces
-    a JPEG at least twice as large as ``size`` to a half, a quarter or an eighth. The image is then rotated by
-    its EXIF orientation.
+    Scaling is bilinear, with antialiasing, and gives the same bits on any x86 CPU. A JPEG at least
+    twice as large as ``size`` is decoded at a half, a quarter or an eighth of its size. The image is then
+    rotated by its EXIF orientation.
 
     Args:
         content: the file's bytes.
@@ -125,7 +125,7 @@ def decode(
 
 
 def _decode_jpeg(content: bytes, size: tuple[int, int]) -> np.ndarray | None:
-    """Return the pixels (h, w, 3) of a JPEG, equal to Pillow's but faster; None for other formats."""
+    """Return the pixels (h, w, 3) of a JPEG, faster than Pillow; None if Pillow must decode the file."""
     if not content.startswith(_JPEG):
         return None
     try:

@@ -42,8 +42,8 @@ class MicroBatchDataset(Dataset):
     def __getitems__(self, micro_batch: MicroBatch) -> Any:
         """Return images (B, 3, H, W) uint8 and labels (B,) int64; in a worker process an item for ``finish``.
 
-        The item is ``micro_batch`` if the file of decoded images has its images; else images and labels. A
-        worker returns an error, because a raised error would lose its class between processes.
+        The item is ``micro_batch`` itself if the file of decoded images has its images, else the images and
+        labels. A worker returns its error, because an exception loses its class between processes.
         """
         if get_worker_info() is None:
             return self._selected(micro_batch)
@@ -92,7 +92,7 @@ class RankBatches(BatchSampler):
 
 
 def whole_micro_batch(batch: Any) -> Any:
-    """Return a batch as it is: ``MicroBatchDataset`` returns whole micro-batches."""
+    """Return a batch unchanged; there is nothing to collate: each item is a whole micro-batch."""
     return batch
 
 
@@ -150,14 +150,14 @@ def _ignore_signals(worker: int) -> None:
 
 
 def _end_workers() -> None:
-    """Kill a loader's remaining workers; ``multiprocessing`` would wait for them."""
+    """Kill the remaining workers when the process exits; ``multiprocessing`` would wait for them."""
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
 
 
 class FinishingLoader(TorchLoader):
-    """A loader that finishes its workers' items in this process."""
+    """A loader that passes the items of its workers to ``MicroBatchDataset.finish``, in this process."""
 
     dataset: MicroBatchDataset
 

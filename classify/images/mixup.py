@@ -22,8 +22,8 @@ def make_mixup(mixup: float | None, cutmix: float | None, num_classes: int) -> M
     With both, each micro-batch gets one of them, with probability 1/2.
 
     Args:
-        mixup: the parameter of the Beta distribution of MixUp's weights; 0 or None for no MixUp.
-        cutmix: the parameter of the Beta distribution of the area of CutMix's patches; 0 or None for no
+        mixup: alpha of the Beta distribution that draws MixUp's weights; 0 or None for no MixUp.
+        cutmix: alpha of the Beta distribution that draws the areas of CutMix's patches; 0 or None for no
             CutMix.
         num_classes: the number of classes.
     """

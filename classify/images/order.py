@@ -23,7 +23,7 @@ class MicroBatch(NamedTuple):
         indices: int64 (B,), the images' indices.
         draws: int64 (B,), the index of each image's random draw in the epoch: the image's index, or its
             position in the epoch if images repeat.
-        ahead: the indices of the shards to fetch next; empty unless a window of shards begins here.
+        ahead: if a window of shards begins here, the indices of the shards to fetch next; else empty.
     """
 
     epoch: int
@@ -63,7 +63,7 @@ class Windows:
     are_remote: bool = False
 
     def order(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[Window]]:
-        """Return the indices of all images, int64 (N,), and the windows; ``random`` None keeps the order."""
+        """Return the indices of all images, int64 (N,), and the windows; ``random`` None: the shards' order."""
         turns = np.arange(int(self.shards.max()) + 1, dtype=np.int32)
         if random is not None:
             turns = random.permutation(turns)
@@ -89,8 +89,9 @@ class Order:
     Micro-batch ``(step * accumulation + a) * ranks + rank`` is the ``a``-th of a step on a rank, as in
     ``determined.pytorch``. The images of a step are therefore the same for any number of ranks and any
     accumulation, except at an uneven end of the epoch. Ranks see disjoint images unless ``labels`` are given.
-    An epoch is a whole number of steps. The last step has the remaining images. If they are too few for its
-    micro-batches, the last two steps share their images evenly.
+    An epoch is a whole number of steps. The last step has the remaining images. If they are fewer than
+    a step's micro-batches, the last two steps share their images evenly. If micro-batches have one image, the
+    epoch leaves them out instead.
 
     Args:
         size: the number of images.

@@ -1,4 +1,4 @@
-"""Splits a part into random shares of each class; images of a group stay together."""
+"""Splits a part of a dataset, such as ``train``, into random shares of each class; groups stay together."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DRAW = 17  # separates these draws from others with the same seed
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The splits of a part. Each class has at least one image in each split.
+    """The splits of a part of a dataset. Each class has at least one image in each split.
 
     Attributes:
         shares: each held-out split's share of the images that the previous splits leave; ``train`` gets the
@@ -103,7 +103,7 @@ class Cut:
             self._check_groups(classes)
 
     def _first_of_fold(self, label: int) -> int:
-        """Return the index of the fold's first image of a class; it rotates with the class."""
+        """Return the fold's first index among a class's images; it grows by one from class to class."""
         assert self.fold
         return (self.fold[0] - 1 + label) % self.fold[1]
 
@@ -207,9 +207,9 @@ def _assign(labels: np.ndarray, groups: np.ndarray, shares: Sequence[float], see
     """Assign whole groups to splits so that each split has approximately its share of each class.
 
     The groups with the largest shares of their classes are first. A group goes to the split where the squared
-    deviations from the shares, over all classes, grow least. scikit-learn's StratifiedGroupKFold does the
-    same for folds of equal size. The last groups of a class fill the splits that lack the class. An image of
-    several labels counts in each of its classes, and in a further class of all images.
+    deviations from the shares, over all classes, grow least. scikit-learn's StratifiedGroupKFold works
+    similarly, for folds of equal size. The last groups of a class fill the splits that lack the class. An
+    image of several labels counts in each of its classes, and in one more class that has all images.
 
     Args:
         labels: int64 (N,), or uint8 (N, C) of 0 and 1.
