@@ -13,9 +13,10 @@
     continue from a cluster:   python3 checkpoint.py import CHECKPOINT RUN
     stored images, shards:     python3 checkpoint.py caches [FOLDER...] [--clear]
 
-RUN is the folder of a run of train.py. A checkpoint is a folder in its checkpoints/, or a folder of
-`det checkpoint download`, of any mode and any number of processes. Hidden files in the data's folder hold
-decoded images; --clear removes them. Exit codes: 0 done, 2 an unusable path or value, 1 anything else.
+RUN is the folder of a run of train.py. A checkpoint is a folder in RUN/checkpoints, or a folder that `det
+checkpoint download` wrote; any mode and any number of processes may have saved it. caches lists the hidden
+files in the data's folder that hold decoded images; --clear removes them. Exit codes: 0 done, 2 an unusable
+path or value, 1 anything else.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add("source", metavar="RUN_OR_CHECKPOINT", **path)
     add("target", metavar="FILE_OR_FOLDER", **path)
     add("--format", choices=FORMATS, help="(by the ending, else pt); hf: a folder for the Hugging Face Hub")
-    meaning = "the run's checkpoint; final: the weights of predict, report and serve (%(default)s)"
+    meaning = "the run's checkpoint; final: the weights that predict, report and serve use (%(default)s)"
     add("--checkpoint", default="final", metavar="final|latest|best|UUID", help=meaning)
     add("--int8", action="store_true", help="write the ONNX file in 8-bit integers")
     command_line.add_experiment_options(command, CONFIG, "the training images for --int8")
@@ -180,7 +181,7 @@ def export(args: argparse.Namespace) -> None:
     if args.int8 and form != forms.OF_INT8:
         raise InvalidInput(f"--int8: does not work with {form}; give a file that ends in .onnx")
     if not args.int8 and (args.overrides or args.config != CONFIG):
-        raise InvalidInput("--config, --set: give the training images for --int8; add --int8, or remove them")
+        raise InvalidInput("--config, --set: are only for the images of --int8; add --int8, or remove them")
     folder = locate(args.source, args.checkpoint)
     whole = folder / net_file.NAMES[0]
     state = net_file.of_checkpoint(folder)
@@ -204,7 +205,7 @@ def export(args: argparse.Namespace) -> None:
     print(f"{files}: checkpoint {folder.name}, {steps:,} steps")
     if args.int8:
         again = command_line.typed("checkpoint", "evaluate", args.target, "--config", args.config)
-        print(printable(f"accuracy of int8: {again}"))
+        print(printable(f"to measure the int8 network's accuracy: {again}"))
 
 
 def predict(args: argparse.Namespace) -> None:
@@ -400,8 +401,9 @@ def import_(args: argparse.Namespace) -> None:
     """Create a run's folder from a checkpoint of a Determined cluster."""
     from workbench.imported import import_checkpoint
 
-    steps, output = import_checkpoint(args.source, args.output), printable(args.output)
-    print(f"{output}: {steps:,} steps; continue: train.py --config FILE --output {output} --resume latest")
+    steps = import_checkpoint(args.source, args.output)
+    again = command_line.typed("train", "--config", "FILE", "--output", args.output, "--resume", "latest")
+    print(printable(f"{args.output}: {steps:,} steps; to continue: {again}"))
 
 
 def caches(args: argparse.Namespace) -> None:

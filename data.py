@@ -21,7 +21,7 @@ from classify.images.pixels import ImageSet
 from classify.images.plan import DataPlan, devices
 from classify.images.settings import BALANCED
 
-HALF = (0.5, 0.5, 0.5)  # mean, or standard deviation; with both, inputs are in [-1, 1]
+HALF = (0.5, 0.5, 0.5)  # the mean and the standard deviation that give inputs in [-1, 1]
 IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of torchvision's pretrained weights
 SAMPLE = 10_000  # the number of images for a dataset's statistics
 FOR_WEIGHTS = 5_000  # the number of images for a network that initialises its weights from the data
@@ -35,7 +35,7 @@ class Images:
     A split is decoded at its first use, so that all other errors are found first.
 
     Args:
-        plan: the plan of the data.
+        plan: the opened dataset and its splits.
         seed: the seed of all random numbers.
         device: the training device.
 
@@ -122,7 +122,7 @@ class Images:
         pixels = images.select(chosen)
         if self.augmenter is None:
             return images.center_crop(pixels), images.labels[chosen]
-        apart = copy.copy(self.augmenter)  # the copy changes its epoch alone
+        apart = copy.copy(self.augmenter)  # the original keeps its epoch
         return apart(pixels, chosen, 0), images.labels[chosen]
 
     def training_order(self, batch_size: int, micro_batches_per_step: int) -> Order:

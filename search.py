@@ -75,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, SQLAlchemyError, StorageInternalError) as error:
         reason = one_line(getattr(error, "orig", None) or error)
         line = f"{output}: cannot store the state of the search ({reason}); repair the disk or the file"
-        line = f"{printable(line)}; then the same command continues"
-        print(f"{command_line.called('search')}: {line}", file=sys.stderr)
+        line += f", then continue with the same command and --output {output}"
+        print(f"{command_line.called('search')}: {printable(line)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         remedy = f"continue with the same command and --output {printable(output)}"

@@ -7,8 +7,8 @@ FOLDER has the form of ``data.dataset: imagefolder``: ``train/<class>/*`` with `
 
     train-000000.tar, ...  images of all classes, in an order drawn by the seed
     classes.txt            the class names
-    index.npz              the place of each image, and its position in FOLDER, so that a training has the
-                           order of FOLDER
+    index.npz              each image's place in the shards and position in FOLDER: a training on TARGET
+                           uses the images in the same order as a training on FOLDER
 
 Image files are copied unchanged; the same FOLDER gives the same bytes. The same command resumes after an
 interruption. Exit codes: 0 done, 2 bad input, 130 interrupted, 1 anything else.

@@ -53,9 +53,9 @@ def parser() -> argparse.ArgumentParser:
     parser = command_line.parser(__doc__, "const.yaml")
     add = parser.add_argument
     command_line.add_short_forms(parser)
-    add("--resume", metavar="latest|auto|UUID", help="continue a checkpoint of --output; auto: or start")
+    add("--resume", metavar="latest|auto|UUID", help="continue the run in --output; auto: or start it")
     add("--output", type=command_line.folder, metavar="FOLDER", help="run's folder (runs/<config>-<time>)")
-    add("--test", action="store_true", help="train, validate and save one batch")
+    add("--test", action="store_true", help="train on one batch, validate on one, save a checkpoint")
     meaning = "check, print the DeepSpeed configuration, train nothing; images: open every image, too"
     add("--check", nargs="?", const="settings", choices=("settings", "images"), help=meaning)
     forms = ("text", "markdown", "json")
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     add("--profile", action="store_true", help="record a few steps with torch's profiler")
     add("--tune", action="store_true", help="benchmark ZeRO stages and micro-batches, and write the fastest")
     add("--find-lr", action="store_true", help="train a short ramp of the learning rate, and write one rate")
-    add("--folds", type=int, metavar="K", help="cross-validate: train K times, each time without a K-th")
+    add("--folds", type=int, metavar="K", help="cross-validate: train K times, each on all but one K-th")
     add("--slots", type=int, metavar="N", help="the number of processes for --check, --tune or --folds")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher gives it
     return parser
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
 
 @command_line.quiet_pipe
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train; return the exit code."""
+    """Run the command line; return the exit code."""
     args = parse(argv)
     if args.keys:
         return print_keys(args.keys)
@@ -258,7 +258,7 @@ def run(args: argparse.Namespace) -> int:
     if args.resume and not args.output:
         raise InvalidInput(f"--resume: {args.resume}: needs --output, the folder of the run")
     with command_line.importing():  # after the check of the file: imports take seconds
-        import torch._dynamo  # noqa: F401 - as torch's first optimizer does
+        import torch._dynamo  # noqa: F401 - torch's first optimizer would import it
 
         from classify.images.plan import UNREADABLE
         from classify.reports import summary
@@ -293,7 +293,7 @@ def run(args: argparse.Namespace) -> int:
                 again = f"--resume latest --output {shlex.quote(printable(output))}"
                 print(f"stopped with a checkpoint; continue with {again}", file=sys.stderr)
             return 130
-        # Wait for the chief's last metrics: Determined's launcher takes a rank that has ended for dead
+        # Wait for the chief's last metrics: Determined's launcher treats a rank that has ended as dead
         peaks = context.distributed.allgather(round(peak_memory(), 1))
         if output:
             summarise(trial, fit, experiment.metric, peaks)
@@ -304,7 +304,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def announce(trial: CIFARTrial, experiment: Experiment, checkpoint: str | None, is_test: bool) -> None:
-    """Print the first lines and the notes of a run, and list its unreadable images; every rank calls it."""
+    """Print the first lines and the notes of a run, and the list of unreadable images; all ranks call this."""
     from classify.images.plan import UNREADABLE
     from classify.reports import overview
     from deepspeed_trial.schedules import learning_rate
@@ -322,7 +322,7 @@ def announce(trial: CIFARTrial, experiment: Experiment, checkpoint: str | None, 
 
 
 def summarise(trial: CIFARTrial, fit: FitResult, metric: str, peaks: list[float]) -> None:
-    """Write the network and the summary into the run's folder, and print the scores; every rank calls it.
+    """Write the network and the summary into the run's folder, and print the scores; all ranks call this.
 
     Args:
         trial: the trained trial.

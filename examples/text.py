@@ -71,7 +71,7 @@ class TextTrial(LocalTestMode, DeepSpeedTrial):
         return pytorch.DataLoader(self.train_set, batch_size=batch_size, shuffle=True, drop_last=True)
 
     def build_validation_data_loader(self) -> pytorch.DataLoader:
-        """Return the last tenth of the text."""
+        """Return micro-batches of the last tenth of the text, (B, LENGTH + 1)."""
         return pytorch.DataLoader(self.test_set, batch_size=64, drop_last=True)
 
     def train_batch(self, dataloader_iter: Iterator[Any] | None, epoch_idx: int, batch_idx: int) -> Tensor:

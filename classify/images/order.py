@@ -63,7 +63,7 @@ class Windows:
     are_remote: bool = False
 
     def order(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[Window]]:
-        """Return the indices of all images, int64 (N,), and the windows; ``random`` None: the shards' order."""
+        """Return the indices of all images, int64 (N,), and the windows; None: the shards' order."""
         turns = np.arange(int(self.shards.max()) + 1, dtype=np.int32)
         if random is not None:
             turns = random.permutation(turns)
