@@ -139,8 +139,8 @@ class CIFARTrial(LocalTestMode, DeepSpeedTrial):
         """Train on one micro-batch, or in a pipeline on all micro-batches of a step.
 
         Returns:
-            ``loss``, a scalar on the device; ``learning_rate``; with experts also ``load_balancing_loss``, which
-            ``loss`` does not include.
+            ``loss``, a scalar on the device; ``learning_rate``; with experts also
+            ``load_balancing_loss``, which ``loss`` does not include.
         """
         micro_batches = self._inputs(dataloader_iter, batch_idx)
         step_size = self.train_sampler.step_size(batch_idx)

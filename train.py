@@ -304,7 +304,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def announce(trial: CIFARTrial, experiment: Experiment, checkpoint: str | None, is_test: bool) -> None:
-    """Print the first lines and the notes of a run, and the list of unreadable images; all ranks call this."""
+    """Print the first lines and the notes of a run, and the list of unreadable images; all ranks call it."""
     from classify.images.plan import UNREADABLE
     from classify.reports import overview
     from deepspeed_trial.schedules import learning_rate

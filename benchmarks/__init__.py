@@ -1,1 +1,1 @@
-"""Compare the trial's speed with a bare engine's, bare PyTorch's and Determined's example style."""
+"""Benchmarks: the trial, bare DeepSpeed and PyTorch loops, Determined's example style, other programs."""

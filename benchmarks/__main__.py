@@ -1,11 +1,11 @@
-"""Compare the trial with its peers on this machine, in one run, and write benchmarks/RESULTS.md.
+"""Compare the trial with bare loops and with other programs, and write benchmarks/RESULTS.md.
 
     python3 -m benchmarks                                                  all parts: an hour on two cores
     python3 -m benchmarks --quick --set data.dataset=digits                two minutes
     python3 -m benchmarks --set data.dataset=imagefolder --set data.root=FOLDER --json results.json
     python3 -m benchmarks --only steps                                     or costs, or programs
 
-Contenders take turns within a repeat, so that other load on the machine affects all of them equally.
+The compared programs take turns in every repeat, so that other load on the machine affects them equally.
 Figures are medians over the repeats. The spread is the interquartile range divided by the median. Ratios are
 more reliable than absolute figures.
 """
@@ -45,7 +45,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         type=int,
         default=5,
         metavar="N",
-        help="repeats of the steps; the programs have half of them (5)",
+        help="3 N repeats of steps and costs, N / 2 of programs (%(default)s)",
     )
     add("--only", choices=PARTS, help="measure one part; write no RESULTS.md")
     add("--json", type=pathlib.Path, metavar="FILE", help="also write all measured times to this file")
@@ -109,7 +109,7 @@ def check(args: argparse.Namespace) -> None:
         more["hyperparameters.net"] = config.hyper.net
     if more and args.only != "programs":
         raise InvalidInput(
-            f"{key}: {value!r}: the bare loops do not support it; leave it out" for key, value in more.items()
+            f"{key}: {value!r}: the bare loops do not support it; remove it" for key, value in more.items()
         )
     for split in ("train", "test"):
         config.source.load(split)

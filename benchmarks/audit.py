@@ -90,7 +90,7 @@ def plant(
 
 
 def _change(image: Image.Image, kind: int) -> Image.Image:
-    """Return the image unchanged (its copy is a JPEG file), mirrored, or without 5 % of each side."""
+    """Return the image unchanged (``plant`` saves it as JPEG), mirrored, or cropped by 2.5 % at each edge."""
     if kind == 0:
         return image
     if kind == 1:

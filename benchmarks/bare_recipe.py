@@ -1,9 +1,9 @@
 """A recipe of ``experiments/`` with Muon as a bare PyTorch loop: no DeepSpeed, no Determined, no trial.
 
-    python3 -m benchmarks.bare_recipe --set data.dataset=digits        100 losses
+    python3 -m benchmarks.bare_recipe --set data.dataset=digits        prints 100 losses
 
-It shares the network, the images, their order and their augmentation with the trial. Its optimizer and its
-schedule are in this file.
+The loop shares the network, the images, their order and their augmentation with the trial. The loop's
+optimizer and schedule are in this file.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def losses(config: TrialConfig) -> Iterator[Tensor]:
     """Train; yield the mean loss of each step, a scalar.
 
     Args:
-        config: the configuration of a plain network and of Muon with a learning rate that falls to 0, in one
-            process without accumulation.
+        config: a configuration for one process without accumulation: the network ``airbench``, the optimizer
+            Muon, and a learning rate that falls linearly to 0.
     """
     device, hyper, params = torch.device("cpu"), config.hyper, config.deepspeed["optimizer"]["params"]
     images = data.Images(config.source, config.seed, device)
@@ -68,7 +68,7 @@ def losses(config: TrialConfig) -> Iterator[Tensor]:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon: SGD with momentum whose update matrices five Newton-Schulz steps make nearly orthogonal.
+    """Muon: SGD with momentum; five Newton-Schulz steps make each update matrix nearly orthogonal.
 
     Source: https://kellerjordan.github.io/posts/muon/
 
@@ -97,7 +97,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """Return a nearly orthogonal matrix close to a matrix (rows, columns); a tall matrix is scaled up."""
+    """Return a nearly orthogonal matrix close to ``matrix``, times sqrt(max(1, rows / columns))."""
     a, b, c = NEWTON_SCHULZ
     rows, columns = matrix.shape
     x = matrix.T if rows > columns else matrix

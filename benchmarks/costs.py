@@ -20,11 +20,11 @@ def measure(config: str, overrides: Sequence[str], repeats: int) -> dict[str, An
     """Measure every cost in new processes.
 
     Returns:
-        ``start``: in each repeat, pairs of wall seconds and processor seconds, until the end of a process
-        that only imports the ``libraries``, and until ``train.py`` ends its ``imports`` and its
-        ``first_step``. The caches of compiled operators are empty. ``validation``: the seconds of the trial's
-        validations, and of bare forward passes by batch size. ``images``: the bytes of the files of decoded
-        images (0 without files), and the ranks' proportional shares of them.
+        ``start``: for each repeat, pairs of wall seconds and processor seconds: of a process that only
+        imports the ``libraries``; of ``train.py`` until the end of its ``imports``, and of its
+        ``first_step``. The caches of compiled operators are empty. ``validation``: the seconds of the
+        trial's validations, and of bare forward passes by batch size. ``images``: the bytes of the ``files``
+        of decoded images (0 without files), and the ranks' proportional set size of them (``held``).
     """
     request = {"config": config, "overrides": list(overrides), "repeats": repeats}
     doubled = [*overrides, "hyperparameters.overwrite_deepspeed_args.train_batch_size=16", "data.device=cpu"]
@@ -60,7 +60,7 @@ def validation_ratio(costs: dict[str, Any]) -> tuple[float, int, float]:
 
 
 def start_line(costs: dict[str, Any]) -> str:
-    """Describe the start."""
+    """Return a sentence about the times of the start."""
 
     def times(name: str) -> str:
         seconds, of_processor = (
@@ -78,7 +78,7 @@ def start_line(costs: dict[str, Any]) -> str:
 
 
 def lines(costs: dict[str, Any]) -> list[str]:
-    """Describe the measurements."""
+    """Return a sentence about each cost."""
     ratio, batch, width = validation_ratio(costs)
     validation, images = costs["validation"], costs["images"]
     seconds = statistics.median(validation["seconds"]["trial"])

@@ -1,4 +1,4 @@
-"""Published programs for comparison, changed only to use the images of any dataset.
+"""Programs for comparison: two tutorials, changed only to use any dataset's images, and a plain loop.
 
     python3 -m benchmarks.peers pytorch-tutorial FOLDER
     torchrun ... or deepspeed --num_gpus 1 --module benchmarks.peers deepspeed-tutorial FOLDER
@@ -35,7 +35,7 @@ class Pictures(Dataset):
 
     @classmethod
     def read(cls, file: pathlib.Path) -> Pictures:
-        """Read a split."""
+        """Read a split from an ``.npz`` file."""
         with np.load(file) as kept:
             return cls(kept["pixels"], kept["labels"].tolist())
 

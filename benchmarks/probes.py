@@ -75,7 +75,7 @@ class Stopwatch(pytorch.PyTorchCallback):
 
 
 def validation(request: dict[str, Any], answer: pathlib.Path) -> None:
-    """Write the seconds of validations after each step, without the first one, which warms up."""
+    """Write the seconds of a validation after each step; the first validation warms up and is left out."""
 
     class Timed(CIFARTrial):
         def build_callbacks(self) -> dict[str, pytorch.PyTorchCallback]:
@@ -91,7 +91,7 @@ def validation(request: dict[str, Any], answer: pathlib.Path) -> None:
 
 
 def images(request: dict[str, Any], answer: pathlib.Path) -> None:
-    """Write the size of the decoded images' files and the ranks' proportional shares of them."""
+    """Write the bytes of the files of decoded images, and the ranks' proportional set size of them."""
     with context_of(request) as context:
         trial = CIFARTrial(context)
         touched = sum(int(each.images.sum()) for each in (trial.images.train, trial.images.test))

@@ -36,7 +36,7 @@ PEERS = {
     "trial": "`python3 train.py --config experiments/cifar10-67.yaml`",
 }
 ACCURACY = re.compile(r"validation .*?\baccuracy (\d\.\d+)")
-LEVELS = (0.60, 0.66)  # compared accuracies, besides those of the tutorials
+LEVELS = (0.60, 0.66)  # accuracies to compare at, in addition to the tutorials'
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Watched:
 
 
 def watch(command: Sequence[str], environment: dict[str, str], folder: pathlib.Path) -> Watched:
-    """Run a program, and record the time of each line that it prints."""
+    """Run a program; return its times, accuracies and peak memory, or end this process if it fails."""
     watched, began, wall = Watched(), time.perf_counter(), time.time()
     with open(folder / "stderr.txt", "w+") as errors:
         process = subprocess.Popen(
@@ -171,14 +171,14 @@ def line(program: str, watched: Watched) -> str:
 def times(
     runs: dict[str, list[Watched]], program: str, accuracy: float, since_training: bool = False
 ) -> float | None:
-    """Return the median of a program's seconds to an accuracy; None unless every run reached it."""
+    """Return the median of a program's seconds to an accuracy; None if a run did not reach it."""
     found = [each.time_to(accuracy, since_training) for each in runs[program]]
     reached = [each for each in found if each is not None]
     return statistics.median(reached) if len(reached) == len(found) else None
 
 
 def reached_by(runs: dict[str, list[Watched]], program: str) -> float:
-    """Return the median of a program's last accuracies."""
+    """Return the median, over a program's runs, of the last accuracy."""
     return statistics.median(each.reached[-1][1] for each in runs[program])
 
 
@@ -188,7 +188,7 @@ def parsed(measured: dict[str, Any]) -> dict[str, list[Watched]]:
 
 
 def lines(measured: dict[str, Any]) -> list[str]:
-    """Describe the measurements."""
+    """Return a sentence for each comparison."""
     runs = parsed(measured)
     found = []
     for peer in ("PyTorch tutorial", "DeepSpeed tutorial"):
@@ -201,11 +201,11 @@ def lines(measured: dict[str, Any]) -> list[str]:
             )  # after compiling an operator, maybe
             found.append(
                 f"{peer}: {accuracy:.1%} in {theirs:.1f} s, with training from {began:.1f} s on; the"
-                f" trial is there in {ours:.1f} s: {theirs / ours:.1f} times sooner, and"
+                f" trial reaches it in {ours:.1f} s: {theirs / ours:.1f} times as fast, and"
                 f" {(theirs - began) / trained:.1f} times by training time alone."
             )
         else:
-            found.append(f"{peer}: {accuracy:.1%} in {theirs:.1f} s; the trial did not get there.")
+            found.append(f"{peer}: {accuracy:.1%} in {theirs:.1f} s; the trial did not reach it.")
     for level in LEVELS:
         ours, plain = (
             times(runs, program, level, since_training=True) for program in ("trial", "plain loop")

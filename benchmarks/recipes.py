@@ -3,8 +3,8 @@
     python3 -m benchmarks.recipes                                      an hour on two cores
     python3 -m benchmarks.recipes cifar10-90 --seeds 0 --set data.dataset=imagefolder --set data.root=FOLDER
 
-A recipe takes turns with a bare PyTorch loop to compare their speeds. Both reuse freed memory. After an
-interruption the same command continues: it skips the runs whose results --output holds.
+To compare speeds, the trial and a bare PyTorch loop train the recipe in turns. Both reuse freed memory.
+After an interruption the same command continues: it skips the runs whose results --output holds.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ COLUMNS = (
     " | trial's images/s over a bare loop's, at first | GFLOP/s, at first"
 )
 EXPLANATION = """\
-By `python3 -m benchmarks.recipes`, which runs `python3 train.py --config experiments/NAME.yaml` for each
-seed. Accuracies are means over the seeds, with the least and the largest, of the last weights on the test
-images, by test-time augmentation (TTA: mirror, shifts of a pixel) and without. Seconds are means, of the
-training with its validations and of the whole program.
+`python3 -m benchmarks.recipes` runs `python3 train.py --config experiments/NAME.yaml` for each seed, and
+writes this page. Accuracies are of the last weights on the test images, with test-time augmentation (TTA:
+mirror, shifts of a pixel) and without: the mean over the seeds (minimum to maximum). Seconds are means: of
+the training with its validations, and of the whole program.
 """.split("\n")
 
 
@@ -94,8 +94,8 @@ def read(output: pathlib.Path) -> dict[str, dict[str, Any]]:
     """Read the measurements of all recipes.
 
     Returns:
-        ``runs`` with the accuracies and seconds of each seed; the images a second of the ``trial`` and of the
-        bare loop (``recipe``); and more about the recipe.
+        By the recipe's name: ``runs`` with the accuracies and seconds of each seed; the images a second of
+        the ``trial`` and of the bare loop (``recipe``); and the other results of ``measure``.
     """
     found = {}
     for file in sorted(output.glob("*-speed.json")):

@@ -2,7 +2,7 @@
 
     python3 -m benchmarks.start REQUEST ANSWER
 
-``REQUEST``, JSON, has ``config``, ``overrides`` and ``began``, the time of the command.
+``REQUEST``, JSON, has ``config``, ``overrides`` and ``began``, the ``time.time()`` of the command's start.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ PEERS = tuple(name for name in CONTENDERS if name != "trial")
 
 
 def measure_all(config: str, overrides: Sequence[str], quick: bool, repeats: int) -> Iterator[dict[str, Any]]:
-    """Measure at every point, a number of processes, a ZeRO stage and a micro-batch; yield the results."""
+    """Yield the result of ``measure`` for each number of processes, ZeRO stage and micro-batch."""
     micro_batches, stages, processes = ((16, 256), (0,), (1,)) if quick else ((16, 256, 1024), (0, 2), (1, 2))
     section = experiment_file.load(config, overrides).config.get("data")
     images = DataPlan.resolve(DataSettings.parse(section)).count("train")
@@ -57,10 +57,11 @@ def measure(
     repeats: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Time every contender at one point.
+    """Time every contender with a number of processes, a ZeRO stage and a micro-batch.
 
     Returns:
-        The point; the contenders' ``rates`` in images a second, for each repeat; their medians and spreads.
+        These three and the ``steps`` of a segment; the ``rates`` of each contender in images a second, for
+        each repeat; their medians (``images_per_second``) and ``spread``.
     """
     deepspeed = "hyperparameters.overwrite_deepspeed_args."
     overrides = [
@@ -142,7 +143,7 @@ def contender(
         finally:
             with contextlib.suppress(BrokenPipeError):
                 turns.close()
-            for _ in lines:  # read its last lines, or a full pipe could block its end
+            for _ in lines:  # read the worker's last lines: a full pipe could block its exit
                 pass
             worker.wait()
 

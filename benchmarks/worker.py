@@ -8,8 +8,8 @@
 - ``example``: the style of Determined's own examples: its stock trainer, a PIL dataset and 2 workers;
 - ``recipe``: a recipe as a bare PyTorch loop, with its images' order and augmentation.
 
-``REQUEST`` is JSON. For each line on stdin the contender trains ``steps`` steps, then prints the number of
-their images and their seconds.
+``REQUEST`` is JSON. For each line on stdin the contender trains ``steps`` steps, then prints the
+number of images and the seconds of these steps.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def main(contender: str, request: dict[str, Any]) -> None:
 
 
 def resolve(context: Any, experiment: Experiment) -> TrialConfig:
-    """Resolve the engines' configuration."""
+    """Return the trial's configuration for the ranks and the device of a context."""
     size, device = context.distributed.size, context.device.type
     return TrialConfig.resolve(experiment.hyperparameters, experiment.config, size, device)
 
