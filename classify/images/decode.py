@@ -118,7 +118,8 @@ def decode(
         if isinstance(error, MissingPackage):
             raise MissingPackage(f"{shown}: {error.errors[0].removeprefix('image: ')}") from error
         if is_out_of_memory(error):  # the image itself may be intact
-            raise InvalidInput(_not_readable(shown, "no memory left to decode it")) from error
+            line = f"{shown}: no memory left to decode it; free memory, or remove the file"
+            raise InvalidInput(line) from error
         is_unknown = isinstance(error, UnidentifiedImageError)  # Pillow's text names a buffer
         reason = "cannot identify image file" if is_unknown else one_line(error)
         raise UnreadableImage(_not_readable(shown, reason)) from error

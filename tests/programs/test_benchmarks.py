@@ -66,8 +66,8 @@ def test_the_bare_loops_have_the_memory_format_of_the_trial(asked):
         (["--json", "/nowhere/results.json"], ["--json", "/nowhere/results.json"]),
         (["--config", "nothing.yaml"], ["--config", "nothing.yaml"]),
         (["--set", "data.dataset=mnist"], ["data.dataset", "'mnist'"]),
-        (["--set", "data.augment={flip: true}"], ["data.augment", "leave it out"]),
-        (["--config", "experiments/moe.yaml"], ["hyperparameters.net", "leave it out"]),
+        (["--set", "data.augment={flip: true}"], ["data.augment", "remove it"]),
+        (["--config", "experiments/moe.yaml"], ["hyperparameters.net", "remove it"]),
     ],
     ids=str,
 )
