@@ -219,7 +219,7 @@ def make_folder(args: argparse.Namespace, rank: int) -> None:
 
 
 def load_weights(net: nn.Module, weights: dict[str, Tensor] | None, file: str, rank: int) -> None:
-    """Load the given weights that fit the network, and print the names of the others."""
+    """Load the weights, if any; print the names of the network's weights that they lack."""
     if weights is None:
         return
     label = f"--weights: {file}"

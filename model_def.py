@@ -1,7 +1,7 @@
 """``CIFARTrial``: a Determined trial for image classification with DeepSpeed.
 
 Works with Determined's unmodified context; ``train.py`` runs the trial on a cluster, on GPUs or on CPU cores.
-https://github.com/determined-ai/determined/blob/v0.38.1/docs/model-dev-guide/api-guides/apis-howto/deepspeed/deepspeed.rst
+Guide: https://github.com/determined-ai/determined/blob/v0.38.1/docs/model-dev-guide/api-guides/apis-howto/deepspeed/deepspeed.rst
 """
 
 from __future__ import annotations

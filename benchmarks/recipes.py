@@ -3,7 +3,7 @@
     python3 -m benchmarks.recipes                                      an hour on two cores
     python3 -m benchmarks.recipes cifar10-90 --seeds 0 --set data.dataset=imagefolder --set data.root=FOLDER
 
-To compare speeds, the trial and a bare PyTorch loop train the recipe in turns. Both reuse freed memory.
+To compare speeds, the trial and a bare PyTorch loop alternate. Both reuse freed memory.
 After an interruption the same command continues: it skips the runs whose results --output holds.
 """
 

@@ -1,6 +1,6 @@
 """Creates an experiment on a cluster, waits for it, and exports the network of its best checkpoint.
 
-    DET_MASTER=http://localhost:8080 python3 examples/best_checkpoint.py const.yaml  (in this project's folder)
+    DET_MASTER=http://localhost:8080 python3 examples/best_checkpoint.py const.yaml  (in this project)
 
 Source: https://github.com/determined-ai/determined/blob/v0.38.1/docs/reference/python-sdk/python-sdk.rst
 """

@@ -154,7 +154,7 @@ def write_described(
 
 
 def write_description(path: pathlib.Path, description: Mapping[str, Any]) -> None:
-    """Write only the JSON file of the network ``path``, for a checkpoint whose weights are in shards."""
+    """Write only the JSON file of the network ``path``: the checkpoint's weights are in shards."""
     beside(path).write_text(json.dumps(redacted(description), indent=2) + "\n")
 
 

@@ -75,7 +75,7 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Return the teacher's logits, (B, C) float32, for the training's inputs (B, 3, H, W)."""
+        """Return the teacher's logits (B, C) float32 of the training's inputs (B, 3, H, W)."""
         seen, size = inputs.float() * self.scale + self.shift, (self.seen["height"], self.seen["width"])
         if seen.shape[2:] != size:
             seen = F.interpolate(seen, size, mode="bilinear", antialias=True)
