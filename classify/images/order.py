@@ -63,7 +63,7 @@ class Windows:
     are_remote: bool = False
 
     def order(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[Window]]:
-        """Return the indices of all images, int64 (N,), and the windows; None: the shards' order."""
+        """Return the indices of all images, int64 (N,), and the windows; ``random`` shuffles both."""
         turns = np.arange(int(self.shards.max()) + 1, dtype=np.int32)
         if random is not None:
             turns = random.permutation(turns)
@@ -91,7 +91,7 @@ class Order:
     accumulation, except at an uneven end of the epoch. Ranks see disjoint images unless ``labels`` are given.
     An epoch is a whole number of steps. The last step has the remaining images. If they are fewer than
     a step's micro-batches, the last two steps share their images evenly. If micro-batches have one image, the
-    epoch leaves them out instead.
+    epoch leaves the remaining images out.
 
     Args:
         size: the number of images.
