@@ -1,4 +1,4 @@
-"""Builds the network for its parallelism, and the arguments of its engine."""
+"""Builds the network, and the arguments of ``deepspeed.initialize``."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from deepspeed_trial.out_of_memory import explain_out_of_memory
 from deepspeed_trial.patches.pipeline import clip_stages_together
 from deepspeed_trial.schedules import GroupSchedule, PlannedSchedule
 
-SHAPES = 64  # the limit of compiled batch shapes; torch's default is 8, and it compiles no further shape
-PipelineLoss = Callable[[Tensor, Tensor], Tensor]  # a function of logits (B, C) and labels
+SHAPES = 64  # torch compiles the network for at most this number of batch shapes; its default is 8
+PipelineLoss = Callable[[Tensor, Tensor], Tensor]  # (logits (B, C), labels) -> the loss, a scalar
 
 
 def build_network(
@@ -44,15 +44,16 @@ def build_network(
     Args:
         config: the trial's configuration.
         pipeline_loss: the loss that a pipeline's last stage computes.
-        sample: returns inputs (N, 3, H, W) for a network's method ``initialize_from_images``; None if a
-            checkpoint replaces the initial weights.
+        sample: returns training images (N, 3, H, W), which a network with the method
+            ``initialize_from_images`` reads; None if a checkpoint replaces the initial weights.
 
     Raises:
-        InvalidInput: if the pretrained weights cannot be read, or belong to another network.
+        InvalidInput: if the pretrained weights cannot be read or belong to another network, or if this
+            DeepSpeed cannot train a pipeline here.
     """
     hyper = config.hyper
     if hyper.has_experts:
-        # DeepSpeed's experts need two images: a micro-batch of one is padded
+        # DeepSpeed's experts need at least two images, so NetMoE pads a micro-batch of one
         padded = max(2, config.micro_batch)
         net: nn.Module = NetMoE(config.net.num_classes, micro_batch=padded, **hyper.experts)
         if hyper.weights:
@@ -88,8 +89,8 @@ def _load_weights(net: nn.Module, config: TrialConfig) -> None:
 def _cut_into_stages(net: nn.Module, config: TrialConfig, pipeline_loss: PipelineLoss) -> PipelineModule:
     if "dynamic_shape" not in inspect.signature(PipelineModule.__init__).parameters:
         raise InvalidInput(
-            f"hyperparameters.pipe_parallel_size: {config.stages}: DeepSpeed {deepspeed.__version__} does"
-            " not accept an epoch's smaller last step; use the image of the Dockerfile, or 1"
+            f"hyperparameters.pipe_parallel_size: {config.stages}: DeepSpeed {deepspeed.__version__} cannot"
+            " train an epoch's smaller last step in a pipeline; use the Dockerfile's image, or set it to 1"
         )
     layers = layers_of(net)
     assert layers  # combinations.py refuses other networks
@@ -106,7 +107,7 @@ def _cut_into_stages(net: nn.Module, config: TrialConfig, pipeline_loss: Pipelin
 
 def engine_arguments(net: nn.Module, config: TrialConfig) -> dict[str, Any]:
     """Return the arguments of ``deepspeed.initialize``: parameters, schedule and configuration."""
-    # The configuration excludes the schedule: DeepSpeed would give ZeRO's optimizer to a schedule of torch
+    # Leave the schedule out: DeepSpeed would give ZeRO's optimizer to torch's schedule, which refuses it
     deepspeed_config = config.deepspeed
     schedule: Callable[..., GroupSchedule]
     if config.hyper.minutes and not counts_steps(deepspeed_config):
@@ -126,7 +127,7 @@ def _maker_of_planned(config: TrialConfig) -> Callable[[int | None], Any]:
 
 
 def _trainable_parameters(net: nn.Module, config: TrialConfig) -> Any:
-    """Return the parameters in groups, with separate groups for experts."""
+    """Return the trainable parameters, or parameter groups if they have different settings."""
     named = net.named_parameters()
     if layers := config.stage_layers:
         named = ((name_in_stage(name, layers), parameter) for name, parameter in named)
@@ -149,7 +150,9 @@ def compile_network(engine: deepspeed.DeepSpeedEngine) -> None:
 
 @contextlib.contextmanager
 def building(config: TrialConfig, images_on_gpu: int) -> Iterator[None]:
-    """Silence DeepSpeed while network and engine are built, and explain its errors.
+    """Silence DeepSpeed while the block builds network and engine, and explain its errors.
+
+    The function also tells the C library whether to keep freed memory.
 
     Args:
         config: the trial's configuration.
@@ -170,7 +173,7 @@ def building(config: TrialConfig, images_on_gpu: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deepspeed_errors_as_invalid_input() -> Iterator[None]:
-    """Turn DeepSpeed's errors in the block, which builds an engine, into ``InvalidInput``."""
+    """Turn DeepSpeed's errors about a configuration into ``InvalidInput``; the block builds an engine."""
     try:
         yield
     except InvalidInput:
@@ -183,6 +186,5 @@ def deepspeed_errors_as_invalid_input() -> Iterator[None]:
         if not str(error) or isinstance(error, KeyError):
             place = traceback.extract_tb(error.__traceback__)[-1]
             reason += f" in {place.name}, {place.filename}"
-        raise InvalidInput(
-            f"deepspeed_config: DeepSpeed cannot build an engine from it ({reason}); change this key"
-        ) from error
+        problem = f"DeepSpeed cannot build an engine from it ({reason})"
+        raise InvalidInput(f"deepspeed_config: {problem}; change the key that the reason names") from error

@@ -49,7 +49,7 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 
 def offloads(config: Mapping[str, Any], what: str) -> bool:
-    """Whether ``offload_optimizer`` or ``offload_param`` is on."""
+    """Return whether ``what`` is on: ``offload_optimizer`` or ``offload_param``."""
     return section_at(config, "zero_optimization", what).get("device", "none") not in (None, "none")
 
 
@@ -85,14 +85,14 @@ def network_errors(hyper: Hyperparameters, processes: int) -> list[str]:
     if stages > 1 and not errors:
         errors += _pipeline_errors(hyper, stages)
     if hyper.test_time_augmentation and stages > 1:
-        reason = "does not work with a pipeline; use checkpoint.py evaluate --tta, or pipe_parallel_size: 1"
-        errors.append(f"{HYPER}test_time_augmentation: {reason}")
+        reason = "does not work with a pipeline; remove it, or set pipe_parallel_size: 1"
+        errors.append(f"{HYPER}test_time_augmentation: {hyper.test_time_augmentation}: {reason}")
     if hyper.teacher and stages > 1:
         reason = "does not work with a pipeline, whose last stage has no images; use pipe_parallel_size: 1"
         errors.append(f"{HYPER}teacher: {hyper.teacher}: {reason}")
     for name in ("teacher_weight", "teacher_temperature"):
         if name in hyper.given and not hyper.teacher:
-            reason = "has no effect without hyperparameters.teacher; give a network, or remove it"
+            reason = f"has no effect without {HYPER}teacher; set teacher, or remove {name}"
             errors.append(f"{HYPER}{name}: {getattr(hyper, name)}: {reason}")
     if "partition_method" in hyper.given and stages == 1:
         reason = "has no effect without a pipeline; set hyperparameters.pipe_parallel_size: 2 or more"
@@ -101,14 +101,15 @@ def network_errors(hyper: Hyperparameters, processes: int) -> list[str]:
 
 
 def _net_errors(hyper: Hyperparameters) -> Iterator[str]:
-    """Yield the conflicts of the network, each as ``KEY: value: reason; remedy`` without the section."""
+    """Yield the conflicts of the network; each line starts with the hyperparameter's name."""
     name, smaller = hyper.net, "set it to false, and use smaller micro-batches"
     if hyper.moe and name not in ("net", MOE):
         yield f"moe: True: {name} has no experts; use net: {MOE}, or moe: false"
     if hyper.moe is False and name == MOE:
         yield f"moe: False: contradicts net: {MOE}; use net: net, or remove moe"
     if hyper.net_args and hyper.has_experts:
-        yield "net_args: a network with experts takes num_experts, mlp_type and others instead; use them"
+        remedy = "use num_experts, mlp_type or top_k"
+        yield f"net_args: {hyper.net_args!r}: has no effect on a network with experts; {remedy}"
     if hyper.layer_decay and hyper.head_only is True:
         yield f"layer_decay: {hyper.layer_decay}: has no effect with head_only: true; remove one of them"
     if hyper.checkpoint_activations and hyper.has_experts:
@@ -129,7 +130,7 @@ def _expert_errors(hyper: Hyperparameters, processes: int) -> Iterator[str]:
         yield f"ep_world_size: {ranks}: does not divide {processes} processes; use a divisor"
     for experts in hyper.num_experts:
         if experts % ranks:
-            reason = f"does not divide among ep_world_size {ranks} ranks; use a multiple of {ranks}"
+            reason = f"does not divide among the {ranks} ranks of ep_world_size; use a multiple of {ranks}"
             yield f"num_experts: {experts}: {reason}"
         if experts < hyper.top_k:
             yield f"top_k: {hyper.top_k}: more than num_experts {experts}; use 1"
@@ -249,7 +250,7 @@ def _precision_errors(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _average_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[str]:
-    """Yield an error for each setting without fp32 weights in memory: the weight average needs them."""
+    """Yield an error for each setting that leaves no fp32 weights in memory to average."""
     if hyper.weight_average is None:
         return
     zero = section_at(config, "zero_optimization")
@@ -269,7 +270,7 @@ def _average_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterat
 
 
 def _device_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: str) -> Iterator[str]:
-    """Yield the errors of features that need CUDA, and of offload from a Mac's GPU."""
+    """Yield an error for each feature that needs CUDA, and for offload from a Mac's GPU."""
     if device == "cuda":
         return
     for key in ("offload_optimizer", "offload_param"):
@@ -327,7 +328,7 @@ def _compile_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: s
 
 
 def capacity_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> list[str]:
-    """Check that an expert's minimum capacity is at most a micro-batch."""
+    """Return an error line if an expert's minimum capacity is more than a micro-batch."""
     micro, capacity = config[MICRO_BATCH], hyper.min_capacity
     if not hyper.has_experts or capacity <= micro:
         return []

@@ -43,9 +43,9 @@ from classify.engine.optimizer_rules import is_muon, optimizer_class, rules, sch
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.input_files import regular_file
 
-# Another optimizer or schedule keeps those parameters of the file that its class also takes
+# For each section, the function that returns the class of a type
 INHERITING = {"optimizer": optimizer_class, "scheduler": schedule_class}
-AUTO = "auto"  # from Hugging Face's integration: https://huggingface.co/docs/transformers/deepspeed
+AUTO = "auto"  # Hugging Face's configurations contain it: https://huggingface.co/docs/transformers/deepspeed
 # Values for "auto", by the key's path
 AUTO_VALUES = {
     "optimizer.params.lr": 0.001,
@@ -53,7 +53,7 @@ AUTO_VALUES = {
     "gradient_clipping": 1.0,
 }
 AUTO_BATCH = 16
-Steps = Callable[[int, int], int]  # (train_batch_size, micro-batches in it) -> steps of the training
+Steps = Callable[[int, int], int]  # (train_batch_size, micro-batches in a step) -> optimizer steps
 
 
 class Merged(NamedTuple):
@@ -88,7 +88,7 @@ def merge(hyper: Hyperparameters) -> Merged:
 
 
 def asks_for_tries(hyper: Hyperparameters) -> bool:
-    """Return whether ``train_micro_batch_size_per_gpu`` is ``auto``: benchmarks choose the fastest one.
+    """Return whether benchmarks choose the micro-batch, because only the total batch is a number.
 
     The function needs no merge, because the batch sizes are top-level keys.
 
@@ -149,7 +149,7 @@ def _raise(errors: list[str]) -> None:
 
 
 def _forms(hyper: Hyperparameters, errors: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the base configuration and its overrides, from any of the three forms."""
+    """Return the base configuration and its overrides, from any of the forms; add to ``errors``."""
     inline, source = copy.deepcopy(dict(hyper.inline)), hyper.deepspeed_config
     overrides = copy.deepcopy(dict(hyper.overwrite_deepspeed_args or {}))
     if source is None:
@@ -180,7 +180,7 @@ def _read(source: str) -> dict[str, Any]:
         config = overwrite_deepspeed_config(str(regular_file(path)), {})
     except FileNotFoundError:
         raise InvalidInput(f"{at}: no such file; give the path of a JSON file") from None
-    except (ValueError, OSError, RecursionError) as error:  # malformed, a key twice, not readable, too deep
+    except (ValueError, OSError, RecursionError) as error:  # malformed, duplicate key, unreadable, too deep
         raise InvalidInput(f"{at}: not a JSON file ({one_line(error)}); correct it") from error
     if not isinstance(config, dict):
         raise InvalidInput(f"{at}: not a JSON object; correct it")
@@ -188,7 +188,7 @@ def _read(source: str) -> dict[str, Any]:
 
 
 def _inherit(base: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """If the overrides select another optimizer or schedule, remove the parameters that it does not have."""
+    """Remove parameters from ``base`` that another optimizer or schedule of the overrides does not take."""
     for key, find_class in INHERITING.items():
         kind = section_at(overrides, key).get("type")
         old = section_at(base, key)
@@ -204,7 +204,7 @@ def _inherit(base: dict[str, Any], overrides: Mapping[str, Any]) -> None:
 
 
 def _merge_errors(base: Any, overrides: dict[str, Any], path: str = "") -> list[str]:
-    """Remove mappings that would override a single value, because Determined cannot merge them.
+    """Remove each mapping that would override a single value, because Determined cannot merge them.
 
     Returns:
         A line for each removed mapping.
@@ -223,7 +223,7 @@ def _merge_errors(base: Any, overrides: dict[str, Any], path: str = "") -> list[
 
 
 def _update_old_keys(config: dict[str, Any]) -> None:
-    """Convert old offload keys to the current ones, and remove disabled sections."""
+    """Convert old offload keys; remove nulls, and features that DeepSpeed no longer has if they are off."""
     zero = config.get("zero_optimization")
     for old, new in {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}.items():
         if isinstance(zero, dict) and isinstance(zero.get(old), bool) and zero.pop(old):
@@ -238,9 +238,10 @@ def _update_old_keys(config: dict[str, Any]) -> None:
 
 
 def resolve_auto(config: dict[str, Any]) -> list[str]:
-    """Replace every ``"auto"`` with a value, and return the paths of those keys.
+    """Replace or remove every ``"auto"``, and return the paths of those keys.
 
-    A key that is not in ``AUTO_VALUES`` is removed: DeepSpeed or the training's length sets its value.
+    A key in ``AUTO_VALUES`` gets that value. DeepSpeed or the training's length sets the removed
+    keys. If an ``"auto"`` leaves no batch size, ``train_batch_size`` becomes ``AUTO_BATCH``.
     """
     paths = sorted(_remove_autos(config))
     for path in AUTO_VALUES.keys() & set(paths):
@@ -314,7 +315,10 @@ def _indivisible(given: dict[str, int], replicas: int) -> str:
 
 
 def _avoid_compiling(config: dict[str, Any], device: str) -> None:
-    """Select torch's Adam on a device without CUDA: DeepSpeed would first compile a kernel for a minute."""
+    """Select torch's Adam on a device without CUDA: DeepSpeed would first compile a kernel for a minute.
+
+    Also let ZeRO accept torch's optimizers.
+    """
     optimizer = config["optimizer"]
     if optimizer["type"].lower() in ("adam", "adamw", "muon"):  # Muon includes an Adam
         params = optimizer.setdefault("params", {})
@@ -325,7 +329,7 @@ def _avoid_compiling(config: dict[str, Any], device: str) -> None:
     if device == "cpu" and offloads(config, "offload_optimizer"):
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     if optimizer["type"].lower() not in DEEPSPEED_OPTIMIZERS:
-        config.setdefault("zero_allow_untested_optimizer", True)  # torch's are elementwise
+        config.setdefault("zero_allow_untested_optimizer", True)
 
 
 def _suit_muon(config: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ TOTAL_BATCH, MICRO_BATCH, ACCUMULATION = BATCH_KEYS = (
 # Features that DeepSpeed has removed: a file may still switch them off.
 REMOVED = """amp autotuning compression_training curriculum_learning eigenvalue elasticity graph_harvesting
     nebula progressive_layer_drop quantize_training sparse_attention sparse_gradients""".split()
-# Keys that DeepSpeed ignores or with which it cannot train here, and the remedy for each.
+# Keys that DeepSpeed ignores or that do not work here, and the remedy for each.
 REPLACED = {
     "autotuning": "only DeepSpeed's launcher reads it; use search.py --config experiments/search-speed.yaml",
     "fp32_allreduce": "write communication_data_type: fp32",
@@ -63,7 +63,7 @@ _NESTED = (
     "optimizer.params.momentum",
     "zero_optimization.stage",
 )
-# Rules of values that DeepSpeed does not check before it fails in training.
+# Rules for values that DeepSpeed does not check: a wrong value would fail in training.
 _UNCHECKED: dict[str, Rule] = {
     "fp16.initial_scale_power": Rule(
         lambda v: is_count(v, 0) and v <= 62, "must be a whole number from 0 to 62"
@@ -72,7 +72,7 @@ _UNCHECKED: dict[str, Rule] = {
     "flops_profiler.module_depth": whole(-1),
     "flops_profiler.top_modules": whole(1),
     "flops_profiler.detailed": BOOL,
-    "zero_optimization.legacy_stage1": Rule(lambda v: v is False, "DeepSpeed removed it; remove it"),
+    "zero_optimization.legacy_stage1": Rule(lambda v: v is False, "DeepSpeed no longer has it; remove it"),
 }
 
 
@@ -103,8 +103,10 @@ def known_keys(section: str | None = None) -> frozenset[str]:
     """Return the keys that the installed DeepSpeed reads while it parses a configuration.
 
     Args:
-        section: a top-level key, to return the keys inside it: none if DeepSpeed does not read them one by
-            one. None returns the top-level keys.
+        section: a top-level key, to return the keys inside it; None to return the top-level keys.
+
+    Returns:
+        The keys; none for a section that DeepSpeed does not read key by key.
     """
     recorder = _Recorder()
     # DeepSpeed refuses an empty configuration, and a mapping where it expects a value
@@ -120,7 +122,7 @@ def _defaults() -> Any:
 
 
 def errors_of_whole(config: Mapping[str, Any]) -> list[str]:
-    """Return DeepSpeed's error for the whole configuration, except for the batch sizes."""
+    """Return DeepSpeed's error for the configuration with a micro-batch of 1 instead of its batch sizes."""
     whole = {key: value for key, value in config.items() if key not in BATCH_KEYS}
     try:
         DeepSpeedConfig({**whole, MICRO_BATCH: 1})
@@ -131,7 +133,7 @@ def errors_of_whole(config: Mapping[str, Any]) -> list[str]:
 
 
 def key_errors(config: Mapping[str, Any], path: str = "") -> list[str]:
-    """Check each key and value, at every level, but not their combinations.
+    """Return an error line for each invalid key and value at every level, but not for combinations.
 
     Args:
         config: the configuration.
@@ -158,18 +160,18 @@ def _unknown(key: str, value: Any, path: str) -> str:
 
 
 def nearest_key(key: str, path: str) -> str:
-    """Suggest the hyperparameter or DeepSpeed key, with its section, that a mistyped key probably means.
+    """Return the remedy for an unknown key: the hyperparameter or key of DeepSpeed that was probably meant.
 
     Args:
-        key: the mistyped key.
-        path: the prefix of DeepSpeed's keys.
+        key: the unknown key.
+        path: the prefix of DeepSpeed's keys in the remedy.
     """
     known = [*RULES, *known_keys(), *_NESTED]
     return nearest(key, known, {**dict.fromkeys(known, path), **dict.fromkeys(RULES, HYPER)})
 
 
 def _value_errors(key: str, value: Any) -> list[str]:
-    """Check a top-level key that is neither the optimizer nor the scheduler."""
+    """Return the errors of a top-level key; other functions check ``optimizer`` and ``scheduler``."""
     if key in ("optimizer", "scheduler"):
         return []
     if key in (*BATCH_KEYS, "steps_per_print"):
@@ -190,7 +192,7 @@ def _value_errors(key: str, value: Any) -> list[str]:
 
 
 def _section_errors(section: str, values: Mapping[str, Any]) -> list[str]:
-    """Check those keys of a section that DeepSpeed does not check."""
+    """Return the errors of a section's keys that DeepSpeed does not check."""
     errors = []
     for key, value in values.items():
         rule = _UNCHECKED.get(f"{section}.{key}", ANY)
@@ -215,7 +217,7 @@ def _refused_alone(key: str, value: Any) -> list[str]:
         return [_in_one_line(key, detail) for detail in error.errors()]
     except Exception as error:  # DeepSpeed's own checks raise errors of many types
         if key in ("fp16", "bf16") and isinstance(error, AssertionError):
-            return []  # it is valid at some ZeRO stages: errors_of_whole checks that
+            return []  # errors_of_whole checks the key: it is valid at some ZeRO stages
         if isinstance(error, AttributeError) and not isinstance(value, Mapping):
             return [f"{key}: {value!r}: must be a mapping of DeepSpeed's keys; change or remove it"]
         return [f"{key}: {value!r}: DeepSpeed refuses it ({one_line(error)}); change or remove it"]

@@ -94,7 +94,7 @@ BAD = {
     "group of no pattern": (["hyperparameters.parameter_groups=[{lr_factor: 2}]"], 1, ["parameter_groups[0].match: missing"]),
     "group of a broken pattern": (["hyperparameters.parameter_groups=[{match: '[', lr_factor: 2}]"], 1, ["parameter_groups[0].match: '['", "regular expression"]),
     "group of nothing": (["hyperparameters.parameter_groups=[{match: bias, lr_factor: 2}, {match: bn, frozen: true}]"], 1, ["parameter_groups[1].match: 'bn'", "conv1.weight"]),
-    "parameter in two groups": (["hyperparameters.parameter_groups=[{match: conv1, lr_factor: 2}, {match: bias, lr_factor: 3}]"], 1, ["parameter_groups[1].match: 'bias'", "conv1.bias matched by 'conv1' and 'bias'"]),
+    "parameter in two groups": (["hyperparameters.parameter_groups=[{match: conv1, lr_factor: 2}, {match: bias, lr_factor: 3}]"], 1, ["parameter_groups[1].match: 'bias'", "'conv1' and 'bias' match conv1.bias"]),
     "group that changes nothing": (["hyperparameters.parameter_groups=[{match: bias}]"], 1, ["parameter_groups[0]: {'match': 'bias'}", "lr_factor"]),
     "unknown key of a group": (["hyperparameters.parameter_groups=[{match: bias, lr_facter: 2}]"], 1, ["parameter_groups[0].lr_facter: 2", "'lr_factor'"]),
     "negative factor": (["hyperparameters.parameter_groups=[{match: bias, lr_factor: -2}]"], 1, ["parameter_groups[0].lr_factor: -2"]),
@@ -210,7 +210,7 @@ BAD = {
     "experts of another network": (["hyperparameters.net=resnet18", "hyperparameters.moe=true"], 1, ["hyperparameters.", "resnet18 has no experts"]),
     "stages of no sequence": (["hyperparameters.net=resnet18", "hyperparameters.pipe_parallel_size=2"], 2, ["not a sequence of layers"]),
     "blocks in a pipeline": (["hyperparameters.net=alexnet", "data.image_size=64", "hyperparameters.pipe_parallel_size=2", "hyperparameters.checkpoint_activations=true"], 2, ["does not work with a pipeline"]),
-    "arguments of experts": (["hyperparameters.net=net-moe", "hyperparameters.net_args={a: 1}"], 1, ["takes num_experts, mlp_type and others instead"]),
+    "arguments of experts": (["hyperparameters.net=net-moe", "hyperparameters.net_args={a: 1}"], 1, ["use num_experts, mlp_type or top_k"]),
     "blocks of experts": (["hyperparameters.net=net-moe", "hyperparameters.checkpoint_activations=true"], 1, ["does not work with experts"]),
     "more processes than images": (["D.train_batch_size=3000"], 3000, ["train_batch_size", "1437"]),
 }  # fmt: skip
