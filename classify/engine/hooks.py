@@ -34,7 +34,7 @@ NOT_EXPORTED = ("ep_world_size", "noisy_gate_policy")  # settings that only a tr
 
 
 class Fitted(Protocol):
-    """Metrics; with several labels an image, an evaluation fits the thresholds if they are None."""
+    """Metrics whose evaluation uses ``thresholds``, or fits them if they are None; see ``LabelMetrics``."""
 
     thresholds: Mapping[str, float] | None
 
@@ -125,14 +125,14 @@ class ClassifierHooks(TrialHooks):
 
     @override
     def on_checkpoint_load_end(self, checkpoint_dir: pathlib.Path) -> None:
-        """Load temperature and thresholds, and the weight average of a checkpoint without shards."""
+        """Load temperature and thresholds, and a weight average that the trainer cannot load."""
         if net_file.beside(path := checkpoint_dir / net_file.NAMES[0]).exists():
             description = net_file.read_description(path)
             self.confidence = description.get("confidence") or {}
             self.thresholds = description.get("thresholds") or {}
         if not self.average:
             return
-        if not shards.are_in(checkpoint_dir):
+        if not shards.are_in(checkpoint_dir):  # the trainer loads the average from shards only
             self.average.load_state_dict(net_file.of_checkpoint(checkpoint_dir))
         self.average.on_loaded()
 
@@ -150,9 +150,12 @@ class ClassifierHooks(TrialHooks):
             net_file.write_description(path, self.describe_network())
 
     def write_network(self, path: pathlib.Path) -> dict[str, Tensor]:
-        """Write the network's file on the chief, and return its weights.
+        """Write the network and its description on the chief; return the fp32 weights by name.
 
-        Every rank must call this method: the weights are gathered from all ranks.
+        Every rank must call this method, because all ranks exchange their weights.
+
+        Args:
+            path: the file of the weights; ``net_file`` names the file of the description.
         """
         if self.average:
             weights = self.average.state_dict()
@@ -229,7 +232,7 @@ class ClassifierHooks(TrialHooks):
         }
         position = {
             "data: training images": self.config.source.count("train"),
-            # Older checkpoints lack these; None is equal to a missing value
+            # A checkpoint may be older than a key below; the missing value then equals None
             "data.sampling": None if data.sampling == "shuffle" else data.sampling,
             "data.validation": data.validation,
             "data.test": data.test,
@@ -257,7 +260,7 @@ class ClassifierHooks(TrialHooks):
 
     @override
     def stages(self) -> Sequence[tuple[float, float]]:
-        """Return the stages; the duration of a step is assumed proportional to the pixels of an image."""
+        """Return the stages of progressive resizing; a step's time is assumed proportional to its pixels."""
         resizing, (height, width) = self.config.hyper.progressive_resizing, self.config.data.image_size
         if resizing is None:
             return super().stages()

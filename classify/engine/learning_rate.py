@@ -25,7 +25,7 @@ from classify.engine.optimizer_rules import (
 LEAST_KEYS = {"WarmupLR": "warmup_min_lr", "WarmupDecayLR": "warmup_min_lr", "OneCycle": "cycle_min_lr"}
 LONGEST_WARMUP = 1000  # maximum steps of a warm-up whose length is not given
 ENDLESS = ("WarmupLR", "LRRangeTest")  # schedules whose lengths do not depend on the training's length
-PROVISIONAL = 1000  # steps of the schedule before there is a plan; the first rate does not depend on them
+PROVISIONAL = 1000  # steps of the schedule before the first plan; the first rate does not depend on them
 
 
 def follow_learning_rate(config: dict[str, Any], overrides: Mapping[str, Any]) -> None:
@@ -53,12 +53,12 @@ def follow_learning_rate(config: dict[str, Any], overrides: Mapping[str, Any]) -
 
 
 def follow_length(config: dict[str, Any], total: int | None, longest_warmup: float = LONGEST_WARMUP) -> None:
-    """Set the schedule's missing lengths, and convert fractions of the training to steps.
+    """Set the schedule's missing lengths and defaults, and convert fractions of the training to steps.
 
     Args:
         config: the DeepSpeed configuration; changed in place.
         total: optimizer steps of the training; None if they are not known.
-        longest_warmup: the limit of the default warm-up, a tenth of the training, in steps.
+        longest_warmup: the maximum steps of the default warm-up, which is a tenth of the training.
     """
     scheduler = config.get("scheduler")
     if scheduler is None:
@@ -68,7 +68,7 @@ def follow_length(config: dict[str, Any], total: int | None, longest_warmup: flo
         params.setdefault("cycle_min_lr", params["cycle_max_lr"] / 10)
         cls = optimizer_class(config["optimizer"]["type"])
         if is_muon(config) or (cls is not None and "betas" not in rules(cls)):
-            params.setdefault("cycle_momentum", False)  # it cycles the first beta
+            params.setdefault("cycle_momentum", False)  # it would change Adam's first beta
     elif scheduler["type"] == "OneCycleLR":
         params.setdefault("cycle_momentum", False)
     if total is None:
@@ -108,11 +108,11 @@ def planned(config: Mapping[str, Any], total: int | None) -> dict[str, Any]:
 
 
 def configured_errors(config: Mapping[str, Any], is_timed: bool) -> list[str]:
-    """Check optimizer and schedule after ``follow_length``.
+    """Return the errors of optimizer and schedule, after ``follow_length``.
 
     Args:
         config: the DeepSpeed configuration.
-        is_timed: whether the training's length is a time, so that the schedule has no length yet.
+        is_timed: whether the training's length is a time; the schedule then has no length yet.
     """
     if not is_timed or counts_steps(config):
         return schedule_errors(config) or built_errors(config)
@@ -131,7 +131,7 @@ def _shares(params: Mapping[str, Any]) -> list[str]:
 
 
 def schedule_errors(config: Mapping[str, Any]) -> list[str]:
-    """Check the schedule's rates and lengths against each other, when all are set."""
+    """Return the errors of the schedule's rates and lengths: missing, or in conflict with each other."""
     kind, params = section_at(config, "scheduler").get("type"), section_at(config, "scheduler", "params")
     if shares := _shares(params):
         reason = "is a share of a training without a length; give hyperparameters.max_length"
@@ -150,7 +150,7 @@ def schedule_errors(config: Mapping[str, Any]) -> list[str]:
     if warmup < total:
         return []
     remedy = f"use less, e.g. {max(2, total // 10)}" if total > 2 else "train for more steps, or use WarmupLR"
-    reason = f"leaves none of the {total} steps to decay in; {remedy}"
+    reason = f"leaves no step for the decay: the schedule has {total} steps; {remedy}"
     return [f"scheduler.params.warmup_num_steps: {warmup}: {reason}"]
 
 
@@ -173,7 +173,7 @@ def _rises_in_one_step(params: Mapping[str, Any]) -> bool:
 
 
 def schedule_notes(config: Mapping[str, Any], total: int | None) -> list[str]:
-    """Return a note for each schedule that does not reach its peak within the training.
+    """Return a note for each length above the training's: the rate then never reaches its peak.
 
     Args:
         config: the DeepSpeed configuration.

@@ -34,10 +34,10 @@ from deepspeed_trial.errors import one_line
 MIB = 2**20
 FP32, ADAM = 4, 8  # bytes of a number; bytes of Adam's state for each number
 TRACED = 2, 4  # images in the measured micro-batches; batch normalization does not train on one image
-# MiB of a process after its imports; more with several processes; MiB of a GPU's context
+# MiB of a process after its imports, of its process group, and of a GPU's context
 BASE, JOINED, GPU_BASE = 820, 40, 500
 HOLES = 1.35  # memory that glibc holds for a step, divided by the size of the step's blocks: docs/memory.md
-TEMPORARIES = 2  # tensors of a parameter's size in torch's Adam; with ZeRO, a parameter is a whole partition
+TEMPORARIES = 2  # temporary tensors of torch's Adam, each of a parameter's size; see partition_copies
 BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, in numbers
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # parameters of mallopt
 MMAPS = 65536  # glibc's default limit of blocks allocated by mmap
@@ -52,7 +52,7 @@ class Forecast:
 
     Attributes:
         parts: bytes on the computing device, by purpose.
-        host: bytes of host memory in a GPU run.
+        host: bytes of host memory for the optimizer that a GPU run offloads.
         note: the reason why the activations are unknown; None if they are known.
     """
 
@@ -96,7 +96,7 @@ class Forecaster:
         except Exception as error:  # a network may raise anything
             return Forecast(parts, host, f"the activations are not known ({one_line(error)})")
         if config.zero_stage == 3 and config.replicas > 1:
-            parts["weights"] += config.dtype.itemsize * _trained(config)  # all weights, for a pass
+            parts["weights"] += config.dtype.itemsize * _trained(config)  # a pass gathers all weights
         if config.hyper.weight_average:
             parts["average"] = FP32 * (_share(config) if config.zero_stage else _trained(config))
         growth = (second - first) / (TRACED[1] - TRACED[0])
@@ -207,7 +207,7 @@ def model_states(config: TrialConfig, stage: int | None = None) -> dict[str, int
 
 
 def partition_copies(config: TrialConfig) -> int:
-    """Return the bytes of ZeRO's copies: of its bucket or of its step, whichever needs more memory.
+    """Return the bytes of ZeRO's temporary tensors: of its bucket or of its step, whichever needs more.
 
     The bucket gathers gradients for their reduction. At stage 1 it needs no memory beyond ``model_states``,
     which then includes all gradients. The step flattens the partition's gradients into one fp32 tensor, and
@@ -321,7 +321,7 @@ def advise(config: TrialConfig, engine: Any | None, images_on_gpu: int) -> str:
     largest_stage = 1 if pipeline else 2 if experts else 3
     advice = []
     if images_on_gpu:
-        advice.append(f"data.device: cpu (the {images_on_gpu / MIB:,.0f} MiB of images to the host)")
+        advice.append(f"data.device: cpu (the {images_on_gpu / MIB:,.0f} MiB of images move to the host)")
     if micro > 1 and training:
         part = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
         advice.append(
@@ -340,7 +340,7 @@ def advise(config: TrialConfig, engine: Any | None, images_on_gpu: int) -> str:
     if config.device == "cuda" and not pipeline and not offloaded:
         size = model_states(config, largest_stage)["optimizer"] / MIB
         offload = f"{{stage: {largest_stage}, offload_optimizer: {{device: cpu}}}}"
-        advice.append(f"zero_optimization: {offload} ({size:,.0f} MiB to the host)")
+        advice.append(f"zero_optimization: {offload} ({size:,.0f} MiB move to the host)")
     return "; then ".join([*advice, "a smaller net or data.image_size" if training else "a smaller net"])
 
 

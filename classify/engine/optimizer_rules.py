@@ -39,7 +39,7 @@ def section_at(config: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer] | None:
-    """Return the torch class with an optimizer's parameters; None for an unknown optimizer."""
+    """Return the torch class with an optimizer's parameters; None for DeepSpeed's own and unknown ones."""
     if name.lower() in ("adam", "adamw"):
         return torch.optim.AdamW
     if name.lower() == "adagrad":
@@ -52,13 +52,13 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer] | None:
 
 
 def is_muon(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration's optimizer is DeepSpeed's Muon."""
+    """Return whether a configuration's optimizer is DeepSpeed's Muon."""
     name = section_at(config, "optimizer").get("type")
     return isinstance(name, str) and name.lower() == MUON
 
 
 def optimizer_names() -> list[str]:
-    """Return the optimizers that run on any device."""
+    """Return the names of the optimizers that run on any device."""
     others = [name for name in dir(torch.optim) if name[:4] != "Adam" and optimizer_class(name)]
     return ["Muon", "Adam", "AdamW", *others, "Adamax"]
 
@@ -91,7 +91,7 @@ _RATES = """lr weight_decay warmup_min_lr warmup_max_lr cycle_min_lr cycle_max_l
 
 
 def _are_numbers(value: Any, defaults: tuple[Any, ...], is_right: Callable[[Any], bool] = is_finite) -> bool:
-    """Return whether a value is a list with the default's length; null is valid if the default is None."""
+    """Return whether a value is a list like the default: as long, with valid numbers, or null for None."""
     if not isinstance(value, (list, tuple)) or len(value) != len(defaults):
         return False
     return all(is_right(v) or (v is None and d is None) for v, d in zip(value, defaults, strict=True))
@@ -146,7 +146,14 @@ def _like(default: Any) -> Rule:
 def _section_errors(
     key: str, section: Any, names: list[str], known: Callable[[str], dict[str, Rule] | None]
 ) -> list[str]:
-    """Check a section ``{type: NAME, params: {...}}``."""
+    """Return the errors of a section ``{type: NAME, params: {...}}``.
+
+    Args:
+        key: ``optimizer`` or ``scheduler``.
+        section: the value of the key.
+        names: the valid types, which the remedy lists.
+        known: returns the rules of a type's parameters; None for an unknown type, empty to allow any.
+    """
     if not isinstance(section, Mapping):
         return [f"{key}: {section!r}: must be a mapping, {{type: NAME, params: {{...}}}}"]
     others = {k: v for k, v in section.items() if k != "legacy_fusion"}
@@ -185,7 +192,7 @@ def _optimizer_parameters(name: str) -> dict[str, Rule] | None:
 
 
 def optimizer_errors(config: Mapping[str, Any]) -> list[str]:
-    """Check the optimizer's type and parameters."""
+    """Return the errors of the optimizer's type and parameters."""
     section = config.get("optimizer")
     if section is None:
         return ["optimizer: missing; give one, e.g. {type: Adam, params: {lr: 0.001}}"]
@@ -197,12 +204,12 @@ def optimizer_errors(config: Mapping[str, Any]) -> list[str]:
     if not errors and "lr" not in section.get("params", {}):
         errors.append("optimizer.params.lr: missing; give the learning rate")
     if not errors and is_muon(config) and "adam_lr" not in section["params"]:
-        errors.append("optimizer.params.adam_lr: missing; give the learning rate without Muon, e.g. 0.001")
+        errors.append("optimizer.params.adam_lr: missing; give Adam's learning rate, e.g. 0.001")
     return errors
 
 
 def scheduler_errors(config: Mapping[str, Any]) -> list[str]:
-    """Check the schedule's type and parameters; a configuration may have no schedule."""
+    """Return the errors of the schedule's type and parameters; none without a schedule."""
     section = config.get("scheduler")
     if section is None:
         return []

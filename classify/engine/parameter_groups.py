@@ -83,8 +83,8 @@ def assign(
         the network's code has frozen.
 
     Raises:
-        InvalidInput: with a line for each pattern that matches no parameter, for patterns that match the same
-            parameter, and if no parameter is left to train.
+        InvalidInput: with a line for each wrong entry, e.g. a pattern that matches no parameter, and a line
+            if no parameter is left to train.
     """
     entries = hyper.parameter_groups or ()
     patterns = [re.compile(entry["match"]) for entry in entries]
@@ -133,7 +133,13 @@ class _Rules:
         self.last = max(self.layers.values(), default=0)
 
     def apply(self, name: str, parameter: nn.Parameter, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the position and the settings of a parameter's group, given the index of its entry."""
+        """Return the sort key and the settings of the group that a parameter belongs to.
+
+        Args:
+            name: the parameter's name.
+            parameter: the parameter.
+            index: the index of its entry in ``parameter_groups``; -1 without one.
+        """
         hyper, muon = self.hyper, self.muon
         entry = dict((hyper.parameter_groups or ())[index]) if index >= 0 else {}
         match, factor, uses_muon = entry.pop("match", OTHERS), entry.get("lr_factor", 1), None
@@ -161,7 +167,7 @@ class _Rules:
 
 
 def _hidden_matrices(net: nn.Module, classes: int) -> set[str]:
-    """Return the weights of convolutions and linear layers, except the last layer's."""
+    """Return the names of the weights of convolutions, linear layers and attention, without the head."""
     layers = {
         name: module
         for name, module in net.named_modules()
@@ -193,21 +199,21 @@ def _matched_twice(entries: Sequence[Mapping[str, Any]], matches: Mapping[str, l
         patterns = " and ".join(repr(entries[index]["match"]) for index in several)
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         errors.append(
-            f"{KEY}[{several[1]}].match: {entries[several[1]]['match']!r}: {names[0]}{more} matched by"
-            f" {patterns}; let each parameter match one"
+            f"{KEY}[{several[1]}].match: {entries[several[1]]['match']!r}: {patterns} match"
+            f" {names[0]}{more}; let each parameter match one pattern"
         )
     return errors
 
 
 def _uneven_experts(hyper: Hyperparameters, matches: Mapping[str, list[int]]) -> list[str]:
-    """Refuse patterns that match only some experts of a layer: ranks would have different groups."""
+    """Return an error line if patterns match only some experts of a layer: the ranks' groups would differ."""
     if not hyper.has_experts or hyper.ep_world_size == 1:
         return []
     by_layer: dict[str, set[tuple[int, ...]]] = {}
     for name, indices in matches.items():
         by_layer.setdefault(_EXPERT.sub(r"\1.", name), set()).add(tuple(indices))
     uneven = [name for name, chosen in by_layer.items() if len(chosen) > 1]
-    reason = "match only some experts of a layer, whose experts lie on several ranks; match all, or none"
+    reason = "match only some experts of a layer, but several ranks share them; match all experts, or none"
     return [f"{KEY}: {uneven[0]}: patterns {reason}"] if uneven else []
 
 
@@ -241,7 +247,7 @@ def freeze(named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Group]) -
 def optimizer_groups(
     named: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Group], optimizer: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return parameter groups for torch's optimizers, with the parameters of this rank.
+    """Return parameter groups for torch's optimizers, with this rank's parameters; mark these for Muon.
 
     Args:
         named: this rank's parameters by their names in the network without parallelism.

@@ -88,14 +88,14 @@ class TrialConfig:
     """The resolved configuration of a trial.
 
     Attributes:
-        hyper: the trial's own hyperparameters.
+        hyper: the hyperparameters.
         data: the ``data`` section.
         source: the dataset, opened but not decoded.
         deepspeed: the argument ``config`` of ``deepspeed.initialize``.
         seed: the experiment's seed.
         processes: the number of processes.
         device: ``cpu``, ``cuda`` or ``mps``.
-        tries: whether benchmarks choose the micro-batch; before them it is the largest possible one.
+        tries: whether benchmarks choose the micro-batch; until then, it is the largest possible one.
         plan: the plan of the steps; for a length in minutes the trainer's plan.
     """
 
@@ -159,7 +159,7 @@ class TrialConfig:
         config.plan.fix(config.steps)
         _check_evaluation(source, config.evaluation_batches[1])
         _check_network(config.net, hyper, config.least_micro_batch, sections.weights)
-        _ = config.groups, config.teacher  # both raise their errors
+        _ = config.groups, config.teacher  # they raise InvalidInput
         return config
 
     @property
@@ -334,7 +334,7 @@ class TrialConfig:
 
     @property
     def evaluation_batches(self) -> tuple[int, int]:
-        """Images in a validation's micro-batch, and micro-batches that all ranks process at a time."""
+        """Images in a validation's micro-batch, and micro-batches that all ranks together take at once."""
         of_a_replica = self.deepspeed[ACCUMULATION] if self.stages > 1 else 1
         return self.validation_micro_batch, self.replicas * of_a_replica
 
@@ -361,7 +361,7 @@ def _total_steps(length: Mapping[str, int], source: DataPlan, batch_size: int, p
 def _conflicts(
     hyper: Hyperparameters, data: DataSettings, source: DataPlan, experiment: Mapping[str, Any]
 ) -> list[str]:
-    """Return a line for each conflict of hyperparameters, data and experiment that needs no engine."""
+    """Return an error line for each conflict between hyperparameters, data and experiment."""
     errors = ErrorList()
     if hyper.test_time_augmentation:
         with errors.collecting():
@@ -376,20 +376,20 @@ def _conflicts(
     with errors.collecting():
         losses.check(hyper.loss, hyper.class_weights, source.classes, several)
     if data.sampling == hyper.class_weights == losses.BALANCED:
-        reason = "has the effect of data.sampling: balanced, which is set; remove one of them"
+        reason = "data.sampling: balanced already has this effect; remove one of them"
         errors.lines.append(f"hyperparameters.class_weights: 'balanced': {reason}")
     return errors.lines
 
 
 def _several_labels_errors(hyper: Hyperparameters) -> list[str]:
-    """Refuse hyperparameters that need one label an image."""
+    """Return an error line for each hyperparameter that needs one label an image."""
     given = {"teacher": hyper.teacher, "test_time_augmentation": hyper.test_time_augmentation}
     reason = "does not work with data.several_labels; remove it"
-    return [f"hyperparameters.{name}: {reason}" for name, value in given.items() if value is not None]
+    return [f"hyperparameters.{name}: {value}: {reason}" for name, value in given.items() if value]
 
 
 def _metric_errors(hyper: Hyperparameters, searcher: Mapping[str, Any], known: list[str]) -> list[str]:
-    """Refuse a metric that no validation reports, and suggest the nearest one."""
+    """Return an error line for each metric that no validation reports, or if two metrics differ."""
     hints = {
         TTA_METRIC: "set hyperparameters.test_time_augmentation: {mirror: true}",
         TOP5_METRIC: "it needs more than five classes, and one label an image; use accuracy",
@@ -406,13 +406,13 @@ def _metric_errors(hyper: Hyperparameters, searcher: Mapping[str, Any], known: l
     ]
     if not errors and len({metric for metric, _ in chosen.values()} - {None}) == 2:
         (wanted, _), (stopping, _) = chosen.values()
-        reason = f"searcher.metric {wanted!r} chooses the best weights and stops training; give one metric"
+        reason = f"searcher.metric {wanted!r} chooses the best weights and stops training; remove this key"
         errors.append(f"hyperparameters.early_stopping.metric: {stopping!r}: {reason}")
     return errors
 
 
 def _best_weights_errors(hyper: Hyperparameters, experiment: Experiment, source: DataPlan) -> list[str]:
-    """Refuse ``best_weights`` without held-out images or the best checkpoint."""
+    """Return an error line for each thing that ``best_weights`` needs and that is missing."""
     if not hyper.best_weights:
         return []
     is_there = {

@@ -1,4 +1,4 @@
-"""A moving average of the trained weights, in fp32, in every mode.
+"""A moving average of the trained weights, in fp32, at any ZeRO stage and parallelism.
 
 Each rank averages the fp32 weights that its optimizer updates, so the average is partitioned like the
 optimizer's state. Running statistics are averaged, too, as in timm's EMA.
@@ -50,7 +50,10 @@ class WeightAverage:
         self._steps = self._steps_done()
 
     def update(self) -> None:
-        """Update the average every ``options.every`` optimizer steps; steps that fp16 skips do not count."""
+        """Update the average every ``options.every`` optimizer steps; steps that fp16 skips do not count.
+
+        With lookahead, the engine's weights then become the average.
+        """
         steps, before = self._steps_done(), self._steps
         self._steps = steps
         if steps == before or steps % self.options.every:

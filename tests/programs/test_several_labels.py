@@ -136,8 +136,8 @@ def test_a_network_and_data_of_the_other_kind_are_refused(runs, trained, capsys)
     lines = capsys.readouterr().err
     for line in (
         "hyperparameters.loss: 'cross_entropy': is for one label an image",
-        "hyperparameters.teacher: does not work with data.several_labels; remove it",
-        "hyperparameters.test_time_augmentation: does not work with data.several_labels",
+        f"hyperparameters.teacher: {trained / 'net.pt'}: does not work with data.several_labels; remove it",
+        "hyperparameters.test_time_augmentation: mirror: does not work with data.several_labels",
         "searcher.metric: 'top5_accuracy': no validation reports it; it needs more than five classes, and one",
     ):
         assert f"train.py: {line}" in lines
