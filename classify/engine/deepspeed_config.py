@@ -88,7 +88,7 @@ def merge(hyper: Hyperparameters) -> Merged:
 
 
 def asks_for_tries(hyper: Hyperparameters) -> bool:
-    """Return whether benchmarks choose the micro-batch, because only the total batch is a number.
+    """Return whether benchmarks choose the micro-batch: it is ``auto``, and only the total batch is fixed.
 
     The function needs no merge, because the batch sizes are top-level keys.
 
@@ -188,7 +188,7 @@ def _read(source: str) -> dict[str, Any]:
 
 
 def _inherit(base: dict[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Remove parameters from ``base`` that another optimizer or schedule of the overrides does not take."""
+    """If the overrides change a type, remove from ``base`` the parameters that the new type does not take."""
     for key, find_class in INHERITING.items():
         kind = section_at(overrides, key).get("type")
         old = section_at(base, key)
@@ -223,7 +223,7 @@ def _merge_errors(base: Any, overrides: dict[str, Any], path: str = "") -> list[
 
 
 def _update_old_keys(config: dict[str, Any]) -> None:
-    """Convert old offload keys; remove nulls, and features that DeepSpeed no longer has if they are off."""
+    """Convert old offload keys; remove null values, and the sections of ``REMOVED`` that are off."""
     zero = config.get("zero_optimization")
     for old, new in {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}.items():
         if isinstance(zero, dict) and isinstance(zero.get(old), bool) and zero.pop(old):
@@ -240,7 +240,7 @@ def _update_old_keys(config: dict[str, Any]) -> None:
 def resolve_auto(config: dict[str, Any]) -> list[str]:
     """Replace or remove every ``"auto"``, and return the paths of those keys.
 
-    A key in ``AUTO_VALUES`` gets that value. DeepSpeed or the training's length sets the removed
+    A key of ``AUTO_VALUES`` gets the value there. DeepSpeed or the training's length sets the removed
     keys. If an ``"auto"`` leaves no batch size, ``train_batch_size`` becomes ``AUTO_BATCH``.
     """
     paths = sorted(_remove_autos(config))

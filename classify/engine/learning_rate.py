@@ -173,7 +173,7 @@ def _rises_in_one_step(params: Mapping[str, Any]) -> bool:
 
 
 def schedule_notes(config: Mapping[str, Any], total: int | None) -> list[str]:
-    """Return a note for each length above the training's: the rate then never reaches its peak.
+    """Return a note if the rise to the peak rate is longer than the training.
 
     Args:
         config: the DeepSpeed configuration.

@@ -91,7 +91,10 @@ _RATES = """lr weight_decay warmup_min_lr warmup_max_lr cycle_min_lr cycle_max_l
 
 
 def _are_numbers(value: Any, defaults: tuple[Any, ...], is_right: Callable[[Any], bool] = is_finite) -> bool:
-    """Return whether a value is a list like the default: as long, with valid numbers, or null for None."""
+    """Return whether a value is a list of valid numbers with the default's length.
+
+    Null is valid where the default is None.
+    """
     if not isinstance(value, (list, tuple)) or len(value) != len(defaults):
         return False
     return all(is_right(v) or (v is None and d is None) for v, d in zip(value, defaults, strict=True))

@@ -213,7 +213,7 @@ def _uneven_experts(hyper: Hyperparameters, matches: Mapping[str, list[int]]) ->
     for name, indices in matches.items():
         by_layer.setdefault(_EXPERT.sub(r"\1.", name), set()).add(tuple(indices))
     uneven = [name for name, chosen in by_layer.items() if len(chosen) > 1]
-    reason = "match only some experts of a layer, but several ranks share them; match all experts, or none"
+    reason = "match only some experts of a layer, but several ranks share the layer; match all, or none"
     return [f"{KEY}: {uneven[0]}: patterns {reason}"] if uneven else []
 
 

@@ -412,7 +412,7 @@ def _metric_errors(hyper: Hyperparameters, searcher: Mapping[str, Any], known: l
 
 
 def _best_weights_errors(hyper: Hyperparameters, experiment: Experiment, source: DataPlan) -> list[str]:
-    """Return an error line for each thing that ``best_weights`` needs and that is missing."""
+    """Return an error line for each missing requirement of ``best_weights``."""
     if not hyper.best_weights:
         return []
     is_there = {
