@@ -57,7 +57,7 @@ def quiet_pipe(main: Callable[P, int]) -> Callable[P, int]:
             poll.register(sys.stdout, 0)
             if not poll.poll(0):
                 raise  # another pipe is broken
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at the exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's flush at exit fails
         return code
 
     return run
@@ -84,7 +84,7 @@ def typed(program: str, *words: object) -> str:
 
 
 def called(program: str) -> str:
-    """Return the name at the start of this process's lines: ``classify``, or a program's file.
+    """Return the name at the start of this process's messages: ``classify``, or a program's file.
 
     Args:
         program: ``train``, ``checkpoint``, ``search`` or ``shards``.

@@ -106,7 +106,7 @@ SECTIONS = {
     ),
     "profiling": _keys(
         "begin_on_batch end_after_batch sync_timings",
-        enabled=_key(BOOL, "A profile of a few steps is recorded.", False),
+        enabled=_key(BOOL, "Whether to record a profile of a few steps.", False),
     ),
     "searcher": _keys(
         "source_trial_id source_checkpoint_uuid max_length time_metric max_time",
@@ -119,11 +119,11 @@ SECTIONS = {
         max_concurrent_trials=_key(whole(0), "The number of trials that may run at a time; 0: any number."),
         divisor=_key(
             Rule(lambda v: is_finite(v) and v > 1, "must be a number above 1"),
-            "At each comparison, one in this many trials continues.",
+            "One in `divisor` trials continues after each comparison.",
             4,
         ),
-        num_rungs=_key(whole(1), "The number of lengths at which trials are compared."),
-        max_rungs=_key(whole(1), "The largest number of lengths at which trials are compared.", 5),
+        num_rungs=_key(whole(1), "The number of lengths at which the search compares trials."),
+        max_rungs=_key(whole(1), "The largest number of lengths at which the search compares trials.", 5),
         mode=_key(one_of(*MODES), "How many trials stop early.", "standard"),
         bracket_rungs=_key(
             Rule(
@@ -139,7 +139,9 @@ SAMPLED_TYPES = ("int", "double", "log", "categorical")
 
 
 def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
-    """Check all fields except ``data``; of the hyperparameters, check only ``max_length``.
+    """Return the experiment, with the value of each ``const`` and with a default metric.
+
+    The function checks all fields except ``data``; of the hyperparameters, it checks only ``max_length``.
 
     Args:
         config: the complete configuration.
@@ -176,7 +178,7 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
 
 
 def _searcher_errors(searcher: Mapping[str, Any], search: bool) -> list[str]:
-    """Check the section ``searcher``; for a search, ``workbench/search/specification.py`` checks more."""
+    """Return the errors of the section ``searcher``; ``workbench/search`` checks the rest of it."""
     name, keys = searcher.get("name"), SECTIONS["searcher"]
     is_named = isinstance(name, str)
     known = SEARCHERS.get(str(name), keys)
@@ -187,7 +189,7 @@ def _searcher_errors(searcher: Mapping[str, Any], search: bool) -> list[str]:
 
 
 def unknown_searcher(name: object) -> list[str]:
-    """Return an error line for an unknown searcher."""
+    """Return an error line for an unknown searcher; empty for a known one."""
     return (
         []
         if name in SEARCHERS

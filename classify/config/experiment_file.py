@@ -41,7 +41,7 @@ def load(path: str, overrides: Iterable[str] = (), search: bool = False) -> Expe
 def read(
     path: str, overrides: Iterable[str] = (), more: Callable[[Any], Iterable[str]] = lambda _: ()
 ) -> dict[str, Any]:
-    """Read the file and the overrides of ``load`` without checking the fields.
+    """Return the content of an experiment file, with overrides, without a check of its fields.
 
     Args:
         path: the file, in the working directory or else in the project's folder.
@@ -49,7 +49,7 @@ def read(
         more: a function that returns further overrides, given the hyperparameters with the first overrides.
 
     Raises:
-        InvalidInput: if the file or an override cannot be read.
+        InvalidInput: if the file or an override cannot be read, or if JSON cannot represent a value.
     """
     try:
         file = path if os.path.exists(path) else PROJECT / path
@@ -134,7 +134,7 @@ def _override(config: dict[str, Any], override: str) -> None:
         value = _yaml(text)
     except YAML_ERRORS as error:
         shown = redaction.shown(path, text)
-        raise InvalidInput(f"--set {path}: {shown}: not YAML ({_reason(error)}); quote it") from error
+        raise InvalidInput(f"--set {path}: {shown}: not YAML ({_reason(error)}); put it in quotes") from error
     inner = config
     for depth, key in enumerate(keys[:-1], 1):
         if inner.get(key) is None:
@@ -143,5 +143,5 @@ def _override(config: dict[str, Any], override: str) -> None:
         if not isinstance(inner, dict):
             parent = ".".join(keys[:depth])
             shown = redaction.shown(parent, inner)
-            raise InvalidInput(f"--set {path}: unknown path; {parent} is {shown} and has no keys")
+            raise InvalidInput(f"--set {path}: {parent} is {shown}, which has no keys; correct the path")
     inner[keys[-1]] = value

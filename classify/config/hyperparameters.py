@@ -96,7 +96,7 @@ class Hyperparameters(Keyed):
     )
     weights: str | None = key(
         None,
-        _text("the path of a state_dict, e.g. a run's net.pt, or DEFAULT for one of torchvision or timm"),
+        _text("the path of a state_dict, e.g. a run's net.pt, or DEFAULT for weights of torchvision or timm"),
         "The pretrained weights; without them the network starts with random weights.",
     )
 
@@ -123,7 +123,7 @@ class Hyperparameters(Keyed):
     )
 
     track: tuple[str, ...] | None = key(
-        None, elsewhere("a list of some of mlflow, wandb"), "Experiment trackers that record the run, too."
+        None, elsewhere("a list of some of mlflow, wandb"), "Experiment trackers that also record the run."
     )
 
     hang_after: float = key(
@@ -166,7 +166,7 @@ class Hyperparameters(Keyed):
     teacher: str | None = key(
         None,
         _text("the path of an exported network, e.g. a run's net.pt"),
-        "A trained network, whose scores the new one also learns: distillation"
+        "A trained network, whose scores the new network also learns: distillation"
         " (https://arxiv.org/abs/1503.02531).",
     )
     teacher_weight: float = key(
@@ -230,7 +230,7 @@ class Hyperparameters(Keyed):
     )
 
     channels_last: bool | None = key(
-        None, BOOL, "Images have the memory format channels_last; by default if it makes the network faster."
+        None, BOOL, "Whether images have the memory format channels_last; by default if it is faster."
     )
     checkpoint_activations: bool = key(
         False, BOOL, "Activation checkpointing: the backward pass recomputes the blocks, which saves memory."
@@ -276,7 +276,8 @@ class Hyperparameters(Keyed):
     moe_loss_coefficient: float = key(
         0.01,
         Rule(is_number, "must be a number of at least 0"),
-        "The weight of the load-balancing loss; the default is from https://arxiv.org/abs/2101.03961, 2.2.",
+        "The weight of the load-balancing loss; the default is from section 2.2 of"
+        " https://arxiv.org/abs/2101.03961.",
     )
 
     inline: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -1,7 +1,7 @@
 """The table of a validation's metrics.
 
-The terminal, TensorBoard, ``summary.json``, the HTML report, searches and trackers use the names in it. To
-add a metric that can be computed from ``Counts``, add a row.
+The terminal, TensorBoard, ``summary.json``, the HTML report, searches and trackers use the table's names.
+To add a metric that can be computed from ``Counts``, add a row.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Counts:
         threshold: the confidence below which the answer is "unknown"; None without a temperature.
         all_right: the number of images whose labels are all right; None with one label an image.
         average_precision: the average precision of each label, float64 (C,); None with one label an image.
-        thresholds: the probability from which an image gets a label, for each label, float64 (C,); None with
-            one label an image.
+        thresholds: for each label, the lowest probability that gives an image the label, float64 (C,); None
+            with one label an image.
     """
 
     confusion: np.ndarray
@@ -88,7 +88,7 @@ class Counts:
 
     @property
     def _of_each(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the number of right images, predicted images and true images of each class, each (C,)."""
+        """Return for each class, each (C,): right images, images predicted as the class, images of the class."""
         cells = self.confusion
         if cells.ndim == 3:
             return cells[:, 1, 1].astype(np.float64), cells[:, :, 1].sum(1), cells[:, 1].sum(1)
@@ -118,7 +118,7 @@ class Metric:
         tag: the metric's tag in TensorBoard, by default ``name/{}``; ``{}`` stands for ``validation`` or
             ``test``.
         in_percent: whether the report's headline shows the value in percent.
-        smaller_is_better: whether smaller values are better, for early stopping.
+        smaller_is_better: whether early stopping prefers smaller values.
     """
 
     name: str

@@ -32,7 +32,10 @@ class ParameterGroup(Keyed):
     weight_decay: float | None = key(None, RATE, "The group's weight decay instead of the optimizer's.")
     frozen: bool = key(False, BOOL, "The group is not trained.")
     muon: bool | None = key(
-        None, BOOL, "Muon (true) or AdamW (false) trains the group; by default its shape decides. Needs Muon."
+        None,
+        BOOL,
+        "Muon (true) or AdamW (false) trains the group; by default Muon trains hidden weight matrices. Needs"
+        " the optimizer Muon.",
     )
 
 

@@ -19,11 +19,11 @@ class Key(NamedTuple):
     """A key of a section.
 
     Attributes:
-        rule: the rule of its value, independent of other keys.
+        rule: the rule of the value, independent of other keys.
         about: one sentence for the reference.
         default: the value if the file sets none.
-        unit: the unit of its number; empty if it has none.
-        section: the keys of a value that is a mapping or a list of mappings; a ``Section`` also parses it.
+        unit: the unit of a number; empty without one.
+        section: the keys of a mapping or of a list of mappings; a ``Section`` also parses the mapping.
         repeated: whether the value must stay the same on resume.
     """
 
@@ -121,7 +121,7 @@ class Keyed:
     def repeated(self) -> dict[str, Any]:
         """Return the values that must stay the same on resume, by key; None for a default.
 
-        A checkpoint may be older than a key. A resume then finds no value in it, and assumes the default.
+        A checkpoint may be older than a key. A resume then assumes the default.
         """
         keys = {name: key for name, key in self.keys().items() if key.repeated}
         values = {name: getattr(self, name) for name in keys}
@@ -185,5 +185,5 @@ class Section(Keyed):
         return parsed
 
     def contradiction(self) -> str | None:
-        """Return the error, without the section's path, of values that are valid alone but conflict."""
+        """Return the error of values that conflict, without the section's path; None if none do."""
         return None
