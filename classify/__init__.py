@@ -8,7 +8,7 @@ Examples for a notebook, and for a ``net.py`` next to your photos:
 
     @classify.register("mine")                   # in net.py: for `classify photos --net mine`
 
-A package here imports ``deepspeed_trial`` and the packages above it in this list.
+A package here may import ``deepspeed_trial`` and the packages above it in this list.
 
 - ``config``: the experiment file and the hyperparameters;
 - ``images``: image sets, their sources, order, augmentation and loaders;

@@ -139,7 +139,7 @@ def train(folder: str, argv: Sequence[str], commands: Mapping[str, str]) -> int:
     from workbench import photos
 
     if not {"-h", "--help"} & {*argv}:
-        with named(COMMAND):  # before the images are read and the run's folder is made
+        with named(COMMAND):  # refuse a wrong option before images are read and a folder is made
             options = importlib.import_module("train").parser()
         options.allow_abbrev = False
         options.add_argument("--minutes")

@@ -27,8 +27,8 @@ from deepspeed_trial.events import Callback
 from deepspeed_trial.experiment import Experiment
 
 AS_PNG = 64  # maximum pixels of the longer side; larger images are JPEG files
-MOST_PIXELS = 2**20  # pixels of all training images in the report
-OF_LAST = ("order", "confusion", "mistakes", "unsure", "bins")  # attributes of the metrics
+MOST_PIXELS = 2**20  # maximum pixels of all training images in the report together
+OF_LAST = ("order", "confusion", "mistakes", "unsure", "bins")  # metrics' attributes that a test changes
 
 
 class ClassificationLog(Callback):
@@ -88,7 +88,7 @@ class ClassificationLog(Callback):
     @override
     def on_test_end(self, metrics: dict[str, Any]) -> None:
         if self.output is not None:
-            self._read(self.output)  # if a finished run is tested again
+            self._read(self.output)  # when a finished run is tested again
             self._log["test"] = self._classified(self.images.test, "test")
             self._write(self.output)
         for name, value in self._of_validation.items():
@@ -125,7 +125,7 @@ class ClassificationLog(Callback):
         ]
 
     def _augmented(self) -> list[dict[str, Any]]:
-        """Return augmented training images; none if shards would have to be fetched."""
+        """Return augmented training images with their labels; none if a server has the shards."""
         if any(is_remote(shard.url) for shard in self.images.plan.shards):
             return []
         height, width = self.config.data.stored_size

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 KEPT = 0.99  # share of the validation images that keep their answer at the threshold
-MOST = 2**20  # maximum logits in a fit; of a larger validation, it reads evenly spaced images
+MOST = 2**20  # maximum logits in a fit, which reads evenly spaced images of a larger validation
 COLDEST, HOTTEST = 0.01, 100.0  # limits of the temperature
 
 

@@ -1,6 +1,6 @@
 """Metrics of images with several labels: average precision, and a threshold for each label.
 
-A label is given to an image if its probability, the sigmoid of its logit, reaches the label's threshold.
+An image gets a label if the label's probability, the sigmoid of its logit, reaches the threshold.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from classify.reports.metrics import BINS, SHOWN, ClassificationMetrics, Through
 
 
 class LabelMetrics(ClassificationMetrics):
-    """Keep the logits of a validation; the chief computes exact metrics from all of them.
+    """Keeps the logits of a validation; the chief computes exact metrics from the logits of all ranks.
 
     The logits and the labels of an evaluation take 5 bytes for each image and class.
 
     Args:
         classes: the names of the labels.
         throughput: the training's throughput; see ``ClassificationMetrics``.
-        thresholds: the threshold of each label; None for those with the best F1 on the evaluated images.
+        thresholds: the threshold of each label; None to use the best F1 on the evaluated images.
 
     Attributes:
         confusion: a confusion matrix for each label in the last evaluation, on the chief: int64 (C, 2, 2).

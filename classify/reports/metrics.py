@@ -26,8 +26,8 @@ SHOWN = 16  # images of each kind in the report
 class Throughput(pytorch.MetricReducer):
     """Training images per second of wall time, over all ranks, without validations and checkpoints.
 
-    Determined resets the reducer when training starts or resumes. It fetches the losses before it reduces
-    metrics, so the time includes all queued steps of the device.
+    The trainer resets the reducer whenever training starts or continues. It fetches the losses before it
+    reduces metrics, so the time includes all queued steps of the device.
     """
 
     def __init__(self) -> None:
@@ -101,12 +101,12 @@ class ClassificationMetrics(pytorch.MetricReducer):
         throughput: the training's throughput; every validation reports it, so that a search can compare it.
         how: views of test-time augmentation; with them, ``classify`` also counts the images that the views'
             mean scores classify correctly.
-        temperature: temperature for a second calibration error; None for the fitted temperature.
-        fitted: number of images of a validation, on which it fits the temperature; 0 to fit no temperature.
+        temperature: the temperature of a second calibration error; None to fit one on the images.
+        fitted: the number of images of a validation that fits the temperature; 0 to fit none.
 
     Attributes:
-        order: int64 (N,), this rank's image indices in order, which identify the mistakes' images. Without an
-            order no temperature is fitted.
+        order: int64 (N,), the indices of this rank's images, in order. Without them no temperature is fitted,
+            and ``image`` below is a position.
         order_of_test: the same for the test.
         thresholds: the threshold of each label; only ``LabelMetrics`` uses it.
         confusion: the confusion matrix of the last validation, on the chief: int64 (C, C), rows are true
@@ -130,7 +130,7 @@ class ClassificationMetrics(pytorch.MetricReducer):
     ) -> None:
         self.classes = tuple(classes)
         self.throughput, self.how, self.temperature = throughput, how, temperature
-        # The fit reads every ``spacing``-th image; 0: there is no fit
+        # The fit of the temperature reads every ``spacing``-th image; 0: no fit
         self.spacing = math.ceil(fitted * len(self.classes) / confidence.MOST)
         self.order: Tensor | None = None
         self.order_of_test: Tensor | None = None
@@ -249,7 +249,7 @@ class ClassificationMetrics(pytorch.MetricReducer):
         return self._reported(counts, "accuracy", "loss")
 
     def _reported(self, counts: Counts, *first: str) -> dict[str, Any]:
-        """Return the metrics of the counts; a terminal's line shows the ``first`` ones."""
+        """Return the metrics of the counts; a terminal's line shows the metrics named ``first``."""
         values = computed(counts, self.classes)
         metrics = {**{name: values[name] for name in first}, "images": counts.images, **values}
         if self.throughput:

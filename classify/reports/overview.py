@@ -17,7 +17,7 @@ from deepspeed_trial.context import TrialContext
 from deepspeed_trial.errors import printable
 from deepspeed_trial.local.folder import shown
 
-KINDS = 8  # kinds of ignored files in a line
+KINDS = 8  # maximum extensions in the line about ignored files
 
 
 def describe_images(config: TrialConfig) -> str:

@@ -73,6 +73,9 @@ def network_file(write_network: Callable[[pathlib.Path], Any], is_chief: bool) -
     Args:
         write_network: a function that writes the network on the chief.
         is_chief: whether this rank is the chief.
+
+    Returns:
+        The files of the weights and of the description; empty if they cannot be written.
     """
     folder = tempfile.mkdtemp() if is_chief else ""  # the tracker sends its files later
     net = pathlib.Path(folder) / net_file.NAMES[0]

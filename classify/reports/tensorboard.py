@@ -23,7 +23,8 @@ class TensorBoardLog(Callback):
     """Write scalars with every report and validation, and figures with validations.
 
     Figures take half a second, as long as a validation of small images. A validation therefore draws them
-    only after 20 times the duration of the previous drawing; the last validation always draws them.
+    only if 20 times the duration of the last drawing has passed. The trial's end draws the figures of the
+    last validation.
 
     Args:
         context: the trial's context.

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation (MFU): a training's FLOP/s over its GPUs' peak FLOP/s.
+"""Model FLOPs utilisation (MFU): a training's FLOP/s divided by the peak FLOP/s of its GPUs.
 
 Source: https://arxiv.org/abs/2204.02311, appendix B.
 """
@@ -38,7 +38,7 @@ def summary(
 
     Args:
         config: the trial's configuration.
-        rate: images a second while training.
+        rate: training images a second, over all ranks.
         distributed: the context of the ranks.
         device: this rank's device.
 

@@ -1,8 +1,8 @@
 """Find the fastest micro-batch (``auto``) or configuration (``--tune``) by benchmarks, called tries.
 
 A try runs a few steps in the real engine and processes (``deepspeed_trial/attempts.py``), with at most two
-micro-batches per optimizer step; the time of a complete step is extrapolated. All tries have the same global
-batch, so their optimizer steps are equal up to rounding.
+micro-batches per optimizer step, and extrapolates the time of a complete step. All tried configurations have
+the same global batch, so their complete steps are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from deepspeed_trial.experiment import Experiment
 
 SURE = 0.85  # share of a forecast that the measured memory always reached
 STEADY = 0.97  # rates count as equal if their ratio is between this number and its inverse
-# Values that replace hyperparameters whose first steps are smaller, or that end or record a training
+# Replacements for hyperparameters that shorten a training, make its first steps smaller, or record it
 PLAIN = {"max_length": {"batches": 1000}, "progressive_resizing": None, "early_stopping": None, "track": None}
 RECOMPUTE, STAGE, OFFLOAD = "checkpoint_activations", "zero_optimization.stage", "offload"
 
@@ -90,7 +90,8 @@ class Tries:
     def best_micro_batch(self, changes: Mapping[str, Any]) -> Try | None:
         """Return the fastest micro-batch with the given changes; None if no micro-batch trains.
 
-        It starts with the largest micro-batch and halves it until a half is slower, or two are not faster.
+        It starts with the largest micro-batch that trains, and halves it until a half is slower or fails, or
+        until two halves are not faster.
         """
         best: Try | None = None
         flat = 0
@@ -158,15 +159,18 @@ class Tries:
     def fail(self, advice: str) -> NoReturn:
         """Raise an error with the reason why no configuration trains.
 
+        Args:
+            advice: the remedy if memory ran out.
+
         Raises:
-            InvalidInput: if a configuration was refused.
-            TrainingStopped: if the memory is not enough, or a process ended.
+            InvalidInput: if the trial refused a configuration.
+            TrainingStopped: if memory ran out, or a process ended.
         """
         if self._errors:
             raise InvalidInput(list(self._errors))
         last = self.done[-1]
-        mend = advice if last.reason.startswith(NO_MEMORY) else "set a number to see the whole error"
-        raise TrainingStopped(f"{MICRO_BATCH}: auto: {last.reason} with {last.micro_batch}; {mend}")
+        remedy = advice if last.reason.startswith(NO_MEMORY) else "set a number to see the whole error"
+        raise TrainingStopped(f"{MICRO_BATCH}: auto: {last.reason} with {last.micro_batch}; {remedy}")
 
 
 def halves(share: int, largest: int | None = None) -> Iterator[int]:

@@ -20,12 +20,12 @@ from deepspeed_trial.context import TrialContext
 from deepspeed_trial.errors import InvalidInput, TrainingStopped, printable
 from deepspeed_trial.experiment import Experiment
 
-FILE = "tried.json"  # in a run's folder: the tries and the choice; a resumed run repeats the choice
+FILE = "tried.json"  # in a run's folder: the tries and the choice, which a resumed run uses again
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A rank's choice of the micro-batch, made before the ranks join.
+    """A rank's choice of the micro-batch, made before the ranks join the process group.
 
     Attributes:
         config: the trial's configuration before the choice.
@@ -43,7 +43,7 @@ class Choice:
         """Set the trial's micro-batch to the smallest choice of all ranks, and write the tries to a file.
 
         Raises:
-            InvalidInput: if the trial refuses every micro-batch.
+            InvalidInput: if the trial refuses a configuration.
             TrainingStopped: if no micro-batch trains.
         """
         if self.error:
