@@ -88,7 +88,7 @@ class Counts:
 
     @property
     def _of_each(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return for each class, each (C,): right images, images predicted as the class, images of the class."""
+        """Return for each class, (C,): right images, images predicted as the class, images of the class."""
         cells = self.confusion
         if cells.ndim == 3:
             return cells[:, 1, 1].astype(np.float64), cells[:, :, 1].sum(1), cells[:, 1].sum(1)
