@@ -24,7 +24,7 @@ def check(path: pathlib.Path, saved: Identity, steps: int, trial_id: int) -> Non
 
     Args:
         path: the checkpoint's folder.
-        saved: its identity, checked by ``identity.check``.
+        saved: the checkpoint's identity, checked by ``identity.check``.
         steps: optimizer steps that the resumed training has done, from the metadata or the master.
         trial_id: the number of the trial that resumes.
 
@@ -41,7 +41,7 @@ def check(path: pathlib.Path, saved: Identity, steps: int, trial_id: int) -> Non
     for file in sorted(path.glob("det_state_dict_rank*.pth")):
         with errors.collecting():
             _check_rank_state(file)
-    for file in sorted(path.glob("model*/*.pt")):  # DeepSpeed's, which its loader would let run code
+    for file in sorted(path.glob("model*/*.pt")):  # DeepSpeed's loader would run code in them
         with errors.collecting():
             safe_load.read(file)
     errors.raise_any()
@@ -64,7 +64,7 @@ def loading(name: str, distributed: core.DistributedContext) -> Iterator[None]:
         yield
     except InvalidInput as error:
         failed, lines = error, error.errors
-    except Exception as error:  # DeepSpeed, torch and the trial's callbacks raise each their own
+    except Exception as error:  # DeepSpeed, torch and callbacks raise any exception
         if is_out_of_memory(error):
             raise
         failed, lines = error, [f"--resume: {name}: cannot be loaded ({one_line(error)}); {REMEDY}"]
@@ -74,7 +74,7 @@ def loading(name: str, distributed: core.DistributedContext) -> Iterator[None]:
 
 
 def _check_steps(path: pathlib.Path, steps: int, trial_id: int) -> None:
-    """Compare the steps in Determined's state with the other records of the steps."""
+    """Compare the step counts of ``trial_state.pkl``, ``metadata.json`` and the resumed training."""
     state = safe_load.read_trial_state(path)
     file, done = path / "trial_state.pkl", state.batches_trained
     if (path / files.METADATA).exists():
@@ -87,7 +87,7 @@ def _check_steps(path: pathlib.Path, steps: int, trial_id: int) -> None:
             raise InvalidInput(_differ(path / files.METADATA, "steps_completed", said, file.name, done))
     if state.trial_id == trial_id and done != steps:
         raise InvalidInput(_differ(file, "batches_trained", done, "the run", steps))
-    if state.trial_id != trial_id and steps:  # a cluster starts another trial's weights at step 0
+    if state.trial_id != trial_id and steps:  # a cluster counts from 0 with another trial's weights
         what = f"{file}: trial_id: {state.trial_id}: a trial of a cluster saved this checkpoint"
         raise InvalidInput(f"{what}, so this run cannot resume from it; start a new run with its weights")
 
@@ -107,5 +107,5 @@ def _check_rank_state(file: pathlib.Path) -> None:
         torch.Generator().set_state(rng["cpu_rng_state"])
         np.random.RandomState().set_state(rng["np_rng_state"])
         random.Random().setstate(rng["random_rng_state"])
-    except Exception as error:  # each generator refuses in its own way
+    except Exception as error:  # each generator raises other exceptions
         raise InvalidInput(f"{file}: rng_state: is invalid ({one_line(error)}); {REMEDY}") from error

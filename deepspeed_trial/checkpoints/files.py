@@ -16,14 +16,14 @@ from deepspeed_trial.input_files import regular_file
 from deepspeed_trial.local import metrics_log
 
 METADATA = "metadata.json"
-NUMBER, OWN_DIGEST = "number", "sha256"  # keys in it
+NUMBER, OWN_DIGEST = "number", "sha256"  # keys in metadata.json
 
 
 def write_metadata(folder: pathlib.Path, metadata: dict[str, Any]) -> None:
-    """Write the description of a new checkpoint, and flush the whole checkpoint to the disk.
+    """Write ``metadata.json`` of a new checkpoint, and flush the whole checkpoint to the disk.
 
-    The file has ``metadata``, the checkpoint's number in the run, the size and SHA-256 of every file, and at
-    the end the SHA-256 of the text before it. The number orders checkpoints, because a clock may be set back.
+    The file has ``metadata``, the checkpoint's number in the run, the size and SHA-256 of every other file,
+    and the SHA-256 of these values. The number orders checkpoints, because a clock may be set back.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     digests = {
@@ -49,11 +49,11 @@ def sync(folder: pathlib.Path) -> None:
 
 
 def read_metadata(checkpoint: pathlib.Path) -> dict[str, Any]:
-    """Return the description of a checkpoint.
+    """Return the content of a checkpoint's ``metadata.json``.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is not the description of a checkpoint.
+        OSError: if the file cannot be read.
+        ValueError: if the file does not describe a checkpoint, or has changed.
     """
     metadata = json.loads(regular_file(checkpoint / METADATA).read_text())
     files = metadata.get("files", {}) if isinstance(metadata, dict) else None
@@ -61,7 +61,7 @@ def read_metadata(checkpoint: pathlib.Path) -> dict[str, Any]:
         raise ValueError("not the description of a checkpoint")
     if type(metadata.get("steps_completed")) is not int:
         raise ValueError("steps_completed is missing")
-    # Without a digest: what Determined has written on a cluster, and runs of earlier versions.
+    # Determined on a cluster and earlier versions of this package write no digest
     if metadata.pop(OWN_DIGEST, None) not in (None, _digest_of(metadata)):
         raise ValueError("it has changed since it was written")
     if type(metadata.setdefault(NUMBER, 0)) is not int:
@@ -78,7 +78,10 @@ def _is_described(file: Any) -> bool:
 
 
 def known(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """Return the metadata of every readable checkpoint in a folder by its name, the latest first."""
+    """Return the metadata of each checkpoint in a folder by the checkpoint's name, the latest first.
+
+    Checkpoints without readable metadata are left out; ``unreadable`` returns them.
+    """
     found = {}
     for path in _folders(folder):
         with contextlib.suppress(OSError, ValueError, RecursionError):
@@ -144,7 +147,7 @@ def locate(source: pathlib.Path, which: str = "final") -> pathlib.Path:
             run the latest), ``latest``, ``best`` (by ``searcher.metric``) or a UUID.
 
     Raises:
-        InvalidInput: if there is none, or a file of it is missing, damaged or does not belong to it.
+        InvalidInput: if there is no such checkpoint, or if one of its files is missing, damaged or foreign.
     """
     checkpoints = source / "checkpoints"
     if (source / METADATA).exists():
@@ -161,12 +164,10 @@ def locate(source: pathlib.Path, which: str = "final") -> pathlib.Path:
             raise InvalidInput(f"--checkpoint: {which}: not found in {source}; {in_words(found)}")
         folder = checkpoints / str(name)
     else:
-        mend = "give the folder of a run of train.py or of a checkpoint"
-        raise InvalidInput(
-            f"{source}: {'holds no checkpoint' if source.is_dir() else 'no such folder'}; {mend}"
-        )
+        wrong = "holds no checkpoint" if source.is_dir() else "no such folder"
+        raise InvalidInput(f"{source}: {wrong}; give the folder of a run of train.py or of a checkpoint")
     if wrong := damage(folder):
-        raise InvalidInput(f"{folder / wrong}; export another checkpoint")
+        raise InvalidInput(f"{folder / wrong}; use another checkpoint")
     return folder
 
 
@@ -193,7 +194,7 @@ def _best(run: pathlib.Path, found: dict[str, dict[str, Any]]) -> str | None:
         metric, sign = experiment.metric, -1 if experiment.smaller_is_better else 1
         entries = metrics_log.read(run)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"its validations cannot be read ({one_line(error)})"
+        reason = f"its validations cannot be read ({one_line(error)}); give latest or a UUID"
         raise InvalidInput(f"--checkpoint: best: {run}: {reason}") from error
     judged_by = [each for each in entries if each["group"] == "validation" and metric in each]
     scores = {each["steps_completed"]: sign * each[metric] for each in judged_by}

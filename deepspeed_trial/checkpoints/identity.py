@@ -19,7 +19,7 @@ from deepspeed_trial.input_files import regular_file
 
 FILE = "identity.json"
 GROUPS = ("net", "mode", "position")
-IMPORTED = "imported"  # in the progress: Determined's own trainer saved it, so only its mode is known
+IMPORTED = "imported"  # key of the progress, if Determined's own trainer saved the checkpoint
 STAGE, PROCESSES = "zero_optimization.stage", "processes"
 Identity = Mapping[str, Mapping[str, Any]]
 Progress = Mapping[str, Any]
@@ -29,8 +29,8 @@ def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Identity) -
     """Return the settings that two trials must share if one resumes from the other's checkpoint.
 
     Args:
-        engines: the trial's engines; from the second engine on, its number precedes each key.
-        seed: of the experiment.
+        engines: the trial's engines; the keys of a second engine begin with ``model1: ``.
+        seed: ``experiment_seed``.
         more: settings from ``TrialHooks.identity``, in the groups ``net``, ``mode`` and ``position``.
 
     Returns:
@@ -94,8 +94,8 @@ def read(path: pathlib.Path, name: str) -> Identity:
                 raise ValueError(f"{key}: {value!r}")
         return groups
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = f"cannot be read ({one_line(error)}); {name} is damaged or not of this package"
-        raise InvalidInput(f"{path / FILE}: {reason}") from error
+        reason = f"cannot be read ({one_line(error)}): {name} is damaged, or another program saved it"
+        raise InvalidInput(f"{path / FILE}: {reason}; {shards.REMEDY}") from error
 
 
 def _shown(value: Any, most: int = 500) -> str:
@@ -148,7 +148,7 @@ def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
             )
     if errors:
         if is_other_mode and not converts:
-            made = "of an earlier version, an optimizer on NVMe, or a trial's own save"
-            what = f"its files ({made}) fit only the settings that saved them"
+            made = "an earlier version, an optimizer on NVMe or the trial's own save method wrote them"
+            what = f"its files fit only the settings that saved them ({made})"
             errors.append(f"--resume: {name}: {what}; resume with those settings")
         raise InvalidInput(errors)

@@ -1,4 +1,7 @@
-"""The location of each parameter in the tensors that the ranks' optimizers update, in every mode."""
+"""The location of each parameter in the tensors that the ranks' optimizers update, in every mode.
+
+Checkpoints use the parameters' names in the *plain network*: without a pipeline, and with all experts.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ from deepspeed_trial.engines import data_parallel_rank
 from deepspeed_trial.patches.muon import USES_MUON
 
 MOMENTUM = "momentum_buffer"
-# DeepSpeed's optimizers around the one that steps; any other keeps states elsewhere
+# DeepSpeed's classes that wrap the optimizer; this module does not know where other classes keep states
 WRAPPERS = """FP16_Optimizer FP16_UnfusedOptimizer BF16_Optimizer
     DeepSpeedZeroOptimizer DeepSpeedZeroOptimizer_Stage3""".split()
-# Optimizers with states that no other mode can use: of a matrix's rows and columns, or of a rank's rounding
+# Optimizers whose states no other mode can use: statistics of rows and columns, or a rank's rounding errors
 UNKNOWN = ("Adafactor", "OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 _EXPERT = re.compile(
     r"^(?P<layer>.*)\.deepspeed_moe\.experts\.deepspeed_experts\.(?P<local>\d+)(?P<rest>.*)$"
 )
-LayerNames = Sequence[str] | None  # the plain network's names of a pipeline's layers
+LayerNames = Sequence[str] | None  # the plain network's names of a pipeline's layers; None without a pipeline
 
 
 class Piece(NamedTuple):
@@ -32,13 +35,13 @@ class Piece(NamedTuple):
 
     Attributes:
         owner: the fp32 tensor that the optimizer updates; the parameter itself if it is frozen.
-        start: the part's first element in the flattened parameter.
-        numel: elements of the part; 0 if other ranks hold the whole parameter.
-        first: the part's first element in the owner, if the owner is a flat tensor of many parameters.
-        group: the number of the optimizer's parameter group; None if the parameter is frozen.
+        start: index of the part's first element in the flattened parameter.
+        numel: number of elements of the part; 0 if other ranks hold the whole parameter.
+        first: index of the part's first element in the owner, if the owner is flat and has many parameters.
+        group: index of the optimizer's parameter group; None if the parameter is frozen.
         is_shared: whether other ranks hold the same part.
-        matrix: the first element of the parameter in Muon's momentum, and the number of elements of the
-            momentum, if ZeRO 1 or 2 keeps this momentum in whole matrices; else None.
+        matrix: only if ZeRO 1 or 2 keeps Muon's momentum in whole matrices, else None: the index of the
+            parameter's first element in that momentum, and the momentum's number of elements.
     """
 
     owner: Tensor
@@ -55,18 +58,27 @@ class Piece(NamedTuple):
         return values if is_whole else values.view(-1).narrow(0, self.first, self.numel)
 
     def of_moment(self, key: str, values: Tensor, shape: Sequence[int]) -> tuple[Tensor, int]:
-        """Return the part of one of the optimizer's moments, and the part's first element in the moment."""
+        """Return the elements of a moment of the optimizer that this rank holds, and their place.
+
+        Args:
+            key: the moment's name, e.g. ``exp_avg``.
+            values: the moment, in the optimizer's layout.
+            shape: the parameter's shape.
+
+        Returns:
+            The elements, and the first one's index in the flattened parameter.
+        """
         if key == MOMENTUM and self.matrix:
             return values.narrow(0, self.matrix[0], math.prod(shape)), 0
         return self.of(values), self.start
 
 
 def named(engine: DeepSpeedEngine, layers: LayerNames) -> Iterator[tuple[str, tuple[int, ...], Piece, bool]]:
-    """Yield this rank's part of each parameter of the network, or in a pipeline of the rank's stage.
+    """Yield the pieces that this rank holds.
 
     Yields:
-        The parameter's name in the plain network; its shape; the piece; whether this rank writes the piece
-        into a checkpoint: exactly one rank writes a shared piece.
+        The parameter's name in the plain network; the parameter's shape; the piece; whether this rank writes
+        the piece into a checkpoint. Exactly one rank writes a shared piece.
     """
     of_trained = trained(engine)
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
@@ -98,7 +110,7 @@ def trained(engine: DeepSpeedEngine) -> dict[nn.Parameter, Piece]:
             is_muon = optimizer.param_groups[group].get(USES_MUON) and not getattr(zero, "cpu_offload", False)
             of_group = _of_flat(members, owners[group][0], group, rank, offsets and offsets[group])
             found |= _with_matrices(of_group) if is_muon else of_group
-    elif hasattr(zero, "fp32_groups_flat"):  # of 16 bits without ZeRO
+    elif hasattr(zero, "fp32_groups_flat"):  # 16-bit weights without ZeRO
         for group, members in enumerate(zero.fp16_groups):
             found |= _of_flat(members, owners[group][0], group, None)
     else:
@@ -121,9 +133,9 @@ def _of_flat(
     Args:
         members: the parameters.
         owner: this rank's part.
-        group: the number of the parameter group.
+        group: the index of the parameter group.
         rank: the index of this rank's part; None if every rank holds all parameters.
-        offsets: the first element of each parameter, if there is padding between parameters.
+        offsets: the index of each parameter's first element, if there is padding between parameters.
     """
     begin, end, found = (rank or 0) * owner.numel(), 0, {}
     for index, parameter in enumerate(members):
@@ -186,13 +198,16 @@ def is_first_replica(engine: DeepSpeedEngine, name: str) -> bool:
 
 
 def name_in_stage(name: str, layers: Sequence[str]) -> str:
-    """Return the plain network's name of a pipeline's weight, whose name begins with a layer's number."""
+    """Return the plain network's name of a pipeline's weight; ``name`` begins with the layer's number."""
     index, _, rest = name.partition(".")
     return f"{layers[int(index)]}.{rest}"
 
 
 def plain_name(engine: DeepSpeedEngine, name: str, layers: LayerNames) -> str:
-    """Return the plain network's name of a rank's weight, whose name may count layers or experts."""
+    """Return a weight's name in the plain network.
+
+    On a rank, the name may have a pipeline layer's number, or an expert's number among the rank's experts.
+    """
     if layers:
         return name_in_stage(name, layers)
     found = _EXPERT.match(name)

@@ -58,13 +58,13 @@ ALLOWED: list[Any] = [
     *(_reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))),
     *(LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address),
     *(np.float64(1).__reduce__()[0], *(type(np.dtype(kind)) for kind in ("f4", "f8", "i4", "i8", "?"))),
-    (_member_of_zero_stage, "builtins.getattr"),  # a file with the second name calls the first
+    (_member_of_zero_stage, "builtins.getattr"),  # runs if a file names getattr
 ]
 
 
 def allowed_globals() -> contextlib.AbstractContextManager[Any]:
     """Let ``torch.load`` construct only the classes in ``ALLOWED``."""
-    if not hasattr(torch.serialization, "safe_globals"):  # before torch 2.5, whose torch.load checks nothing
+    if not hasattr(torch.serialization, "safe_globals"):  # before torch 2.5
         return contextlib.nullcontext()
     return torch.serialization.safe_globals(ALLOWED)
 
@@ -80,7 +80,7 @@ def read(file: pathlib.Path) -> Any:
     try:
         with allowed_globals():
             return torch.load(regular_file(file), map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # torch, zipfile and pickle raise each their own
+    except Exception as error:  # torch, zipfile and pickle raise different exceptions
         reason = why_unloadable(error)
         remedy = "resume from another checkpoint"
         if "Unsupported global" in reason:
@@ -103,7 +103,7 @@ def is_count(value: Any) -> bool:
 def _plain_values(content: bytes) -> Any:
     """Unpickle plain values from a small file; refuse memo indices that would allocate gigabytes."""
     for code, number, _ in pickletools.genops(content):
-        if code.name in ("PUT", "LONG_BINPUT") and (number or 0) > len(content):  # makes a list so long
+        if code.name in ("PUT", "LONG_BINPUT") and (number or 0) > len(content):  # the list's length
             raise pickle.UnpicklingError(f"object {number:,} of {len(content):,} bytes")
     return _PlainUnpickler(io.BytesIO(content)).load()
 
@@ -115,7 +115,7 @@ def read_trial_state(path: pathlib.Path) -> State:
         path: the checkpoint's folder.
 
     Raises:
-        InvalidInput: if it is missing, damaged or not such a state.
+        InvalidInput: if the file is missing or damaged, or has other fields than ``State``.
     """
     file = path / "trial_state.pkl"
     try:

@@ -1,7 +1,7 @@
 """An engine's state in a folder: a safetensors file per rank, and ``state.json``, which rank 0 writes last.
 
-A file has flat parts of tensors in the format of ``torch.distributed.checkpoint``: the header has the first
-element of each part in the flattened tensor. torch's ``HuggingFaceStorageReader`` reads the files.
+A file has flat parts of tensors in the format of ``torch.distributed.checkpoint``. The header gives the index
+of each part's first element in the flattened tensor. torch's ``HuggingFaceStorageReader`` reads the files.
 A tensor's key is a kind and a name: ``weights/conv1.weight``, ``exp_avg/conv1.weight``.
 """
 
@@ -24,12 +24,10 @@ from deepspeed_trial import messages
 from deepspeed_trial.errors import ErrorList, InvalidInput
 from deepspeed_trial.input_files import parsed, regular_file
 
-NAME, RECORD = (
-    "shard-{:05}-model-00001-of-00001.safetensors",
-    "state.json",
-)  # torch's name; a rank counts from 1
+NAME = "shard-{:05}-model-00001-of-00001.safetensors"  # torch's name of a rank's file; ranks count from 1
+RECORD = "state.json"
 OFFSETS = "DCP_SHARDING_INFO"  # in a header
-# Kinds: an average is of weights or buffers; any other kind is one of an optimizer's states
+# Kinds of tensors: AVERAGE is the average of a weight or buffer; any other kind is a state of the optimizer
 WEIGHTS, BUFFERS, AVERAGE = "weights", "buffers", "average"
 REMEDY = "resume from another checkpoint"
 
@@ -39,7 +37,7 @@ class Part(NamedTuple):
 
     Attributes:
         values: the values, of any shape.
-        start: the part's first element in the flattened tensor.
+        start: index of the part's first element in the flattened tensor.
         shape: the tensor's shape.
     """
 
@@ -83,7 +81,7 @@ def write_file(file: pathlib.Path, parts: Mapping[str, Part]) -> None:
     places = set()
     for key, part in parts.items():
         values = part.values.detach().reshape(-1)
-        is_again = values.data_ptr() in places  # which safetensors refuses
+        is_again = values.data_ptr() in places  # safetensors refuses to write the same memory twice
         flat[key] = values.clone() if is_again else values
         places.add(values.data_ptr())
     offsets = json.dumps({key: {"saved_offsets": [part.start]} for key, part in parts.items()})
@@ -93,7 +91,7 @@ def write_file(file: pathlib.Path, parts: Mapping[str, Part]) -> None:
         if number := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
         raise
-    file.chmod(0o644)  # safetensors lets its owner alone read it
+    file.chmod(0o644)  # safetensors makes it readable only for its owner
 
 
 class Shards:
@@ -160,7 +158,7 @@ class Shards:
         return "its parts differ in type" if len(dtypes) > 1 else None
 
     def read(self, key: str, start: int = 0, count: int | None = None) -> Tensor:
-        """Return elements of a flattened tensor, on the CPU; all of them by default."""
+        """Return ``count`` elements of a flattened tensor from ``start`` on, on the CPU; None means the rest."""
         end = math.prod(self.shapes[key]) if count is None else start + count
         ranges = [
             file.get_slice(key)[max(start, first) - first : min(end, last) - first]

@@ -19,8 +19,8 @@ from deepspeed_trial.checkpoints.weights import mismatch
 from deepspeed_trial.errors import InvalidInput
 
 COUNTS = ("global_steps", "global_samples", "skipped_steps")  # of an engine
-SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of a changing loss scale
-Averages = Mapping[Tensor, Tensor]  # by the master weights and buffers, each of the same shape
+SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # of a dynamic loss scale
+Averages = Mapping[Tensor, Tensor]  # from master weights and buffers to their averages of the same shape
 
 
 def save(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames, averages: Averages) -> None:
@@ -30,7 +30,7 @@ def save(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames, aver
         engine: the engine; ``pieces.are_known(engine)`` must be true.
         folder: the folder to write into.
         layers: the names of a pipeline's layers.
-        averages: averages of the weights to write, too.
+        averages: averages to write, too.
 
     Raises:
         OSError: if the disk is full or fails.
@@ -48,7 +48,7 @@ def _parts(engine: DeepSpeedEngine, layers: LayerNames, averages: Averages) -> I
         for kind, value in _states(engine, piece).items():
             if _is_moment(piece, kind, value):
                 values, start = piece.of_moment(kind, value, shape)
-                if start == piece.start:  # or another rank writes the whole matrix
+                if start == piece.start:  # else another rank writes the whole matrix
                     yield f"{kind}/{name}", Part(values, start, shape)
             elif value is not None and piece.start == 0:
                 yield f"{kind}/{name}", Part(torch.as_tensor(value), 0, ())
@@ -97,7 +97,7 @@ def check(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames) -> 
         dtype, is_number = saved.dtype(key), math.prod(saved.shapes[key]) == 1
         if not (dtype.is_floating_point or dtype.is_complex or is_number):
             raise InvalidInput(f"{folder}: {key}: {dtype} is no type of an optimizer's state; {REMEDY}")
-    for name, average in saved.network.items():  # of the weight or buffer, if no average was saved
+    for name, average in saved.network.items():  # the key of the average, or else of the weight or buffer
         for key in (f"{WEIGHTS}/{name}", f"{BUFFERS}/{name}"):
             if saved.shapes.get(key, saved.shapes[average]) != saved.shapes[average]:
                 what = f"{key} is {saved.shapes[key]}, but {average} is {saved.shapes[average]}"
@@ -113,7 +113,7 @@ def check(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames) -> 
 
 
 def _check_moments(engine: DeepSpeedEngine, saved: Shards, folder: pathlib.Path, layers: LayerNames) -> None:
-    """Check that all weights of a parameter group have the same moments and counts, or none."""
+    """Check that the weights of a parameter group have the same kinds of states; a weight may have none."""
     of_groups: dict[int, tuple[str, list[str]]] = {}
     for name, _, piece, _ in pieces.named(engine, layers):
         kinds = saved.kinds.get(name, [])
@@ -129,7 +129,9 @@ def _check_moments(engine: DeepSpeedEngine, saved: Shards, folder: pathlib.Path,
 
 @torch.no_grad()
 def read(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames, averages: Averages) -> None:
-    """Read tensors, checked by ``check``, into this rank's parts; then call ``update_network``.
+    """Read tensors, checked by ``check``, into this rank's parts of the master weights, states and buffers.
+
+    The caller must then call ``full_weights.update_network``.
 
     Args:
         engine: an engine in any mode, with the optimizer that saved the tensors.
@@ -153,7 +155,7 @@ def read(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames, aver
             if saved.shapes[key] == shape and kind != "step":
                 moment = state[kind] = _moment(piece, kind, state.get(kind), saved.dtype(key))
                 saved.copy(key, *piece.of_moment(kind, moment, shape))
-            else:  # a count: of the parameters in one owner, the greatest
+            else:  # a count; parameters with the same owner share the greatest count
                 count, before = saved.read(key), counts.get((piece.owner, kind))
                 if not 0 <= count.item() < math.inf:
                     raise ValueError(f"{key}: {count.item()}: must be at least 0 and finite")
@@ -167,7 +169,7 @@ def read(engine: DeepSpeedEngine, folder: pathlib.Path, layers: LayerNames, aver
 
 
 def _moment(piece: Piece, kind: str, value: Any, dtype: torch.dtype) -> Tensor:
-    """Return a moment of an optimizer, or zeros if the optimizer has none yet."""
+    """Return ``value`` if it is a moment of the optimizer, else zeros of the moment's shape."""
     if _is_moment(piece, kind, value):
         return value
     shape = (piece.matrix[1],) if kind == MOMENTUM and piece.matrix else piece.owner.shape
@@ -175,11 +177,9 @@ def _moment(piece: Piece, kind: str, value: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _number(optimizer: torch.optim.Optimizer, piece: Piece, value: Tensor) -> Tensor | float:
-    """Return a number in the optimizer's type: a tensor for torch's optimizers, an int for DeepSpeed's."""
+    """Return a number in the optimizer's type: a tensor for torch's optimizers, else an int or a float."""
     group = optimizer.param_groups[piece.group or 0]
-    stepping = (
-        getattr(optimizer, "aux_optimizer", None) or optimizer
-    )  # Muon's, for other weights than matrices
+    stepping = getattr(optimizer, "aux_optimizer", None) or optimizer  # Muon's optimizer of non-matrices
     if type(stepping).__module__.startswith("torch."):
         on_device = group.get("fused") or group.get("capturable")
         return value.float().view(()).to(piece.owner.device if on_device else "cpu", copy=True)
@@ -192,7 +192,7 @@ def _number(optimizer: torch.optim.Optimizer, piece: Piece, value: Tensor) -> Te
 
 def numbers(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Return an engine's step counts, loss scale, schedule, and the settings of its parameter groups."""
-    scaler, schedule = _changing_scale(engine), engine.lr_scheduler
+    scaler, schedule = _dynamic_scale(engine), engine.lr_scheduler
     groups = engine.basic_optimizer.param_groups if engine.basic_optimizer else []
     return {
         "counts": {key: int(getattr(engine, key)) for key in COUNTS},
@@ -203,7 +203,7 @@ def numbers(engine: DeepSpeedEngine) -> dict[str, Any]:
 
 
 def load_numbers(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
-    """Load the result of ``numbers``; the engine may be in another mode.
+    """Set an engine's numbers to a saved result of ``numbers``; the engine may be in another mode.
 
     Raises:
         ValueError: if a value's type differs from the engine's.
@@ -213,7 +213,7 @@ def load_numbers(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
         if not is_count(count := saved["counts"][key]):
             raise ValueError(f"{key}: {count!r}: must be a whole number")
         setattr(engine, key, count)
-    if len(here["groups"]) == len(saved["groups"]):  # else in another mode
+    if len(here["groups"]) == len(saved["groups"]):  # another mode may have other groups
         for index, values in enumerate(saved["groups"]):
             _check_types(f"groups.{index}", values, here["groups"][index])
             known = {key: value for key, value in values.items() if key in here["groups"][index]}
@@ -223,7 +223,7 @@ def load_numbers(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
         engine.lr_scheduler.load_state_dict(saved["schedule"])
     _check_types("scale", saved["scale"], here["scale"])
     for key in saved["scale"].keys() & here["scale"].keys():
-        setattr(_changing_scale(engine), key, saved["scale"][key])
+        setattr(_dynamic_scale(engine), key, saved["scale"][key])
 
 
 def _check_types(name: str, saved: Any, here: Any) -> None:
@@ -239,8 +239,8 @@ def _check_types(name: str, saved: Any, here: Any) -> None:
             _check_types(f"{name}.{index}", value, like)
 
 
-def _changing_scale(engine: DeepSpeedEngine) -> Any:
-    """Return the object with fp16's loss scale; None if the scale is static."""
+def _dynamic_scale(engine: DeepSpeedEngine) -> Any:
+    """Return the object with fp16's dynamic loss scale; None if the scale is static."""
     optimizer = engine.optimizer
     scaler = getattr(optimizer, "loss_scale_config", None) or getattr(optimizer, "loss_scaler", None)
     changes = getattr(scaler, "dynamic_loss_scale", False) or getattr(scaler, "dynamic", False)

@@ -25,7 +25,7 @@ TYPES = {
 }
 OF_CLUSTERS = ("azure",)
 OFF = f"keep checkpoints in the run's folder only: --set {SECTION}.type=null"
-SILENCE = 30  # seconds without an answer after which a request has failed
+SILENCE = 30  # seconds without an answer after which a request fails
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Storage:
         """Return the file system.
 
         Raises:
-            InvalidInput: if its library is not installed, or rejects the options.
+            InvalidInput: if the library for this ``kind`` is not installed, or rejects the options.
         """
         protocol, _, _, library = TYPES[self.kind]
         try:

@@ -1,4 +1,4 @@
-"""The checkpoints of a run without a cluster. Only complete ones are visible; old ones are removed."""
+"""The checkpoints of a run without a cluster: a new one becomes visible when complete, then old ones go."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from deepspeed_trial.checkpoints.uploads import Uploads
 from deepspeed_trial.errors import InvalidInput, TrainingStopped, one_line
 from deepspeed_trial.local.lost_disk import how_to_go_on, is_full_disk, is_gone
 
-_PARTIAL = (
-    ".partial-"  # begins the name of a checkpoint's folder before it is complete, and while it is removed
-)
-
+_PARTIAL = ".partial-"  # begins the name of a checkpoint's folder while it is written or removed
 AUTO = "auto"  # the latest undamaged checkpoint
 
 
@@ -29,13 +26,14 @@ class LocalCheckpoints:
     """Replaces Determined's checkpoint storage without a cluster.
 
     All ranks write a checkpoint into a hidden folder. ``metadata.json`` lists the size and SHA-256 of every
-    file. The complete folder is renamed; after that older checkpoints are removed.
+    file. Rank 0 renames the complete folder, and then removes older checkpoints.
 
     Args:
         folder: has a folder for each checkpoint, named by its UUID; all ranks can read it.
         distributed: the ranks.
         keep_best: number of best checkpoints to keep (``checkpoint_storage.save_trial_best``).
-        keep_latest: number of latest ones to keep, at least 1 (``checkpoint_storage.save_trial_latest``).
+        keep_latest: number of latest checkpoints to keep (``checkpoint_storage.save_trial_latest``); one is
+            always kept.
         score: returns the score of the validation after a step, higher is better; None without a validation.
         uploads: uploads complete checkpoints to ``checkpoint_storage``, on rank 0; None without storage.
     """
@@ -74,12 +72,12 @@ class LocalCheckpoints:
             if self._dist.rank == 0:
                 files.write_metadata(partial, metadata)
                 os.rename(partial, self.folder / name)
-                files.sync(self.folder)  # before an older checkpoint goes
+                files.sync(self.folder)  # before an older checkpoint is removed
                 if self._uploads:
                     self._uploads.add(name)
                 self._prune()
         except Exception as error:
-            is_full = is_full_disk(error)  # torch's own error for it is a RuntimeError
+            is_full = is_full_disk(error)  # torch raises RuntimeError for a full disk
             if is_gone(error, self.folder.parent) or not (isinstance(error, OSError) or is_full):
                 raise
             shutil.rmtree(partial, ignore_errors=True)
@@ -90,7 +88,7 @@ class LocalCheckpoints:
                 f"{self.folder}: the checkpoint of step {metadata['steps_completed']} cannot be written"
                 f" ({one_line(error)}{room}); {self._last_whole()}; {remedy}"
             ) from error
-        self._dist.broadcast(None)  # no rank trains before it is complete
+        self._dist.broadcast(None)  # no rank trains before the checkpoint is complete
 
     @contextlib.contextmanager
     def restore_path(self, storage_id: str, *args: Any, **kwargs: Any) -> Iterator[pathlib.Path]:
@@ -105,11 +103,12 @@ class LocalCheckpoints:
         """Return the UUID of a checkpoint with undamaged files.
 
         Args:
-            which: ``latest``, a UUID, or ``auto``: the latest undamaged one. A printed line names
-                a later, damaged one.
+            which: ``latest``, a UUID, or ``auto``: the latest undamaged checkpoint. If ``auto`` skips a
+                damaged checkpoint, a line on stderr names it.
 
         Raises:
-            InvalidInput: if there is no such checkpoint; the line names the last undamaged one.
+            InvalidInput: if there is no such checkpoint, or if it is damaged. The line names the checkpoints
+                to use instead.
         """
         known, unreadable = files.known(self.folder), files.unreadable(self.folder)
         candidates = [*unreadable[:1], *list(known)[:1]]
@@ -127,12 +126,11 @@ class LocalCheckpoints:
                 file=sys.stderr,
             )
             return whole
-        mend = "no undamaged checkpoint is left"
+        remedy = "no undamaged checkpoint is left; start a new run with another --output"
         if whole:
-            mend = (
-                f"the last undamaged one is of step {known[whole]['steps_completed']}; use --resume {whole}"
-            )
-        raise InvalidInput(f"--resume: {which}: {self.folder / name / damage}; {mend}")
+            step = known[whole]["steps_completed"]
+            remedy = f"the last undamaged one is of step {step}; use --resume {whole}"
+        raise InvalidInput(f"--resume: {which}: {self.folder / name / damage}; {remedy}")
 
     def best(self) -> list[str]:
         """Return the names of the validated checkpoints, the best first; in a tie, the earliest first."""

@@ -1,4 +1,7 @@
-"""A run's folder in ``checkpoint_storage``, with the layout of a local run's; its content is not trusted."""
+"""A run's folder in ``checkpoint_storage``, with the layout of a local run's folder.
+
+Others may write to the storage, so downloads check the names and sizes of files.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class StoredRun:
 
     Args:
         storage: the file system and its root folder.
-        name: the run's folder in it.
+        name: the run's folder in the root folder.
 
     Attributes:
         url: the folder as log lines show it.
@@ -104,10 +107,10 @@ class StoredRun:
     # ---------------------------------------------------------------------------------------------- read
 
     def prepare(self, output: pathlib.Path, resumes: bool | None) -> bool:
-        """Download a run's checkpoints and metrics into its folder, and remove incomplete checkpoints.
+        """Download the run's checkpoints and metrics, and remove incomplete checkpoints from the store.
 
         Args:
-            output: the run's folder.
+            output: the run's local folder.
             resumes: whether to continue the stored run; None to continue it if it has a checkpoint.
 
         Returns:
@@ -155,7 +158,7 @@ class StoredRun:
             partial = checkpoints / f".partial-{name}"
             self._download(name, metadata["files"], folder / name / files.METADATA, partial)
             damage = files.damage(partial)
-            if damage and number:  # of the latest, --resume says it
+            if damage and number:  # damage of the latest checkpoint ends the run at --resume
                 _tell(f"{self.url}/checkpoints/{name}/{damage}; the run ignores this checkpoint")
                 shutil.rmtree(partial)
                 continue
@@ -179,7 +182,7 @@ class StoredRun:
             raise InvalidInput(f"--output: {partial.parent.parent}: {what}; free some disk space")
         for file, (size, _) in described.items():
             (partial / file).parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # `files.damage` names it
+            with contextlib.suppress(FileNotFoundError):  # `files.damage` reports it
                 self._get(self.at("checkpoints", name, file), (partial / file).parent, size)
         shutil.copyfile(metadata, partial / files.METADATA)
 
@@ -196,7 +199,8 @@ def stored_run(section: Mapping[str, Any], output: pathlib.Path) -> StoredRun | 
 
     Args:
         section: ``checkpoint_storage`` of the experiment.
-        output: the local folder of the run; its path from the working directory names the stored folder.
+        output: the local folder of the run. The stored folder has its path below the working directory; for a
+            folder elsewhere, only its name.
 
     Raises:
         InvalidInput: with a line for each wrong field.
@@ -214,7 +218,7 @@ def _blocks(file: Any, most: int) -> Iterator[bytes]:
     while most >= 0 and (block := file.read(min(_BLOCK, most + 1))):
         most -= len(block)
         if most < 0:
-            raise OSError("has more bytes than the checkpoint's metadata.json lists")
+            raise OSError("has more bytes than expected")
         yield block
 
 

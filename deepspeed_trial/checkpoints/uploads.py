@@ -17,10 +17,10 @@ from deepspeed_trial.checkpoints.storage import SECTION
 from deepspeed_trial.checkpoints.stored_run import StoredRun
 from deepspeed_trial.errors import TrainingStopped, one_line
 
-PATIENCE = 300.0  # seconds at the end of a run for a store that does not answer
+PATIENCE = 300.0  # seconds that a run waits at its end for a store that does not answer
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0  # seconds between attempts
 _LINKED = ".upload-"  # begins the name of a checkpoint's folder that waits for its upload
-_LINKING = ".partial-upload"  # that folder before it is complete
+_LINKING = ".partial-upload"  # the name of such a folder before it is complete
 
 logger = logging.getLogger("deepspeed_trial")
 
@@ -44,7 +44,7 @@ class Uploads:
         self._run, self._output, self._also = run, output, also
         self._folder = output / "checkpoints"
         self._stored: set[str] = set()
-        self._sent: dict[str, tuple[int, int]] = {}  # size and time of the further files
+        self._sent: dict[str, tuple[int, int]] = {}  # size and time of each uploaded other file
         self._is_ending, self._is_new = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
 
@@ -83,7 +83,7 @@ class Uploads:
                 return
             try:
                 self._upload()
-            except Exception as error:  # each library raises its own
+            except Exception as error:  # each library raises different exceptions
                 if wait == FIRST_WAIT:
                     logger.warning(f"{self._failed(error)}; the training continues, the upload follows later")
                 self._is_ending.wait(wait)
@@ -123,7 +123,7 @@ class Uploads:
                 self._stored.add(name)
         for name, path in waiting.items():
             if name not in self._stored:
-                self._run.remove(name)  # a part of it may be there
+                self._run.remove(name)  # the store may have a part of it
             shutil.rmtree(path, ignore_errors=True)
         for name in [name for name in self._stored if here and not (self._folder / name).exists()]:
             self._run.remove(name)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def mismatch(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> str | None:
-    """Name the first weight that does not fit, and similar names; None if all fit.
+    """Return a text about the first weight that does not fit, with similar names; None if all fit.
 
-    Integers do not fit a floating-point weight. Floating-point values fit an integer: some files store counts
-    as fp32.
+    Integer values do not fit a floating-point weight. Floating-point values fit an integer weight, because
+    some files store counts as fp32.
 
     Args:
         found: weights by name, e.g. of a file.

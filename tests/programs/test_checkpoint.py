@@ -348,7 +348,7 @@ def test_a_damaged_checkpoint_is_refused(run, main, tmp_path):
     for damage, kind in (lambda: os.truncate(file, 1000), "truncated"), (file.unlink, "missing"):
         damage()
         (said,) = main("export", copy, tmp_path / "out.pt", code=2)
-        assert said.startswith("checkpoint.py: ") and f"{MODEL}: is {kind}; export another checkpoint" in said
+        assert said.startswith("checkpoint.py: ") and f"{MODEL}: is {kind}; use another checkpoint" in said
     assert not list(tmp_path.glob("out*"))
 
 
