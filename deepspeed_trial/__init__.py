@@ -1,6 +1,6 @@
 """Runs any ``DeepSpeedTrial`` on a Determined cluster, on GPUs, or on the CPU cores of a laptop.
 
-It replaces Determined's training loop and patches DeepSpeed, and is independent of the kind of data. In this
+The package replaces Determined's training loop and patches DeepSpeed. It works with any kind of data. In this
 package a *mode* is a combination of ZeRO stage, offload, precision, parallelism and number of processes.
 
     from deepspeed_trial import LocalTestMode, Trainer, init
@@ -9,8 +9,8 @@ package a *mode* is a combination of ZeRO stage, offload, precision, parallelism
         Trainer(MyTrial(context), context).fit(max_length=pytorch.Epoch(2))
 
 Import this package before ``torch`` and ``deepspeed``. The import selects the CPU if there is no GPU, or if
-several processes would share a Mac's GPU. It hides MLflow from DeepSpeed, lets waiting threads sleep, and
-sets the rank of each task that SLURM's ``srun`` starts.
+several processes would share a Mac's GPU. It hides MLflow from DeepSpeed, lets OpenMP's threads sleep while
+they wait, and sets the rank of each task that SLURM's ``srun`` starts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
     "find_checkpoint",
     "init",
 ]
-# They import torch and DeepSpeed, so Python reads them when a program asks for the first name
+# These modules import torch and DeepSpeed, so ``__getattr__`` imports them only when a public name is used
 PUBLIC_MODULES = ("trainer", "events", "errors", "local.local_mode")
 WAIT_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # variables of OpenMP's libraries
 
@@ -61,13 +61,13 @@ class NoMLflowInAutotuner(importlib.abc.MetaPathFinder):
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Find nothing.
+        """Return None, so that Python asks its other finders.
 
         Raises:
-            ImportError: if the autotuner asks for MLflow; the autotuner handles this error.
+            ImportError: if the autotuner imports MLflow; the autotuner handles this error.
         """
         autotuner = sys.modules.get("deepspeed.autotuning.autotuner")
-        if name == "mlflow" and autotuner and not hasattr(autotuner, "has_mlflow"):  # it is being imported
+        if name == "mlflow" and autotuner and not hasattr(autotuner, "has_mlflow"):  # is being imported
             raise ImportError("DeepSpeed's autotuner is not used")
 
 
@@ -81,17 +81,17 @@ def __getattr__(name: str) -> Any:
 
 
 def sleep_while_waiting() -> None:
-    """Let the threads of a step sleep while they wait for each other, unless the environment says otherwise.
+    """Let OpenMP's threads sleep while they wait for each other, if no variable in ``WAIT_POLICIES`` is set.
 
-    By default they spin, and take the cores from the threads that they wait for. Torch's OpenMP reads the
-    policy when torch is imported.
+    By default they spin, and take the cores from the threads that they wait for. OpenMP reads the variables
+    when torch is imported.
     """
     if os.environ.keys().isdisjoint(WAIT_POLICIES):
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 def choose_accelerator() -> None:
-    """Select the CPU for DeepSpeed and torch if there is no GPU, or a Mac's GPU for several processes."""
+    """Select the CPU for DeepSpeed and torch if there is no GPU, or if processes would share a Mac's GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -100,11 +100,11 @@ def choose_accelerator() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # or torch's optimizers look for a driver in every step
 
 
-# Errors alone: the store's warnings about a lost rank are a page of C++ frames each
+# Hides warnings of torch's C++ code: each warning of its store about a lost rank is a page of stack frames
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")  # a Mac's CPU computes what its GPU cannot
 sys.meta_path.insert(0, NoMLflowInAutotuner())
 sleep_while_waiting()
-if sys.orig_argv[1:3] != ["-m", "deepspeed_trial.launch"]:  # its processes choose
+if sys.orig_argv[1:3] != ["-m", "deepspeed_trial.launch"]:  # the processes that it starts do both
     choose_accelerator()
     slurm.take_ranks(os.environ)

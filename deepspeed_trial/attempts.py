@@ -1,7 +1,8 @@
-"""Try a few steps of a trial in separate processes, which may run out of memory without ending this one.
+"""Try a few steps of a trial in separate processes, which may run out of memory without ending this process.
 
 An attempt runs the real trial in the real trainer: the same engine, ranks, images and hooks. It leaves no
-files, and no cluster sees it. Without a GPU the processes are forks and share the imported modules.
+files and reports nothing to a cluster. On Linux without a GPU the processes are forks and share the imported
+modules.
 """
 
 from __future__ import annotations
@@ -37,23 +38,24 @@ from deepspeed_trial.stops import STOP_WITH_PID
 from deepspeed_trial.trainer import Trainer
 from deepspeed_trial.watch import watching
 
-SECONDS, MOST_STEPS = 1.0, 50  # of measured steps, after a first one without measurement
-LONG = 5.0  # seconds of a first step that is measured itself, because a second one takes too long
-HANG = 120.0  # seconds without a move of any rank after which an attempt ends, at the latest
-LIMIT = 0.9  # of the free memory; other programs, the validation and the report need the rest
+SECONDS = 1.0  # of steps to measure, after a first step that does not count
+MOST_STEPS = 50  # to measure
+LONG = 5.0  # seconds; if the first step takes longer, only one more micro-batch is measured
+HANG = 120.0  # seconds; the greatest ``hang_after`` of an attempt
+LIMIT = 0.9  # share of the free memory to use; other programs, the validation and the report need the rest
 NO_MEMORY = "no memory left"
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """Result of a few steps; equal on all ranks.
+    """The result of an attempt. If the steps succeed, the result is the same on all ranks.
 
     Attributes:
         micro_batch_seconds: duration of a micro-batch without an optimizer step, in seconds; 0 if every
             micro-batch has an optimizer step.
         last_seconds: duration of a micro-batch with the optimizer step, in seconds.
-        peak_memory: largest memory of a rank in MiB.
-        reason: reason why the steps failed; empty if they did not.
+        peak_memory: the most memory that any rank used, in MiB.
+        reason: why the steps failed; empty if they succeeded.
         errors: lines of the ``InvalidInput`` that made the steps fail; empty after an error of another class.
     """
 
@@ -74,7 +76,7 @@ class Group:
 
     Attributes:
         environments: environment variables of each rank, in addition to this process's variables.
-        store: the ranks' rendezvous; the server runs in this process or in rank 0's process.
+        store: the ranks' store; its server runs in this process or in rank 0's process. None for one rank.
     """
 
     environments: Sequence[Mapping[str, str]]
@@ -161,7 +163,7 @@ def attempt(
 
 
 def _fork_has_gradients() -> bool:
-    """Return whether torch can compute gradients in a fork: not if this process has GPU autograd threads.
+    """Return whether torch can compute gradients in a fork: False if this process has GPU autograd threads.
 
     Torch also starts these threads on a machine without a GPU, if the first backward pass is on fake tensors.
     """
@@ -192,7 +194,7 @@ def _answer(started: Sequence[tuple[Any, Connection]]) -> Attempt:
 
 
 def _why(code: int) -> str:
-    if code == -signal.SIGKILL:  # Linux ends a process so if memory runs out
+    if code == -signal.SIGKILL:  # Linux sends it if memory runs out
         return f"{NO_MEMORY} (killed)"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
@@ -220,7 +222,7 @@ def _rank(
     os.dup2(log, 2)
     os.environ.clear()
     os.environ.update(environment)
-    det.get_cluster_info = lambda: None  # the steps are no trial of the cluster
+    det.get_cluster_info = lambda: None  # so that the trainer reports nothing to the cluster
     torch.set_num_threads(threads)
     try:
         answer.send(_steps(trial_class, experiment, scratch / "run", needs))
@@ -237,14 +239,14 @@ def _steps(
 ) -> Attempt:
     hang_after = min(experiment.hang_after, HANG)
     ranks = processes.join_local_processes(hang_after)
-    ranks.allgather(None)  # each has joined
+    ranks.allgather(None)  # wait until each rank has joined
     output.mkdir()
     with (
         contextlib.ExitStack() as stack,
         locally(experiment, ranks, output, resumes=False, logs_tensorboard=False) as context,
         watching(ranks, context.place, hang_after),
     ):
-        ranks.allgather(None)  # no rank has begun
+        ranks.allgather(None)  # no rank has allocated memory yet
         free = int(min(ranks.allgather(machine.free_memory())) * LIMIT / ranks.local_size)
         if needs > free:
             return Attempt(
@@ -272,7 +274,7 @@ class _Clock:
     def __init__(self, context: Any) -> None:
         self.context = context
         self.begins: list[float] = []
-        self.last: int | None = None  # micro-batch whose begin completes the measurement
+        self.last: int | None = None  # micro-batch whose start ends the measurement
         self.medians = 0.0, 0.0
         whole_steps = context.use_pipeline_parallel or not context.accumulates
         self.calls = 1 if whole_steps else context.get_num_micro_batches_per_slot()  # of a step
@@ -298,5 +300,5 @@ class _Clock:
         calls = self.calls
         seconds = [after - before for before, after in zip(self.begins, self.begins[1:], strict=False)]
         ends, others = seconds[calls - 1 :: calls], [s for at, s in enumerate(seconds) if (at + 1) % calls]
-        # The first step allocates and compiles; in a long one that counts little
+        # Leave out the first step, which also allocates and compiles, if there are others
         return statistics.median(others[calls - 1 :] or [0.0]), statistics.median(ends[1:] or ends)

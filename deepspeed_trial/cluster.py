@@ -34,7 +34,7 @@ def cluster_info() -> det.ClusterInfo:
 def cluster_experiment() -> Experiment | None:
     """Return the experiment of this process's trial; None without a cluster.
 
-    The master has checked its fields and chosen the hyperparameters.
+    The master has checked the experiment's fields and chosen the hyperparameters.
     """
     if not on_cluster():
         return None
@@ -43,10 +43,10 @@ def cluster_experiment() -> Experiment | None:
 
 
 def trial_seed(experiment: Experiment) -> int:
-    """Return the seed of this trial: the file's seed for a single trial, the master's for a search.
+    """Return this trial's seed: ``experiment_seed`` for a single trial, the master's seed in a search.
 
-    The master draws each trial's seed from a generator with the file's seed. For a single trial that seed
-    would differ from the seed of a local run of the same file.
+    The master draws each trial's seed from a generator with ``experiment_seed``. For a single trial, the
+    drawn seed would differ from the seed of a local run with the same configuration.
     """
     return experiment.seed if experiment.searcher == SINGLE else cluster_info().trial.trial_seed
 
@@ -88,8 +88,8 @@ def leaves_once_reported() -> Iterator[None]:
 def log_from_chief(experiment: Experiment, is_chief: bool) -> None:
     """Let Determined's loggers print everything on the chief, and only warnings on other ranks.
 
-    Two useless lines are dropped: the representation of an object with the data-parallel ranks, and a note
-    that a checkpoint on a shared file system needs no download.
+    The function also silences two useless lines: the representation of an object with the data-parallel
+    ranks, and a note that a checkpoint on a shared file system needs no download.
     """
     level = logging.DEBUG if experiment.config.get("debug") else logging.INFO
     logging.basicConfig(level=level if is_chief else logging.WARNING, format=det.LOG_FORMAT)

@@ -42,7 +42,7 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
         experiment: the experiment's configuration.
         resumes: whether a checkpoint's weights will replace the initial weights.
         resumed_from: optimizer steps that were done before this run resumed.
-        place: the phase and step of this rank, which the watch reports.
+        place: the phase and step of this rank; ``watch`` reports them if the run hangs.
         tracking: the trackers of this run.
         plan: number of steps, and the progress at each step; a trial's schedules may read it.
         place_in_data: index of the current step, from 0, and number of steps in an epoch.
@@ -144,7 +144,7 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
     def get_tensorboard_writer(self) -> Any:
         """Return the writer of TensorBoard's files.
 
-        After a resume it hides the events that a killed run wrote after its last checkpoint.
+        After a resume the writer hides the events that the killed run wrote after its last checkpoint.
         """
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
@@ -179,7 +179,7 @@ def make_context(
     steps_completed: int = 0,
     enable_tensorboard_logging: bool = True,
 ) -> TrialContext:
-    """Make the context of a trial with one process per slot."""
+    """Return the context of a trial with one process per slot."""
     context = TrialContext(
         core_context=core_context,
         trial_seed=seed,
@@ -208,9 +208,9 @@ def init(
 ) -> Iterator[TrialContext]:
     """Set up processes, seeds and Determined's services, and yield the context for a trial.
 
-    It replaces ``determined.pytorch.deepspeed.init`` and also supports CPUs. Without a cluster, a folder
-    keeps checkpoints, metrics and progress. On a cluster, the master marks a trial with a bad configuration
-    as invalid, and does not restart it.
+    It replaces ``determined.pytorch.deepspeed.init`` and also supports CPUs. Without a cluster, the run
+    writes checkpoints and metrics to a folder. On a cluster, the master marks a trial with a bad
+    configuration as invalid, and does not restart the trial.
 
     Args:
         hparams: hyperparameters; on a cluster the master's are used instead.
@@ -219,8 +219,8 @@ def init(
         enable_tensorboard_logging: whether to write every reported metric for TensorBoard. The writer that
             a trial uses itself works in either case.
         output: folder of a local run, by default ``runs/trial-<time>``; all ranks use the chief's.
-        resumes: whether to continue the run in the folder. True requires a run there, and False forbids one.
-            None continues a run that has a checkpoint, and sets ``context.resumes``.
+        resumes: True continues the run in the folder. False requires a folder without a run. None continues
+            the run if it has a checkpoint, and otherwise starts one; ``context.resumes`` says which.
         writes: more files that the program writes into the folder.
 
     Raises:
@@ -250,7 +250,7 @@ def init(
         signals = context.services.signals
         with (
             tracked(tracking, context.core.train, lambda: signals.requested) as context.tracking,
-            watching(ranks, context.place, experiment.hang_after),  # within, for trackers may take long
+            watching(ranks, context.place, experiment.hang_after),  # after the trackers, which may take long
         ):
             yield context
 

@@ -21,7 +21,7 @@ class InvalidInput(ValueError):
     """Bad configuration or data.
 
     Every error is one line with the key or file, its value and the remedy. Programs print the lines on stderr
-    and exit with code 2. On a cluster they end the trial as an invalid hyperparameter set.
+    and exit with code 2. On a cluster the trial ends, and the master does not restart it.
 
     Args:
         errors: one line or several; ``printable`` escapes them.
@@ -59,7 +59,7 @@ class UnusableCheckpoint(InvalidInput, AssertionError):
 class TrainingStopped(RuntimeError):
     """A training that cannot continue, e.g. because the disk is full or the loss is NaN.
 
-    The message is one line with the reason and the last checkpoint. Programs print it and exit with code 1.
+    The message is one line with the reason and the remedy. Programs print it and exit with code 1.
 
     Attributes:
         is_every_rank_s: as in ``InvalidInput``.
@@ -123,7 +123,7 @@ def _overlap(one: list[str], other: list[str]) -> bool:
 
 
 def print_errors(program: str, error: InvalidInput | TrainingStopped) -> int:
-    """Print an error's lines on stderr, once for all ranks; return exit code 2 for bad input, else 1."""
+    """Print an error's lines on stderr if ``is_said_here``; return exit code 2 for bad input, else 1."""
     if is_said_here(error):
         for line in str(error).splitlines():
             print(f"{program}: {line}", file=sys.stderr)
@@ -154,7 +154,7 @@ def one_line(error: BaseException, most: int = 500) -> str:
         error: the error; its message may contain untrusted bytes.
         most: maximum length in characters.
     """
-    if isinstance(error, shutil.Error) and isinstance(error.args[0], list):  # a folder's copy: of every file
+    if isinstance(error, shutil.Error) and isinstance(error.args[0], list):  # of copytree: all files' errors
         error = OSError(error.args[0][0][2])
     text = printable(" ".join(str(error).split()))
     if not text or isinstance(error, KeyError):
@@ -186,7 +186,7 @@ def nearest(key: object, known: Iterable[object], prefixes: Mapping[str, str] | 
     return f"use one of {', '.join(names)}" if len(names) <= 20 else "remove it"
 
 
-# Names in other programs for keys of this one and of DeepSpeed
+# Other programs' names for keys of this program and of DeepSpeed
 SYNONYMS = {
     "ema": "weight_average",
     "swa": "weight_average",

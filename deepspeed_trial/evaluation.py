@@ -12,7 +12,7 @@ from deepspeed_trial import engines, metrics
 from deepspeed_trial.events import Events
 from deepspeed_trial.loaders import Batches
 
-VALIDATION, TEST = "on_validation", "on_test"  # events of both begin so
+VALIDATION, TEST = "on_validation", "on_test"  # the names of their events begin with these texts
 
 logger = logging.getLogger("deepspeed_trial")
 

@@ -1,4 +1,4 @@
-"""Events of a training: the callbacks that a trial may return, and the two that come with this package."""
+"""Events of a training: base classes of a trial's callbacks, early stopping, and the check of the loss."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from deepspeed_trial.schedules import learning_rate
 
 @dataclass(frozen=True)
 class Code:
-    """The code that is copied into a local checkpoint.
+    """The code that a local checkpoint copies.
 
     Attributes:
-        folder: is copied without the paths in its ``.detignore``.
+        folder: the folder to copy, without the paths that its ``.detignore`` lists.
         excluded: more files and folders to leave out, such as images.
     """
 
@@ -51,7 +51,7 @@ class Callback(pytorch.PyTorchCallback):
         """Called after the test and before its report.
 
         Args:
-            metrics: the metrics; changes by the callback are reported.
+            metrics: the metrics by name; the report contains the callback's changes.
         """
 
 
@@ -72,9 +72,10 @@ class TrialHooks(Callback):
         return {}
 
     def layer_names(self) -> Sequence[str] | None:
-        """Return the names of a pipeline's layers in the plain network; None to use the layers' numbers.
+        """Return the names that a pipeline's layers have in the network without a pipeline; None for numbers.
 
-        With these names a pipeline can resume from the plain network's checkpoints, and the reverse.
+        With these names a pipeline can resume from a checkpoint of the network without a pipeline, and the
+        reverse.
         """
         return None
 
@@ -82,8 +83,8 @@ class TrialHooks(Callback):
         """Return the stages of a training; all steps of a stage have the same duration.
 
         Returns:
-            Pairs of the fraction of the training at a stage's end, in order up to 1, and the duration of a
-            stage's step over the duration of a step in the last stage.
+            For each stage, the fraction of the training at the stage's end, in order up to 1, and the
+            duration of the stage's steps, relative to a step in the last stage.
         """
         return ((1.0, 1.0),)
 
@@ -103,7 +104,7 @@ class TrialHooks(Callback):
 def steps_done(context: Any) -> int:
     """Return the optimizer steps done at the last report; accept Determined's context, too."""
     done: int | None = getattr(context, "steps_done", None)
-    if done is None:  # Determined's own, which does not know before its first step
+    if done is None:  # Determined's context, which raises an error before the first step
         with contextlib.suppress(det.errors.InternalException):
             done = context.current_train_batch() + 1
     return done or 0
@@ -205,10 +206,10 @@ class EarlyStopping(pytorch.PyTorchCallback):
 
 
 class NonFiniteLossMonitor(pytorch.PyTorchCallback):
-    """Stop the training when the loss, or every gradient, is not finite.
+    """Stop the training when too many steps in a row have a loss, or gradients, that are not finite.
 
     Args:
-        engines: the engines, whose counters of skipped steps are watched.
+        engines: the engines, which count the steps that they skip because of gradients that are not finite.
         micro_batches: calls of ``train_batch`` per step.
         tolerance: number of consecutive bad steps to accept; fp16 skips steps while its loss scale falls.
 
@@ -216,7 +217,7 @@ class NonFiniteLossMonitor(pytorch.PyTorchCallback):
         checkpoint: UUID of the last checkpoint that this run saved or, before that, resumed from.
 
     Raises:
-        TrainingStopped: naming the step, the learning rate and the last checkpoint before it.
+        TrainingStopped: naming the first bad step, the learning rate and the last checkpoint.
     """
 
     def __init__(self, engines: Sequence[Any], micro_batches: int, tolerance: int) -> None:
@@ -272,7 +273,7 @@ class NonFiniteLossMonitor(pytorch.PyTorchCallback):
         """Stop the training with one line when fp16's loss scale cannot fall further."""
         try:
             yield
-        except Exception as error:  # DeepSpeed's for this is a bare Exception
+        except Exception as error:  # DeepSpeed raises a bare Exception
             if "loss scale already at minimum" not in str(error):
                 raise
             where = f"in step {step} (learning rate {learning_rate(self.engines[0]):g})"

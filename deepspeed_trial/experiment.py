@@ -25,7 +25,7 @@ MINUTES = "minutes"  # unit of lengths, not of periods
 HANG_AFTER = 600.0  # seconds
 SCHEDULING_UNIT = 100  # Determined's default; a master writes it into every configuration
 TRACKERS = ("mlflow", "wandb")
-LEAST_REPORTS = 50  # points of a curve
+LEAST_REPORTS = 50  # in a short training, so that its curves have enough points
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ def hang_errors(seconds: Any) -> list[str]:
 
 
 def tracker_errors(value: Any) -> list[str]:
-    """Check ``hyperparameters.track``: names of trackers that are installed here."""
+    """Return error lines about ``hyperparameters.track``: trackers that are unknown or not installed here."""
     field = "hyperparameters.track"
     if value is None:
         return []

@@ -26,12 +26,12 @@ from deepspeed_trial.machine import is_alive
 from deepspeed_trial.place import Place
 
 TICK = 1.0  # seconds between two heartbeats
-SILENT_AFTER = 3.0  # seconds without a heartbeat after which a rank does not answer
-WORK = 0.05  # processor seconds, or MiB read and written, in a second of work
-# Why other ranks wait for a rank in vain; the first reasons explain the others
+SILENT_AFTER = 3.0  # seconds without a heartbeat after which a rank counts as silent
+WORK = 0.05  # a process works if it uses more processor seconds, plus MiB read and written, in a second
+# Why other ranks wait for a rank in vain; an earlier reason may be the cause of a later one on another rank
 MISSING = GONE, SILENT, FAILED, DONE = "is gone", "does not answer", "has failed", "has ended"
-COLLECTIVES = {"distributed_c10d.py": "", "messages.py": "Determined's "}
-# A user at a debugger, or Determined's session, which repeats its request to a master for half an hour
+COLLECTIVES = {"distributed_c10d.py": "", "messages.py": "Determined's "}  # from file to prefix of the name
+# Code that may wait without a hang: debuggers, and Determined's requests, repeated for up to half an hour
 PATIENT = ("pdb.py", "bdb.py", "pydevd.py", "debugpy", "determined/common/api/_session.py")
 
 
@@ -43,13 +43,13 @@ class Beat:
     place: Place
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
-    created: float = field(default_factory=lambda: psutil.Process().create_time())  # the process, since 1970
+    created: float = field(default_factory=lambda: psutil.Process().create_time())  # of the process
     count: int = 0  # number of this heartbeat
     idle: float = 0.0  # seconds since the rank last moved or worked
     waits_in: str = ""  # collective that the rank waits in
     ended: str = ""  # FAILED or DONE once the rank has left the training
     unheard: float = 0.0  # seconds since this heartbeat came; the reader counts them
-    missing: str = ""  # one of MISSING; the reader finds it
+    missing: str = ""  # one of MISSING, set by the reader
 
     @property
     def still(self) -> float:
@@ -75,7 +75,7 @@ def parsed(content: bytes, rank: int) -> Beat:
         for name, kind in kinds.items():
             value = getattr(each, name)
             is_kind = type(value) in ((int, float) if kind is float else (kind,))
-            if not is_kind or (kind is not str and not abs(value) <= sys.maxsize):  # NaN is not, either
+            if not is_kind or (kind is not str and not abs(value) <= sys.maxsize):  # refuses NaN, too
                 raise ValueError(f"{name}: {value!r}: must be a {kind.__name__}")
     if beat.rank != rank or beat.ended not in ("", FAILED, DONE):
         raise ValueError(f"no heartbeat of rank {rank}")
@@ -120,7 +120,7 @@ class Heartbeats:
         for beat in self.ranks:
             if beat is not self._mine:
                 beat.unheard += TICK
-                # Without the store, only rank 0 is known to be silent: the store is on its host
+                # If the store does not answer, only rank 0 counts as silent: the store is on rank 0's host
                 is_silent = beat.unheard - (self._unanswered if beat.rank else 0.0) > SILENT_AFTER
                 is_dead = beat.rank in self.processes and not is_alive(self.processes[beat.rank])
                 beat.missing = beat.ended or (GONE if is_dead else SILENT if is_silent else "")
@@ -140,7 +140,7 @@ class Heartbeats:
 
     def _talk(self) -> None:
         address, limit = os.environ["MASTER_ADDR"], datetime.timedelta(seconds=60)
-        # The training's connection may be waiting for an answer
+        # A new connection, because the training's connection may be waiting for an answer
         store = torch.distributed.TCPStore(
             address, int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit
         )
@@ -179,10 +179,10 @@ class Activity:
         frames = [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in stack]
         place, works = dataclasses.replace(self._mine.place), True
         if place == self._place and not any(name in file for file, _, _ in frames for name in PATIENT):
-            # A process that waits for a GPU is busy, at one line
+            # A process that waits for a GPU uses the processor, but stays at one line
             is_polling = frames == self._frames and get_accelerator().device_name() == "cuda"
             work = _work(self._process, not is_polling)
-            # They may decode images, or compile
+            # Child processes may decode images or compile
             children = sum(map(_work, self._process.children(recursive=True)))
             works = max(work - self._work, abs(children - self._work_of_children)) > least
             # Measured again, because the search for children reads much
@@ -193,7 +193,7 @@ class Activity:
 
 
 def _work(process: psutil.Process, has_processor: bool = True) -> float:
-    """Return the processor seconds of a process, if they count, plus the MiB that it has read and written."""
+    """Return the MiB that a process has read and written, plus its processor seconds if ``has_processor``."""
     work = 0.0
     with contextlib.suppress(psutil.Error):  # it has just ended
         if has_processor:
