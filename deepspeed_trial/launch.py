@@ -8,8 +8,8 @@ It replaces ``determined.launch.deepspeed`` of Determined 0.38.1, which has four
   command replaces this process.
 - DeepSpeed always uses port 29500, so a second trial on the same host's network fails.
 - On several hosts the chief starts all processes over ssh, and the command in the log contains its
-  environment with the session token. Here each container starts its processes by DeepSpeed's launcher, inside
-  the processes of ``determined.launch.torch_distributed``.
+  environment with the session token. Here each container starts its processes with DeepSpeed's launcher and
+  the wrappers of ``determined.launch.torch_distributed``.
 """
 
 from __future__ import annotations
@@ -85,6 +85,4 @@ def _become(command: Cmd) -> NoReturn:
 if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(
-        exit_code
-    )  # torch takes seconds to end, of the ten that a trial with invalid hyperparameters has
+    os._exit(exit_code)  # at once: the master kills an invalid trial 10 s after its report, torch ends slowly

@@ -92,7 +92,7 @@ def build(trial: Any, context: Any, steps: int) -> Data:
 
 
 def _test(trial: Any, context: Any, builds: bool) -> Batches | None:
-    """Return the test data; None without any. Random generators keep their states."""
+    """Return the test data; None if there is none. Reading the first batch changes no random generator."""
     build = getattr(trial, "build_test_data_loader", None)
     loader = build() if build and builds else None
     if not any(context.distributed.allgather(loader is not None)):

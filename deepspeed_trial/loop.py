@@ -4,12 +4,12 @@ Read ``run`` and ``train`` first: they show everything that happens in a trainin
 ``DeepSpeedTrial`` and its callbacks as Determined's trainer does, and uses Determined's public Core API. It
 differs from Determined 0.38 on purpose:
 
-- Periods may be longer than an epoch, and a trial sees the true epoch.
+- Periods may be longer than an epoch, and ``train_batch`` gets the true index of the epoch.
 - Metrics stay on the device until a report, which fetches and averages them once.
 - A resumed trial continues at the same batch of the same order, also under gradient accumulation.
 - A validation restores the random number generators, so the number of validations does not change the
   weights.
-- A stop by the search, by a signal or by the master takes effect after the next step.
+- A signal or the master stops a training within a few steps; a search stops it after a validation.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from deepspeed_trial.saving import Saving
 from deepspeed_trial.settings import Due, Outcome, Settings
 from deepspeed_trial.time_budget import TimeBudget
 
-MONITOR = "deepspeed_trial.monitor"  # no trial calls a callback so
+MONITOR = "deepspeed_trial.monitor"  # a name that no callback of a trial has
 FP16_TOLERANCE = 64  # steps in a row that fp16 may skip while its loss scale falls
-TEST_GROUP = "test"  # of metrics, as Determined's master knows them
+TEST_GROUP = "test"  # group of the metrics in the master's database and in metrics.jsonl
 
 
 class Loop:
@@ -126,7 +126,7 @@ class Loop:
                 self.context.tracking.start(self.services.metrics())
             with self.services.stoppable():
                 self._plan()
-                if not self.context.get_stop_requested():  # or the checkpoint's run had ended early
+                if not self.context.get_stop_requested():  # the run that saved the checkpoint may have
                     with profiled(self.context, self.services, self.settings.profiling):
                         self.outcome = self.train()
                 if self.outcome in (Outcome.COMPLETE, Outcome.STOPPED):
@@ -136,13 +136,13 @@ class Loop:
                 self.place.begin(END, self.steps)
 
     def train(self) -> Outcome:
-        """Step, report, validate and save, until the length or a stop."""
+        """Step, report, validate and save, until the length or a stop; return the reason for the end."""
         try:
             validates_first = self.settings.step_zero_validation and not self.steps
             if validates_first and self.services.last_validation() is None:
                 self.validate()
             elif self.steps < self.total and Due.VALIDATION in self._due():
-                self.validate_unless_current()  # a stop has left the validation to this run
+                self.validate_unless_current()  # a stop had skipped this validation
             while self.steps < self.total:
                 batch_metrics, due, is_stop = self.step_until_due()
                 self.report(batch_metrics)
@@ -169,7 +169,7 @@ class Loop:
             raise
 
     def step_until_due(self) -> tuple[list[dict[str, Any]], list[Due], bool]:
-        """Train until something is due, or the end of an epoch.
+        """Train until an event is due, an epoch ends, or all ranks stop.
 
         Returns:
             The metrics of each micro-batch, on the device; the events that are due; whether to stop.
@@ -258,7 +258,7 @@ class Loop:
                 self.save_unless_current()
 
     def run_test(self, batches: Batches) -> dict[str, Any]:
-        """Evaluate the final weights on the test data, and report to the group ``test``."""
+        """Evaluate the final weights on the test data; report and return the metrics."""
         with self.place.during(TEST, self.steps), randomness_kept(self.context.device):
             result = self._evaluate(batches, evaluation.TEST)
             if self.is_chief:
@@ -318,7 +318,7 @@ class Loop:
                 self.services.progress.judge_by(step)
                 print(f"weights: of step {step:,}, the best by {metric}", flush=True)
         elif self.is_chief:
-            # Without test data apart, the validation's examples may be the test's
+            # Without test data, the validation may use the test's examples, which may not choose the weights
             other = "; hyperparameters.best_weights: true keeps them" if self.data.test else ""
             print(f"weights: of the last step; by {metric} step {step:,} is better{other}", flush=True)
 

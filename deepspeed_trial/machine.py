@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # vendored by an image
+        except importlib.metadata.PackageNotFoundError:  # an image has it without its metadata
             found[package] = "unknown"
     return found
 
@@ -138,7 +138,7 @@ def _control_groups(
         if controllers:
             top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
         group = top / path.lstrip("/")
-        for each in [group, *group.parents]:  # a container sees its own as the top
+        for each in [group, *group.parents]:  # a container sees its own group as the top
             if each.is_relative_to(top):
                 with contextlib.suppress(OSError, ValueError, KeyError):  # not there, or "max"
                     limit, used = (int((each / name).read_text()) for name in names[:2])
@@ -159,7 +159,7 @@ def waited_for_cores() -> float:
 
 
 def is_alive(process: psutil.Process | None) -> bool:
-    """Return whether a process runs; a zombie does not, nor a new process with the old id."""
+    """Return whether a process runs; False for a zombie, and for a new process with the old id."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False

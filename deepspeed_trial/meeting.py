@@ -1,4 +1,4 @@
-"""The store through which a run's ranks meet. With all ranks on one host, other hosts cannot reach it."""
+"""The store through which a run's ranks meet. If all ranks are on one host, other hosts cannot reach it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 from deepspeed_trial.errors import InvalidInput
 
 LOOPBACK = "127.0.0.1"
-_stores = collections.Counter[str]()  # opened by this process, and so by each rank, by their purpose
+_stores = collections.Counter[str]()  # stores opened so far, by purpose; the numbers are equal on all ranks
 
 LEAST = {
     "RANK": 0,
@@ -86,7 +86,7 @@ def meet(mine: str = "") -> None:
             _serve_at(int(os.environ["MASTER_PORT"]), os.getpid())
 
 
-@functools.cache  # it stays open as long as the process
+@functools.cache  # keeps the store open until the process ends
 def _serve_at(port: int, process: int) -> TCPStore:
     try:
         return serve(port)
@@ -106,7 +106,7 @@ def serve(port: int) -> TCPStore:
     else:
         listener = socket.create_server(("", port))
     port = listener.getsockname()[1]
-    # torch's own rendezvous, in this process and at this port, takes a store for several tenants
+    # multi_tenant: torch's own rendezvous, in this process and at this port, uses this store, too
     return TCPStore(
         LOOPBACK,
         port,
@@ -118,9 +118,9 @@ def serve(port: int) -> TCPStore:
 
 
 def meet_in_chief(purpose: str, is_chief: bool) -> TCPStore:
-    """Return this rank's connection to a new store in rank 0's process, which outlives its launcher.
+    """Return this rank's connection to a new store in rank 0's process.
 
-    Every rank calls it the same number of times for a purpose.
+    The store does not end with the launcher. Every rank calls it the same number of times for a purpose.
     """
     _stores[purpose] += 1
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") if is_launchers_store() else 0
@@ -148,7 +148,7 @@ def _address_towards(host: str) -> str:
     It is also empty on the first host if the host's name resolves to the loopback address, as on Debian.
     """
     with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))  # which sends nothing
+        probe.connect((host, 1))  # sends nothing
         address = probe.getsockname()[0]
         return "" if address.startswith("127.") else address
     return ""

@@ -25,7 +25,7 @@ from deepspeed_trial.meeting import meet_in_chief
 
 LOOK = datetime.timedelta(seconds=1)  # how long a wait blocks signals
 PIECE = 2**22  # bytes; torch's store refuses values above 8 MiB
-LAST_MESSAGE = 5.0  # seconds: rank 0 keeps its store that long if a rank has yet to read
+LAST_MESSAGE = 5.0  # seconds that rank 0 waits at its end for ranks that have yet to read
 TUPLE, SET, PATH, ARRAY, TENSOR = range(5)  # msgpack's extension types
 NUMBERS = "biufc"  # kinds of NumPy's dtypes that hold no objects
 
@@ -166,7 +166,7 @@ class Ranks(core.DistributedContext):
             try:
                 self._store.wait([key], LOOK)
                 break
-            except DistStoreError:  # it is not there yet
+            except DistStoreError:  # the message is not there yet
                 continue
         first = self._store.get(key)
         keys = [f"{key}/{piece}" for piece in range(1, int.from_bytes(first[:4], "big"))]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from deepspeed_trial.errors import TrainingStopped, one_line
 from deepspeed_trial.machine import peak_memory
 
-ONEDNN = "could not create a primitive"  # without memory; other faults of a primitive have longer messages
+ONEDNN = "could not create a primitive"  # oneDNN's whole message; for other causes it is longer
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ def make_test_context(core_context: core.Context, env: det.EnvContext) -> TrialC
     """Make the trial's context; its checkpoint goes into a folder that ``det`` removes."""
     storage = pathlib.Path(env.experiment_config["checkpoint_storage"]["host_path"])
     core_context.preempt.start()
-    core_context.train = core.DummyTrainContext(storage / "tensorboard")  # det's has no folder
+    core_context.train = core.DummyTrainContext(storage / "tensorboard")  # det's context has no folder
     core_context.checkpoint = LocalCheckpoints(storage, core_context.distributed, 1, 1, lambda step: None)
     experiment = Experiment(env.experiment_config, env.hparams)
     return make_context(core_context, experiment, env.trial_seed, LocalServices(core_context, experiment))

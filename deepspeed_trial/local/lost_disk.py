@@ -42,7 +42,7 @@ def explain_lost_disk(output: pathlib.Path) -> Iterator[None]:
 
 def is_gone(error: BaseException, output: pathlib.Path) -> bool:
     """Return whether an error means that a file in the folder is no longer accessible."""
-    if isinstance(error, shutil.Error):  # of a folder's copy; it has only the text
+    if isinstance(error, shutil.Error):  # copytree's error has only the text
         return os.strerror(errno.ENOENT) in str(error)
     if not isinstance(error, OSError):
         return False
@@ -59,7 +59,7 @@ def how_to_go_on(output: pathlib.Path) -> str:
 
 def is_full_disk(error: BaseException) -> bool:
     """Return whether an error means that a disk is full."""
-    if isinstance(error, shutil.Error):  # of a folder's copy; it has only the text
+    if isinstance(error, shutil.Error):  # copytree's error has only the text
         return any(os.strerror(number) in str(error) for number in DISK_FULL)
     if isinstance(error, OSError):
         return error.errno in DISK_FULL
@@ -68,7 +68,7 @@ def is_full_disk(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def _writers_errors_once() -> Iterator[None]:
-    """Keep TensorBoard's writer thread from printing an error that the next call raises."""
+    """Keep TensorBoard's writer thread from printing an error that the writer's next call raises again."""
     hook = threading.excepthook
 
     def show(arguments: threading.ExceptHookArgs) -> None:

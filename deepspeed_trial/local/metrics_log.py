@@ -15,7 +15,7 @@ FILE = "metrics.jsonl"
 
 
 def read(run: pathlib.Path) -> list[dict[str, Any]]:
-    """Return a run's reports of training and validation, in order.
+    """Return a run's reports of training, validation and test, in order.
 
     Args:
         run: folder of the run; the result is empty without the file.
@@ -28,7 +28,7 @@ def read(run: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def parse(text: str) -> list[dict[str, Any]]:
-    """Return the reports of a file's text; skip other lines, such as a last one that a kill has cut off."""
+    """Return the reports in a file's text; skip other lines, e.g. a last line that a kill has cut off."""
     reports = []
     for line in text.splitlines():
         with contextlib.suppress(ValueError, RecursionError):

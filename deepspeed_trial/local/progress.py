@@ -37,22 +37,22 @@ FORMS = {
     "accuracy": ("accuracy", ".4f"),
     "images_per_second": ("images/s", ",.0f"),
 }
-SHOWN = 6  # metrics
-NOT_SHOWN = ("batches", "epochs")  # Determined adds them to a validation's
-# Seconds without a report after which a step is shown, on a terminal (True) and elsewhere; a GPU waits for it
+SHOWN = 6  # most metrics of a line
+NOT_SHOWN = ("batches", "epochs")  # counts in the metrics of every validation
+# Least seconds between two shown steps, on a terminal (True) and elsewhere; to show metrics waits for the GPU
 SHOWN_EVERY = {True: 1.0, False: 60.0}
 WATCHED = 5  # least seconds of a measurement of threads or of steps
 TIMED_STEPS = 3  # least steps of a measurement
-LONGEST_WAIT = 0.2  # share of the time without a core above which a note is shown
-# Without steps a second: unlike images a second, they would count the time of validations
+LONGEST_WAIT = 0.2  # share of the time without a core; above it a note says that the host is busy
+# Shows no steps per second: tqdm would count the time of validations, too
 BAR = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps [{elapsed}<{remaining}{postfix}]"
 
 
 class Progress:
-    """Progress of a training for a person to see; this base class prints only the plans.
+    """Shows the progress of a training; this base class prints only changes of the number of steps.
 
     Attributes:
-        validation: metrics of the last validation; empty where a master has them.
+        validation: metrics of the last validation; empty on a cluster, where the master has them.
     """
 
     validation: Mapping[str, Any] = MappingProxyType({})
@@ -81,7 +81,7 @@ class Progress:
         """Use the validation after a step as the result of the final weights."""
 
     def close(self) -> None:
-        """Show that the training is over."""
+        """End the display of the progress."""
 
 
 class LocalMetrics(core.DummyTrainContext, Progress):
@@ -168,7 +168,7 @@ class LocalMetrics(core.DummyTrainContext, Progress):
     @override
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
         if self._timed_since:
-            took = self._costs[VALIDATION] = time.monotonic() - self._shown_at  # of the report before it
+            took = self._costs[VALIDATION] = time.monotonic() - self._shown_at  # since the report before
             self._timed_since = self._timed_since[0], self._timed_since[1] + took
         metrics = metrics_log.scalars(metrics)
         self._remember(steps_completed, metrics)
@@ -250,7 +250,7 @@ class LocalMetrics(core.DummyTrainContext, Progress):
             self._say_how_long(steps_completed, self.steps, self._work)
 
     def _say_how_long(self, done: int, total: int, work: Work) -> None:
-        """Show once how long the rest of the training takes, by the steps after the first, slow ones.
+        """Show once how long the rest of the training takes, by the speed after the slow first steps.
 
         A shown step has waited for the GPU, so the time between two shown steps is the time of the steps.
         """
@@ -268,7 +268,7 @@ class LocalMetrics(core.DummyTrainContext, Progress):
             sys.stdout.flush()
 
     def _say_if_threads_wait(self) -> None:
-        """Show once that this run's threads wait for cores, which other programs use."""
+        """Show once that this run's threads wait for cores that other programs use."""
         threads, now = torch.get_num_threads(), time.monotonic()
         if threads == 1 or self._watched_since is None or now - self._watched_since[0] < WATCHED:
             return

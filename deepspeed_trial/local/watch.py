@@ -14,12 +14,12 @@ from deepspeed_trial.machine import is_alive
 
 
 def launchers() -> list[int]:
-    """Return the ids of the ``torchrun`` or ``deepspeed`` processes that started this one."""
+    """Return the ids of the ``torchrun`` or ``deepspeed`` processes that started this process."""
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(os.getppid())
         if "TORCHELASTIC_RUN_ID" in os.environ:
             return [parent.pid]
-        if "deepspeed.launcher.launch" in parent.cmdline():  # on one host another one starts it
+        if "deepspeed.launcher.launch" in parent.cmdline():  # on one host, `deepspeed` starts it
             above = parent.parent()
             is_runner = above and any("deepspeed" in pathlib.Path(word).name for word in above.cmdline()[:3])
             return [parent.pid, above.pid] if above and is_runner else [parent.pid]
