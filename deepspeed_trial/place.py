@@ -1,4 +1,4 @@
-"""Position of a rank in the training: phase, step and part. The training writes it, the watch reads it."""
+"""Position of a rank in the training: phase, step and part. The training writes it, ``watch`` reads it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Place:
 def follow(engine: Any, place: Place) -> None:
     """Record an engine's passes and optimizer steps in the place; for a pipeline, every instruction."""
     if hasattr(engine, "_INSTRUCTION_MAP"):
-        # Not a move: every stage has another schedule
+        # Counts no moves: each stage has another schedule, so their numbers cannot be compared
         follow_instructions(engine, lambda instruction: setattr(place, "part", instruction))
         return
     engine.register_forward_pre_hook(lambda *_: place.enter(FORWARD))

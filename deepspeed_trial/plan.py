@@ -24,7 +24,10 @@ class Minutes(pytorch.Batch):
 
 
 def least_rest(done: int) -> int:
-    """Return the number of steps that end a schedule when the time is up: 1 % of ``done``, at least 1."""
+    """Return how many more steps a training does when its time is up, to end its schedule: 1 % of ``done``.
+
+    The number is at least 1.
+    """
     return max(1, done // 100)
 
 
@@ -66,7 +69,7 @@ class Plan:
         return self.total is not None and self.position(index) >= share * self.total
 
     def make(self, done: int, total: int) -> None:
-        """Plan, or correct the plan.
+        """Set the number of steps, or correct it.
 
         Args:
             done: optimizer steps done.

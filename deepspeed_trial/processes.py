@@ -32,14 +32,14 @@ def device_type() -> str:
 
 
 def share_cores() -> None:
-    """Limit each local process to its share of the cores: with all cores each is several times slower."""
+    """Limit each local process to its share of the cores; with all cores, each would be far slower."""
     check_ranks()
     if local_size() > 1 and not _user_chose_threads():
         torch.set_num_threads(threads_per_process(local_size()))
 
 
 def threads_per_process(processes: int) -> int:
-    """Return the number of threads per process, if a host has ``processes``.
+    """Return the number of threads per process, if ``processes`` share this host.
 
     A process that is bound to fewer cores than its launcher may use all its cores.
     """
@@ -80,12 +80,12 @@ def start_process_group(hang_after: float = HANG_AFTER) -> None:
     prepare_process()
     meet()
     if torch.distributed.is_initialized() or os.environ.get(MANUAL):
-        return  # by an earlier run in this process; or by the trial itself
+        return  # an earlier run in this process has started the group, or the trial starts it
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1:
         if device_type() != "cpu":
             _take_gpu()
     else:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")  # which DeepSpeed asks for
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")  # DeepSpeed reads them
         backend = get_accelerator().communication_backend_name()
         torch.distributed.init_process_group(
             backend, store=torch.distributed.HashStore(), rank=0, world_size=1
@@ -135,7 +135,7 @@ def _ranks() -> Ranks:
 
 
 def join_cluster_processes(hang_after: float) -> core.DistributedContext | None:
-    """Join the processes that Determined's launch layer started; return None without that layer."""
+    """Join the processes that Determined's launch layer started; without it, start alone and return None."""
     if "USE_DEEPSPEED" not in os.environ:  # Determined's launch layers set it
         start_process_group(hang_after)
         return None

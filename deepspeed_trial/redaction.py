@@ -15,7 +15,7 @@ from typing import Any
 MARK = "***"
 SET = "--set"  # the option of every program of this project that reads an experiment file
 
-# Fields of an experiment configuration, or of a section of it, that pass with everything in them.
+# Fields of an experiment configuration, or of a section of it, that are shown; `values` redacts credentials.
 _FIELDS = frozenset(
     """checkpoint_policy debug description hyperparameters labels max_restarts min_checkpoint_period
     min_validation_period name optimizations perform_initial_validation preemption_timeout profiling project
@@ -34,7 +34,7 @@ _SECTIONS = {
 _ENTRYPOINT = re.compile(
     r"python[\d.]*|-[mu]|[\w./-]+\.py|model_def:\w+|(deepspeed_trial|determined)\.[\w.]+|--"
 )
-# In fields that pass, the settings of a library may be credentials, such as DeepSpeed's comet.api_key.
+# Keys of credentials in fields that are shown, such as DeepSpeed's comet.api_key.
 _CREDENTIAL = re.compile(
     r"(^|[^a-z])(key|secret|passwd|password|token|auth|authorization|credentials?)$", re.IGNORECASE
 )
@@ -59,7 +59,7 @@ def _shown_url(found: re.Match[str]) -> str:
 
 
 def values(value: Any) -> Any:
-    """Redact JSON values of a field that is shown: URLs, and the values of keys such as ``password``."""
+    """Return JSON values with redacted URLs, and without the values of keys such as ``password``."""
     if isinstance(value, Mapping):
         return {key: MARK if _is_credential(key, inner) else values(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -68,7 +68,7 @@ def values(value: Any) -> Any:
 
 
 def _is_credential(key: object, value: Any) -> bool:
-    is_number = value is None or isinstance(value, (bool, int, float))  # as class_token: false
+    is_number = value is None or isinstance(value, (bool, int, float))  # e.g. class_token: false
     return not is_number and bool(_CREDENTIAL.search(str(key)))
 
 
@@ -111,7 +111,7 @@ def _at(path: str, value: Any) -> Any:
 
 def override(argument: str) -> str:
     """Return ``PATH=VALUE``, an argument of ``--set``, with a redacted value."""
-    from ruamel.yaml import YAML  # here, for error lines need this module before any library is imported
+    from ruamel.yaml import YAML  # here, because error lines use this module before libraries are imported
 
     path, equals, given = argument.partition("=")
     try:

@@ -29,7 +29,7 @@ from deepspeed_trial.services import Services
 from deepspeed_trial.time_budget import TimeBudget
 
 ENGINES = "engines"  # key of a rank's file
-GPU_STATES = {"cuda": "gpu_rng_state", "mps": "mps_rng_state"}  # keys of the random numbers, by device
+GPU_STATES = {"cuda": "gpu_rng_state", "mps": "mps_rng_state"}  # keys of the generator's state, by device
 BUDGET = "budget"  # key of a checkpoint's progress: the plan, and the time used
 
 logger = logging.getLogger("deepspeed_trial")
@@ -132,7 +132,7 @@ class Saving:
                     state.check(engine, shards.folder_of(path, index), self.hooks.layer_names())
 
     def load_budget(self, path: pathlib.Path, name: str, steps: int, budget: TimeBudget) -> None:
-        """Restore the plan of a length in minutes, before the engines: their schedules follow the plan.
+        """Restore the plan of a length in minutes. Call it before ``load``: the schedules follow the plan.
 
         Raises:
             InvalidInput: if the checkpoint has no plan for minutes, or a damaged one.
@@ -145,7 +145,8 @@ class Saving:
         try:
             budget.load_state_dict(plan, steps)
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            raise InvalidInput(f"{file} is damaged: progress.{BUDGET}: {one_line(error)}") from error
+            what = f"{file}: progress.{BUDGET}: is damaged ({one_line(error)})"
+            raise InvalidInput(f"{what}; {shards.REMEDY}") from error
 
     def load(self, path: pathlib.Path, name: str) -> State:
         """Load a checkpoint that ``check`` accepted. Every rank calls it.
@@ -159,9 +160,7 @@ class Saving:
                 around.enter_context(engines.keep_configured_hyperparameters(engine))
             around.enter_context(safe_load.allowed_globals())
             ranks = identity.read(path, name)["mode"][identity.PROCESSES]
-            file = (
-                path / f"det_state_dict_rank{rank % ranks}.pth"
-            )  # new ranks take random numbers of old ones
+            file = path / f"det_state_dict_rank{rank % ranks}.pth"  # more ranks than before share the files
             of_rank = torch.load(file, map_location="cpu", weights_only=True)
             for callback in self.callbacks.values():
                 callback.on_checkpoint_load_start(of_rank)
@@ -178,9 +177,8 @@ class Saving:
         if not shards.are_in(path):
             self.trial.load(self.context, path)
             return
-        with contents.loading(
-            name, self.context.distributed
-        ):  # before the ranks update each other's networks
+        # Any rank's error ends all ranks here, before they update each other's networks
+        with contents.loading(name, self.context.distributed):
             for index, engine in enumerate(self.engines):
                 folder = shards.folder_of(path, index)
                 state.read(engine, folder, self.hooks.layer_names(), self.hooks.averages())

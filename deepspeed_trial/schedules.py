@@ -30,8 +30,8 @@ class GroupSchedule:
 
     DeepSpeed's schedules set the same rate in every group. torch's schedules start from the rate of each
     group, and refuse ZeRO's optimizers. Here the schedule changes a placeholder optimizer with one group, and
-    its settings are copied to all groups. Pass this class to ``deepspeed.initialize`` as ``lr_scheduler``,
-    with all arguments bound except the first.
+    this class copies the placeholder's settings to all groups. Pass this class to ``deepspeed.initialize`` as
+    ``lr_scheduler``, with all arguments bound except the first.
 
     Args:
         optimizer: a torch optimizer. Its groups may have the keys ``lr_factor``, by default 1, and
@@ -91,7 +91,7 @@ class GroupSchedule:
         self.step(state["last_batch_iteration"])
 
     def _restart(self) -> None:
-        # Steps from the start give the same bits as an uninterrupted run, which closed forms do not.
+        # Steps from the start give the bits of an uninterrupted run; a closed form would not
         settings = {"lr": self.lr, **self._cycled}
         self._rate = _Rate([torch.nn.Parameter(torch.zeros(1))], settings)
         self._schedule = self.make(self._rate) if self.make else None
@@ -100,7 +100,7 @@ class GroupSchedule:
 
     def _advance(self) -> None:
         self._done += 1
-        last = getattr(self._schedule, "total_steps", None)  # of torch's OneCycleLR, which raises after it
+        last = getattr(self._schedule, "total_steps", None)  # OneCycleLR raises an error after them
         if self._schedule is not None and (last is None or self._done < last):
             self._schedule.step()
 

@@ -24,7 +24,7 @@ from deepspeed_trial.local.progress import LocalMetrics, Progress
 from deepspeed_trial.stops import Signals, Vote
 
 TO_THE_END = (SINGLE, "random", "grid")  # searchers that stop no trial
-RECORDED_WITHIN = 10.0  # seconds that the master may take for a validation
+RECORDED_WITHIN = 10.0  # seconds that the master may take to record a validation
 
 logger = logging.getLogger("deepspeed_trial")
 
@@ -87,7 +87,7 @@ class Services:
         """Upload TensorBoard's files."""
 
     def metrics(self) -> list[dict[str, Any]] | None:
-        """Return the run's reports from before this process started; None if they are elsewhere."""
+        """Return the run's reports from before this process started; None if unknown."""
         return None
 
     def best_checkpoint(self) -> tuple[str, int] | None:
@@ -125,7 +125,7 @@ class LocalServices(Services):
 
     @override
     def copy_code(self, code: Code, path: pathlib.Path) -> None:
-        """Copy the code without paths in ``.detignore``, runs, ``code.excluded`` and dangling links."""
+        """Copy the code without runs, dangling links, and the paths in ``.detignore`` and ``excluded``."""
         excluded = {folder.resolve() for folder in code.excluded}
         by_detignore = det.util.detignore.make_shutil_ignore(code.folder)
 
@@ -171,7 +171,7 @@ class ClusterServices(Services):
 
     @override
     def copy_code(self, code: Code, path: pathlib.Path) -> None:
-        det.util.write_user_code(path, True)  # of the clean copy that the cluster has made
+        det.util.write_user_code(path, True)  # the cluster has made a clean copy of the code
 
     @override
     def last_validation(self) -> int | None:
@@ -206,7 +206,7 @@ class ClusterServices(Services):
                     logger.info(f"the search has stopped this trial after step {steps}: {trial['state']}")
                     return True
                 if (self._validated(trial) or 0) >= steps:
-                    return False  # the mark comes before the record
+                    return False  # the master marks a trial before it records the validation
                 time.sleep(0.1)
         except Exception:  # a master that does not answer ends no training, as in Determined's own watcher
             logger.warning("cannot ask the master whether the search has stopped this trial", exc_info=True)

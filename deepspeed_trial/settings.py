@@ -93,7 +93,7 @@ class Settings:
         Args:
             data: the trial's data.
             trained: examples per rank and training step.
-            stages: of ``TrialHooks.stages``.
+            stages: the result of ``TrialHooks.stages``.
         """
         validated = data.validation.count * data.validation.size
         tested = data.test.count * data.test.size if data.test else 0
@@ -107,7 +107,7 @@ class Settings:
 
 
 def is_reached(period: pytorch.TrainUnit, steps: int, epoch: int) -> bool:
-    """Return whether a period ends with the last step; a period of epochs ends with an epoch's last step."""
+    """Return whether a period ends after ``steps`` steps; a period of epochs ends with an epoch."""
     if isinstance(period, pytorch.Epoch):
         epochs, rest = divmod(steps, epoch)
         return not rest and period.should_stop(epochs)

@@ -20,7 +20,7 @@ from deepspeed_trial.meeting import meet_in_chief
 
 STOPPING = b"\nstopping: this step, then a checkpoint; a second signal ends the run at once\n"
 LOOK = 0.1  # seconds between two looks for another rank's request
-AHEAD = 2  # steps from rank 0's decision to the last step; one is the least
+AHEAD = 2  # steps from rank 0's decision to the last step; at least 1
 STOP_WITH_PID = "STOP_WITH_PID"  # environment variable: the training stops when this process ends
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -88,10 +88,9 @@ class Vote:
 class Signals:
     """Signals of a local run; inside ``gracefully`` they request a stop, otherwise they end the process.
 
-    The signals are SIGINT, SIGTERM and SIGUSR1, which SLURM sends before a job's time limit. A repeated
-    SIGINT or
-    SIGTERM ends the process at once, unless it comes within a second: launchers repeat signals. The end of
-    the launcher, or of the process ``STOP_WITH_PID``, has the effect of a SIGTERM.
+    The signals are SIGINT, SIGTERM and SIGUSR1, which SLURM sends before a job's time limit. A second SIGINT
+    or SIGTERM ends the process at once. It has no effect within a second, because launchers repeat signals.
+    The end of the launcher, or of the process ``STOP_WITH_PID``, has the effect of a SIGTERM.
 
     Args:
         is_chief: whether this rank prints that it stops.

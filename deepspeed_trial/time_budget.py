@@ -18,9 +18,9 @@ from typing import Any
 from deepspeed_trial.plan import Plan, least_rest
 
 TOLERANCE = 0.01  # of the budget: a plan may end that much too early or too late
-SLOW_STEPS = 2  # the first ones: they compile kernels and fill caches, and would plan too few steps
-LEAST = 100  # steps of a plan from slow steps, because a schedule cannot go back
-NOT_WORTH = 0.0025  # of the budget: near the end the plan stays
+SLOW_STEPS = 2  # first steps, which compile kernels and fill caches; their speed gives too few steps
+LEAST = 100  # least steps of a plan by slow steps, because a schedule cannot go back
+NOT_WORTH = 0.0025  # share of the budget; with less time left the plan stays
 STEP, VALIDATION, CHECKPOINT = "step", "validation", "checkpoint"
 WITHIN = "within"  # a checkpoint that a validation saves
 
@@ -79,9 +79,9 @@ class TimeBudget:
         self.work = Work()
         self._used_before = 0.0  # seconds, in the runs that this one continues
         self._began: float | None = None
-        self._costs: dict[str, float] = {}  # seconds by kind of work; of a full step
+        self._costs: dict[str, float] = {}  # seconds by kind of work, e.g. of a full step
         self._first = 0  # steps done before this run
-        self._looks: list[tuple[int, float, float]] = []  # steps done, their full steps and seconds
+        self._looks: list[tuple[int, float, float]] = []  # at each check: steps, full steps, seconds
         self._other = 0.0  # seconds of validations and checkpoints in this run
 
     @property
@@ -130,7 +130,7 @@ class TimeBudget:
         return done == self.next_look and done != self.plan.total
 
     def look(self, done: int) -> bool:
-        """Check the plan after a step; only on the rank whose clock counts.
+        """Check the plan after a step; only rank 0 calls it.
 
         Args:
             done: steps done.
@@ -141,7 +141,7 @@ class TimeBudget:
         now, (last, full_steps, _) = self.used, self._looks[-1]
         full_steps += self.work.duration(done - last, self._fraction(last), self._fraction(done))
         self._looks.append((done, full_steps, now - self._other))
-        if done > self._first + 1 or STEP not in self._costs:  # the first of a resumed run is slow
+        if done > self._first + 1 or STEP not in self._costs:  # a resumed run's first step is slow
             since = self._looks[-3] if len(self._looks) > 3 else self._looks[-2]
             self._costs[STEP] = (self._looks[-1][2] - since[2]) / (full_steps - since[1])
         left, total = self.seconds - now, self.plan.total
@@ -210,7 +210,7 @@ class TimeBudget:
 
     def describe(self, done: int) -> str:
         """Return a line about the plan that was made after ``done`` steps."""
-        when = f"by the speed of {done:,}, {clock_text(self.used)} of {clock_text(self.seconds)}"
+        when = f"by the speed of the first {done:,}, in {clock_text(self.used)} of {clock_text(self.seconds)}"
         return f"plan: {self.plan.total:,} steps, {when}"
 
     def decisions(self) -> tuple[int, list[tuple[int, int]]]:
@@ -231,7 +231,7 @@ def seconds_left(done: int, total: int, fraction: float, costs: Mapping[str, flo
         done: optimizer steps done.
         total: optimizer steps of the whole training.
         fraction: fraction of the training that is done.
-        costs: seconds by kind of work; those of a full step are among them.
+        costs: seconds by kind of work; it must have ``STEP``, the seconds of a full step.
         work: work in addition to the steps.
     """
     step = costs[STEP]

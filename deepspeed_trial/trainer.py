@@ -20,7 +20,7 @@ from deepspeed_trial.settings import Outcome, Settings
 
 __all__ = ["FitResult", "Minutes", "Trainer", "find_checkpoint", "init"]
 
-NEVER = pytorch.Batch(sys.maxsize)  # a period
+NEVER = pytorch.Batch(sys.maxsize)  # a period that never ends
 
 logger = logging.getLogger("deepspeed_trial")
 
@@ -144,7 +144,7 @@ def find_checkpoint(context: TrialContext, which: str | None) -> str | None:
 
     Args:
         context: the context from ``init``.
-        which: a UUID, ``latest``, ``auto`` (the last complete checkpoint, if any), or None; ignored on a
+        which: a UUID, ``latest``, ``auto`` (the latest undamaged checkpoint, if any), or None; ignored on a
             cluster, where the master chooses.
 
     Raises:

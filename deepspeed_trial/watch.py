@@ -1,6 +1,7 @@
-"""Watch the ranks: name the one that hangs or is lost, and end the run.
+"""Watch the ranks: name the rank that hangs or is lost, and end the run.
 
-Determined's collectives have no time limit. Torch's fail after minutes, and their error names no rank.
+Determined's collectives have no time limit. Torch's collectives fail after minutes, and their error names no
+rank.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from deepspeed_trial.heartbeat import (
 )
 from deepspeed_trial.place import CHECKPOINT, END, REPORT, TEST, TRAINING, VALIDATION, Place
 
-REPORTED_AFTER = 20.0  # seconds without a move until the report, or a third of the limit
+REPORTED_AFTER = 20.0  # seconds without progress until the report, at most a third of ``hang_after``
 GRACE = 4.0  # seconds from the end of a reporting rank to the end of its host's other ranks
 TOGETHER = (TRAINING, REPORT, VALIDATION, CHECKPOINT, TEST)  # phases that need every rank
 RESUME = "--resume latest continues from the last checkpoint"
@@ -121,7 +122,7 @@ class _Watch:
             return "no rank has moved, and another has ended the run"
         deadline = time.monotonic() + SILENT_AFTER + 2 * TICK
         ranks = list(self._heartbeats.ranks)
-        with contextlib.suppress(KeyboardInterrupt):  # launchers end all ranks after the first
+        with contextlib.suppress(KeyboardInterrupt):  # a launcher ends all ranks after one fails
             while time.monotonic() < deadline and not any(beat.missing == GONE for beat in ranks):
                 time.sleep(TICK / 4)
                 ranks = list(self._heartbeats.ranks)
@@ -139,7 +140,7 @@ class _Watch:
                     self._end_if_stuck(ranks)
 
     def _end_if_missed(self, ranks: list[Beat]) -> None:
-        """End this process some seconds after another rank has died or failed: it may wait for that rank.
+        """End this process, which may wait in vain, some seconds after another rank has died or failed.
 
         Most collectives fail within those seconds, and ``watching`` raises the error.
         """
@@ -184,7 +185,7 @@ class _Watch:
     def _line(self, beat: Beat, behind: list[Beat]) -> str:
         """Describe a rank by its state and place."""
         state = beat.missing or ("is behind" if beat in behind and self._size > 1 else "waits")
-        # This rank may have moved since the last heartbeat of a missing one
+        # This rank may have moved since a missing rank's last heartbeat
         place = max(beat.place, self._place, key=lambda place: place.step) if beat.missing else beat.place
         collective = f", in {beat.waits_in}" if beat.waits_in else ""
         name = f"rank {beat.rank} (host {beat.host}, process {beat.pid})"
@@ -222,7 +223,7 @@ def _stacks() -> str:
         faulthandler.dump_traceback(file)
         file.seek(0)
         *others, main = file.read().split("\n\n")
-    waiting = re.compile(r"\n.*(threading|watch)\.py")  # the innermost file; the watch itself writes this
+    waiting = re.compile(r"\n.*(threading|watch)\.py")  # innermost frame of a waiting thread, or of this one
     busy = [stack for stack in others if not waiting.search(stack.partition(" in ")[0])]
     return "\n\n".join([*busy, main])
 

@@ -105,8 +105,8 @@ def _has_groups(engine: deepspeed.DeepSpeedEngine) -> bool:
 def join_collectives_of_groups(engine: deepspeed.DeepSpeedEngine) -> None:
     """ZeRO 1 and 2 wait for each parameter group in turn, so a step with many learning rates is slow.
 
-    With the patch a step waits for all groups together: once in the norm of the gradients, once after the
-        update.
+    With the patch a step waits for all groups together: once in the norm of the gradients, and once after the
+    update.
     """
     zero = engine.optimizer
     of_each_group = zero.scaled_global_norm

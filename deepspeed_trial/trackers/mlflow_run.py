@@ -28,11 +28,11 @@ class Record:
     """A run at ``MLFLOW_TRACKING_URI``; keeps the first value of a parameter, and of a metric in a step."""
 
     def __init__(self, key: str, name: str, project: str, config: Mapping[str, Any], has_all: bool) -> None:
-        for library in ("mlflow", "alembic"):  # they raise their errors, too
+        for library in ("mlflow", "alembic"):  # they raise the errors that they log
             logging.getLogger(library).setLevel(logging.CRITICAL)
         project = os.environ.get("MLFLOW_EXPERIMENT_NAME") or project
         stand_ins().mkdir(parents=True, exist_ok=True)
-        with lock_of(stand_ins(), "mlflow"):  # or two trials of a search create one database
+        with lock_of(stand_ins(), "mlflow"):  # else two trials of a search create the database
             self._client = client = mlflow.MlflowClient()
             experiment = client.get_experiment_by_name(project)
             experiment_id = experiment.experiment_id if experiment else client.create_experiment(project)

@@ -129,6 +129,6 @@ def tracking_on_cluster(experiment: Experiment, is_chief: bool, info: det.Cluste
     """Return the tracking of a cluster's trial; the trial's number is the key."""
     key, name = f"{info.cluster_id}-{info.trial.trial_id}", f"experiment {info.trial.experiment_id}"
     if is_chief and "mlflow" in experiment.trackers and "MLFLOW_TRACKING_URI" not in os.environ:
-        remedy = "set it in environment.environment_variables, or the record ends with the container"
+        remedy = "set it in environment.environment_variables; else the record is lost with the container"
         print(f"note: mlflow: MLFLOW_TRACKING_URI: not set; {remedy}")
     return Tracking(experiment, key if is_chief else "", f"{name}, trial {info.trial.trial_id}")

@@ -32,7 +32,7 @@ class Record:
             settings=settings,
         )
         self._first = self._run.step  # the first step that the record lacks
-        if has_all and self._run.settings.mode == "offline":  # this folder replaces the ones before a resume
+        if has_all and self._run.settings.mode == "offline":  # replaces the folders of before the resume
             new = pathlib.Path(self._run.settings.sync_dir)
             for folder in set(new.parent.glob(f"offline-run-*-{key}")) - {new}:
                 shutil.rmtree(folder, ignore_errors=True)
