@@ -55,8 +55,8 @@ def trial_seed(experiment: Experiment) -> int:
 def errors_end_the_trial() -> Iterator[None]:
     """Turn errors that a restart cannot cure into ``det.InvalidHP`` on a cluster, so that a search continues.
 
-    These errors are bad input, a loss that is not finite, and too little memory. The trial's log shows the
-    error lines, and the master does not restart the trial.
+    Examples are bad input, a loss that is not finite, and too little memory. The trial's log shows the error
+    lines, and the master does not restart the trial.
     """
     try:
         yield

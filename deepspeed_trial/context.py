@@ -104,7 +104,7 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
         self.checks_reproducibility = False
 
     def take_hyperparameters(self, hparams: Mapping[str, Any]) -> None:
-        """Replace the hyperparameters that were known before the ranks joined."""
+        """Replace the trial's hyperparameters, e.g. after a measurement of the best micro-batch size."""
         self._hparams_of_trial = dict(hparams)
 
     @override

@@ -41,7 +41,7 @@ def broadcast_buffers(engine: deepspeed.DeepSpeedEngine) -> None:
 
 @contextlib.contextmanager
 def keep_configured_hyperparameters(engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:
-    """Keep the configured values of the optimizer and the schedule while the body loads a checkpoint.
+    """Keep the configured values of the optimizer and the schedule while the block loads a checkpoint.
 
     DeepSpeed replaces these values and the gradient clipping by the checkpoint's values, so a resume could
     not change a learning rate. DeepSpeed also fails if the checkpoint has no schedule. After the block,

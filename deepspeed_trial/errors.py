@@ -163,7 +163,7 @@ def one_line(error: BaseException, most: int = 500) -> str:
 
 
 def why_unloadable(error: BaseException) -> str:
-    """Return the reason why ``torch.load`` refuses a file, without its advice to load the file unsafely."""
+    """Return the reason why ``torch.load`` refuses a file, without torch's advice to load it unsafely."""
     text = one_line(error, 5_000)  # the advice comes first
     before, after = r"(?:WeightsUnpickler error: |trusted source\. )", r"(?= Check the doc| Please use|$)"
     found = re.search(rf"{before}(?!Please|\(2\))(.*?)\.?{after}", text)
@@ -173,7 +173,7 @@ def why_unloadable(error: BaseException) -> str:
 
 
 def nearest(key: object, known: Iterable[object], prefixes: Mapping[str, str] | None = None) -> str:
-    """Return the hint for an unknown key: the known key that was probably meant.
+    """Return the remedy for an unknown key: a similar known key, else at most 20 known keys, else removal.
 
     Args:
         key: the unknown key.

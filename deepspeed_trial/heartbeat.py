@@ -27,7 +27,7 @@ from deepspeed_trial.place import Place
 
 TICK = 1.0  # seconds between two heartbeats
 SILENT_AFTER = 3.0  # seconds without a heartbeat after which a rank counts as silent
-WORK = 0.05  # a process works if it uses more processor seconds, plus MiB read and written, in a second
+WORK = 0.05  # processor seconds plus MiB read and written, per second; a process with less is idle
 # Why other ranks wait for a rank in vain; an earlier reason may be the cause of a later one on another rank
 MISSING = GONE, SILENT, FAILED, DONE = "is gone", "does not answer", "has failed", "has ended"
 COLLECTIVES = {"distributed_c10d.py": "", "messages.py": "Determined's "}  # from file to prefix of the name
@@ -43,7 +43,7 @@ class Beat:
     place: Place
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
-    created: float = field(default_factory=lambda: psutil.Process().create_time())  # of the process
+    created: float = field(default_factory=lambda: psutil.Process().create_time())  # Unix time
     count: int = 0  # number of this heartbeat
     idle: float = 0.0  # seconds since the rank last moved or worked
     waits_in: str = ""  # collective that the rank waits in

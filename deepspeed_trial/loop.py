@@ -126,7 +126,7 @@ class Loop:
                 self.context.tracking.start(self.services.metrics())
             with self.services.stoppable():
                 self._plan()
-                if not self.context.get_stop_requested():  # the run that saved the checkpoint may have
+                if not self.context.get_stop_requested():  # else the checkpoint's run had stopped early
                     with profiled(self.context, self.services, self.settings.profiling):
                         self.outcome = self.train()
                 if self.outcome in (Outcome.COMPLETE, Outcome.STOPPED):
@@ -319,7 +319,7 @@ class Loop:
                 print(f"weights: of step {step:,}, the best by {metric}", flush=True)
         elif self.is_chief:
             # Without test data, the validation may use the test's examples, which may not choose the weights
-            other = "; hyperparameters.best_weights: true keeps them" if self.data.test else ""
+            other = "; hyperparameters.best_weights: true uses its weights" if self.data.test else ""
             print(f"weights: of the last step; by {metric} step {step:,} is better{other}", flush=True)
 
     # ---------------------------------------------------------------------------------------- the details

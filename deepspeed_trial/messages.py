@@ -99,7 +99,7 @@ class Ranks(core.DistributedContext):
 
     @override
     def close(self) -> None:
-        """Wait until every rank has read this rank's messages: the store ends with rank 0's process."""
+        """Wait, at most ``LAST_MESSAGE`` s, until every rank has read this rank's messages in the store."""
         deadline = time.monotonic() + LAST_MESSAGE
         keys = [key for keys in self._unread.values() for key in keys]
         while any(self._store.check([key]) for key in keys) and time.monotonic() < deadline:

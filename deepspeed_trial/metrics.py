@@ -58,7 +58,8 @@ def averaged_over_ranks(
 ) -> list[dict[str, Any]]:
     """Return, on rank 0, the mean of each micro-batch's metrics over the ranks that report metrics.
 
-    Every rank calls it; other ranks get an empty list. Arrays become one number, their mean.
+    Every rank calls it; other ranks get an empty list. The mean of arrays is one number. With one rank, the
+    metrics stay unchanged.
 
     Args:
         metrics: this rank's metrics of each micro-batch; equally many on all ranks that report metrics.

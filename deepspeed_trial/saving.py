@@ -118,7 +118,7 @@ class Saving:
             steps: optimizer steps that the trial has done, from the metadata or the master.
 
         Raises:
-            UnusableCheckpoint: on every rank, with the lines of all ranks.
+            UnusableCheckpoint: on every rank, with the lines of the first rank that found errors.
         """
         with contents.loading(name, self.context.distributed):
             if self.context.distributed.local_rank == 0:

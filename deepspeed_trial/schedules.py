@@ -125,7 +125,7 @@ class PlannedSchedule(GroupSchedule):
     Args:
         optimizer: as in ``GroupSchedule``.
         lr: as in ``GroupSchedule``.
-        make_for: maps a number of steps, or None before the first plan, to ``make``.
+        make_for: returns ``make`` for a number of steps, which is None before the first plan.
         plan: the plan of the training.
     """
 

@@ -210,8 +210,8 @@ class TimeBudget:
 
     def describe(self, done: int) -> str:
         """Return a line about the plan that was made after ``done`` steps."""
-        when = f"by the speed of the first {done:,}, in {clock_text(self.used)} of {clock_text(self.seconds)}"
-        return f"plan: {self.plan.total:,} steps, {when}"
+        when = f"{clock_text(self.used)} of {clock_text(self.seconds)}"
+        return f"plan: {self.plan.total:,} steps, made after {done:,} steps and {when}"
 
     def decisions(self) -> tuple[int, list[tuple[int, int]]]:
         """Return the decisions for the other ranks: the step of the next check, and the plans."""

@@ -56,14 +56,14 @@ def joining(hang_after: float) -> Iterator[None]:
     """Name the ranks that have not joined inside the block; end the process after ``hang_after`` seconds."""
     rank, done, first = os.environ.get("RANK", "0"), threading.Event(), reported_after(hang_after)
     me = f"rank {rank} (host {socket.gethostname()}, process {os.getpid()})"
-    others = "rank 0" if rank != "0" else f"the other {int(os.environ.get('WORLD_SIZE', 1)) - 1}"
+    others = "rank 0" if rank != "0" else f"the other ranks ({int(os.environ.get('WORLD_SIZE', 1)) - 1})"
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
     def limit() -> None:
         if not done.wait(first):
-            _say(f"{me} waits for {others} at {address} for {first:.0f} s: {JOIN}")
+            _say(f"{me} has waited {first:.0f} s for {others} at {address}: {JOIN}")
         if not done.wait(hang_after - first):
-            _say(f"{me} has waited for {others} for {hang_after:g} s, so the run ends")
+            _say(f"{me} has waited {hang_after:g} s for {others}, so the run ends")
             os._exit(1)
 
     threading.Thread(target=limit, daemon=True, name="deepspeed_trial.joining").start()
@@ -119,7 +119,7 @@ class _Watch:
     def find_lost(self) -> str:
         """Wait until it is known which rank has made a collective fail, and return a line about that rank."""
         if self._stuck:
-            return "no rank has moved, and another has ended the run"
+            return "no rank has moved, and another rank has ended the run"
         deadline = time.monotonic() + SILENT_AFTER + 2 * TICK
         ranks = list(self._heartbeats.ranks)
         with contextlib.suppress(KeyboardInterrupt):  # a launcher ends all ranks after one fails

@@ -20,7 +20,7 @@ from deepspeed_trial.out_of_memory import is_out_of_memory
 
 
 def check(path: pathlib.Path, saved: Identity, steps: int, trial_id: int) -> None:
-    """Check every file of a checkpoint.
+    """Check the files of a checkpoint; ``state.check`` checks the engines' tensors.
 
     Args:
         path: the checkpoint's folder.
@@ -29,7 +29,8 @@ def check(path: pathlib.Path, saved: Identity, steps: int, trial_id: int) -> Non
         trial_id: the number of the trial that resumes.
 
     Raises:
-        InvalidInput: with a line for each file that is missing, damaged, or from another step.
+        InvalidInput: with a line for each file that is damaged or from another step, and for the first
+            missing file.
     """
     errors = ErrorList()
     with errors.collecting():
@@ -49,14 +50,14 @@ def check(path: pathlib.Path, saved: Identity, steps: int, trial_id: int) -> Non
 
 @contextlib.contextmanager
 def loading(name: str, distributed: core.DistributedContext) -> Iterator[None]:
-    """Raise the same one-line error on every rank if the body fails on any rank.
+    """Raise the same error on every rank if the block fails on any rank.
 
     Args:
-        name: the checkpoint's name in the line.
+        name: the checkpoint's name in error lines.
         distributed: the ranks.
 
     Raises:
-        UnusableCheckpoint: with the lines of ``InvalidInput``, or a line for any other error.
+        UnusableCheckpoint: with the lines of the first failing rank. Lack of memory raises its own error.
     """
     failed: Exception | None = None
     lines: list[str] = []
@@ -107,5 +108,5 @@ def _check_rank_state(file: pathlib.Path) -> None:
         torch.Generator().set_state(rng["cpu_rng_state"])
         np.random.RandomState().set_state(rng["np_rng_state"])
         random.Random().setstate(rng["random_rng_state"])
-    except Exception as error:  # each generator raises other exceptions
+    except Exception as error:  # each generator raises different exceptions
         raise InvalidInput(f"{file}: rng_state: is invalid ({one_line(error)}); {REMEDY}") from error

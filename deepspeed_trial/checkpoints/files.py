@@ -147,7 +147,7 @@ def locate(source: pathlib.Path, which: str = "final") -> pathlib.Path:
             run the latest), ``latest``, ``best`` (by ``searcher.metric``) or a UUID.
 
     Raises:
-        InvalidInput: if there is no such checkpoint, or if one of its files is missing, damaged or foreign.
+        InvalidInput: if there is no such checkpoint, or if ``damage`` finds a fault in it.
     """
     checkpoints = source / "checkpoints"
     if (source / METADATA).exists():

@@ -128,7 +128,7 @@ def _of_flat(
     rank: int | None,
     offsets: Sequence[int] | None = None,
 ) -> dict[nn.Parameter, Piece]:
-    """Return the pieces of concatenated parameters, which are cut into parts of equal length.
+    """Return this rank's pieces of parameters that are concatenated and cut into parts of equal length.
 
     Args:
         members: the parameters.

@@ -103,7 +103,8 @@ def is_count(value: Any) -> bool:
 def _plain_values(content: bytes) -> Any:
     """Unpickle plain values from a small file; refuse memo indices that would allocate gigabytes."""
     for code, number, _ in pickletools.genops(content):
-        if code.name in ("PUT", "LONG_BINPUT") and (number or 0) > len(content):  # the list's length
+        # The unpickler would allocate a list of this length
+        if code.name in ("PUT", "LONG_BINPUT") and (number or 0) > len(content):
             raise pickle.UnpicklingError(f"object {number:,} of {len(content):,} bytes")
     return _PlainUnpickler(io.BytesIO(content)).load()
 

@@ -158,7 +158,7 @@ class Shards:
         return "its parts differ in type" if len(dtypes) > 1 else None
 
     def read(self, key: str, start: int = 0, count: int | None = None) -> Tensor:
-        """Return ``count`` elements of a flattened tensor from ``start`` on, on the CPU; None means the rest."""
+        """Return ``count`` elements of a flattened tensor from ``start`` on; None means the rest."""
         end = math.prod(self.shapes[key]) if count is None else start + count
         ranges = [
             file.get_slice(key)[max(start, first) - first : min(end, last) - first]

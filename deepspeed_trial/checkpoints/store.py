@@ -1,4 +1,4 @@
-"""The checkpoints of a run without a cluster: a new one becomes visible when complete, then old ones go."""
+"""The checkpoints of a run without a cluster: complete ones become visible, then old ones are removed."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class LocalCheckpoints:
         yield self.folder / storage_id
 
     def get_metadata(self, storage_id: str) -> dict[str, Any]:
-        """Return the description of a checkpoint, with ``steps_completed``."""
+        """Return the content of a checkpoint's ``metadata.json``, with ``steps_completed``."""
         return files.read_metadata(self.folder / storage_id)
 
     def find(self, which: str) -> str:

@@ -158,7 +158,7 @@ class StoredRun:
             partial = checkpoints / f".partial-{name}"
             self._download(name, metadata["files"], folder / name / files.METADATA, partial)
             damage = files.damage(partial)
-            if damage and number:  # damage of the latest checkpoint ends the run at --resume
+            if damage and number:  # `LocalCheckpoints.find` reports damage of the latest checkpoint
                 _tell(f"{self.url}/checkpoints/{name}/{damage}; the run ignores this checkpoint")
                 shutil.rmtree(partial)
                 continue

@@ -44,7 +44,7 @@ class Uploads:
         self._run, self._output, self._also = run, output, also
         self._folder = output / "checkpoints"
         self._stored: set[str] = set()
-        self._sent: dict[str, tuple[int, int]] = {}  # size and time of each uploaded other file
+        self._sent: dict[str, tuple[int, int]] = {}  # size and time of uploaded files of `also`
         self._is_ending, self._is_new = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
 

@@ -1,1 +1,1 @@
-"""Runs without a cluster: folder, progress, signals, and the local test mode of ``det``."""
+"""Runs without a cluster: folder, metrics, progress, launchers, and the local test mode of ``det``."""

@@ -168,12 +168,14 @@ def test_ranks_that_do_not_meet_say_whom_they_wait_for(tmp_path):
             stack.enter_context(started(arguments, RANK=rank, LOCAL_RANK=rank, MASTER_PORT=port, **joins))
             for rank, port in ports.items()
         ]
-        for program, (rank, port), whom in zip(ranks, ports.items(), ["the other 1", "rank 0"], strict=True):
+        for program, (rank, port), whom in zip(
+            ranks, ports.items(), ["the other ranks (1)", "rank 0"], strict=True
+        ):
             assert program.wait(time_limit()) == 1
             said, seconds, first = program.stderr, hang_after(), reported_after(hang_after())
             assert f"rank {rank} (host " in said and "Traceback" not in said
-            assert f"waits for {whom} at 127.0.0.1:{port} for {first:.0f} s: start all ranks" in said
-            assert f"has waited for {whom} for {seconds} s, so the run ends" in said
+            assert f"has waited {first:.0f} s for {whom} at 127.0.0.1:{port}: start all ranks" in said
+            assert f"has waited {seconds} s for {whom}, so the run ends" in said
 
 
 def test_a_place_is_compared_by_what_all_ranks_do():

@@ -102,9 +102,7 @@ def test_the_best_weights_are_kept_and_tested(tmp_path, mode):
 
 
 def test_better_weights_that_are_not_kept_are_named(tmp_path):
-    line = (
-        "weights: of the last step; by loss step 4 is better; hyperparameters.best_weights: true keeps them"
-    )
+    line = "weights: of the last step; by loss step 4 is better; hyperparameters.best_weights: true uses its weights"
     values = {**FIRST_IS_BEST, "best_weights": False, "early_stopping": {"patience": 1}}
     run = train_many(tmp_path, {"run": [*row("digits", **values).arguments, *EVERY_4]})["run"]
     assert run.code == 0 and line in run.stdout.splitlines()
