@@ -120,7 +120,7 @@ class PlannedSchedule(GroupSchedule):
     """A ``GroupSchedule`` for a training whose plan may change the number of steps.
 
     Each change creates a schedule of the new length, evaluated at the plan's position with linear
-    interpolation between two steps. Without a change the bits are those of a ``GroupSchedule``.
+    interpolation between two steps. Without a change, the rates are bit-identical to a ``GroupSchedule``.
 
     Args:
         optimizer: as in ``GroupSchedule``.
