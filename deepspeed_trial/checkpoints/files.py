@@ -164,8 +164,8 @@ def locate(source: pathlib.Path, which: str = "final") -> pathlib.Path:
             raise InvalidInput(f"--checkpoint: {which}: not found in {source}; {in_words(found)}")
         folder = checkpoints / str(name)
     else:
-        wrong = "holds no checkpoint" if source.is_dir() else "no such folder"
-        raise InvalidInput(f"{source}: {wrong}; give the folder of a run of train.py or of a checkpoint")
+        fault = "holds no checkpoint" if source.is_dir() else "no such folder"
+        raise InvalidInput(f"{source}: {fault}; give the folder of a run of train.py or of a checkpoint")
     if wrong := damage(folder):
         raise InvalidInput(f"{folder / wrong}; use another checkpoint")
     return folder
