@@ -10,7 +10,7 @@ The settings change ``experiments/photos-scratch.yaml``, which has the recipe of
 | minutes | the given minutes, but at most the time of 300 passes |
 | batch | a 24th of the training images, from 48 to 2,000 |
 | smaller images at first | 0.75 of the side; 0.625 if full-size images leave time for fewer than 8 passes |
-| validations | 20, at least 3 passes apart |
+| validations | about 20, at least 3 passes apart |
 | metric | ``accuracy_tta``; ``macro_recall`` if the largest class has 4 times the images of the smallest |
 | bfloat16 | on processors with instructions for it, and on GPUs |
 """
@@ -45,7 +45,7 @@ SMALLER_UNTIL = 0.7  # the share of the steps with smaller images
 BATCHES = (48, 2_000)  # with fewer images, Muon takes longer than the forward and backward passes
 SKEWED = 4  # the ratio of the largest class to the smallest one
 SPEED_OF_A_GPU = 8_000  # images of 32x32 pixels a second, by a cautious estimate
-OPERATIONS = 708e6  # of a 32x32 image in a training step of airbench with width 64
+OPERATIONS = 708e6  # for a 32x32 image in a training step of airbench with width 64
 EFFICIENCY = 0.7  # on a CPU, the FLOP/s of the training divided by the FLOP/s of a matrix product
 LOOKED_AT = 50  # the number of images whose size is read
 

@@ -43,8 +43,8 @@ class Ramp(NamedTuple):
     """Learning rates and losses of a ramp.
 
     Attributes:
-        rates: the learning rate of each step before the first loss that is not finite; empty on other ranks
-            than the chief.
+        rates: the learning rate of each step before the first loss that is not finite; empty on all
+            ranks except the chief.
         losses: the loss of each of these steps, the mean over all ranks.
         is_chief: whether this rank is the chief.
         processes: the number of ranks.
@@ -95,7 +95,7 @@ def train_ramp(trial_class: Callable[..., Any], experiment: Experiment) -> Ramp:
 
     Args:
         trial_class: the class of the trial.
-        experiment: the experiment, before it was resolved.
+        experiment: the experiment.
 
     Raises:
         InvalidInput: if the configuration is wrong.
@@ -153,7 +153,7 @@ def choose(rates: np.ndarray, losses: np.ndarray) -> float:
     At a quarter of that rate the loss still falls; at that rate it is about to grow.
 
     Raises:
-        TrainingStopped: if the loss does not fall.
+        TrainingStopped: if the loss does not fall, or is not finite in one of the first 12 steps.
     """
     if len(losses) < 3 * WIDTH:
         why = f"the loss is not finite after {len(losses)} steps, at a rate of {LEAST:g}"

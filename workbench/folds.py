@@ -1,4 +1,4 @@
-"""``train.py --folds K``: cross-validation by K trainings, each tested on another K-th of the images.
+"""``train.py --folds K``: cross-validation by K trainings, each tested on a different K-th of the images.
 
 Each fold is a run of train.py in OUTPUT/folds/NUMBER. OUTPUT also holds folds.html, and folds.csv with a row
 for each fold. After an interrupt the same command with the same OUTPUT trains the remaining folds.
@@ -131,7 +131,8 @@ def _fold(number: int, training: TrialRun, part: str, metric: str) -> Fold:
     found = summary.get(part) or {}
     score = value_of(found, metric)
     if score is None:
-        outcome, reason = training.failure() if training.process else ("failed", "its summary is damaged")
+        damaged = f"summary.json has no {metric}; remove {training.folder}, and run the same command again"
+        outcome, reason = training.failure() if training.process else ("failed", damaged)
         raise (InvalidInput if outcome == "invalid" else TrainingStopped)(f"fold {number}: {reason}")
     return Fold(
         number,

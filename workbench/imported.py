@@ -1,7 +1,7 @@
 """Turns a checkpoint of a Determined cluster into a run's folder, for ``train.py --resume latest``.
 
-This package or Determined's own trainer has saved the checkpoint. DeepSpeed itself loads the files that
-Determined's trainer saved.
+This package or Determined's own trainer saved the checkpoint. A resume from a checkpoint of Determined's
+trainer needs the same number of processes and the same ZeRO stage.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def import_checkpoint(source: pathlib.Path, output: pathlib.Path) -> int:
 
 
 def _identity_of(checkpoint: pathlib.Path) -> identity.Identity:
-    """Return the known settings of a checkpoint of Determined's own trainer: processes and ZeRO stages."""
+    """Return the settings that a checkpoint of Determined's own trainer shows: processes and ZeRO stages."""
     ranks = len(list(checkpoint.glob("det_state_dict_rank*.pth")))
     mode: dict[str, Any] = {identity.PROCESSES: ranks}
     for index in range(len(list(checkpoint.glob("model*/")))):

@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InvalidInput as error:
         return print_errors("kubernetes", error)
     if not (request.claim or experiment.config.get("checkpoint_storage")):
-        lost = "checkpoints end with the pod; give --claim, or set checkpoint_storage"
+        lost = "Kubernetes deletes the checkpoints with the pod; give --claim NAME, or set checkpoint_storage"
         print(f"kubernetes: note: {lost}", file=sys.stderr)
     objects = {"job": job, "trainjob": train_job}[args.kind](request)
     yaml = YAML()
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def request_of(args: argparse.Namespace, experiment: Experiment) -> Request:
-    """Check the options against the experiment.
+    """Check the options and the experiment, and return the training to describe in a manifest.
 
     Raises:
         InvalidInput: with a line for each wrong value.
@@ -128,7 +128,7 @@ def request_of(args: argparse.Namespace, experiment: Experiment) -> Request:
     name = args.name or re.sub(r"[^a-z0-9]+", "-", experiment.name.lower()).strip("-")
     if not _NAME.fullmatch(name):
         what = "must be at most 52 lower-case letters, digits and hyphens, and begin with a letter"
-        errors.lines.append(f"--name: {name!r}: {what}; give --name")
+        errors.lines.append(f"--name: {name!r}: {what}; give another --name")
     found = re.fullmatch(r"(?:(\d{1,4}):)?(\d{1,4})", args.nodes)
     least, most = (int(found[1] or found[2]), int(found[2])) if found else (0, 0)
     if not 1 <= least <= most:
@@ -288,7 +288,7 @@ def _pod(request: Request, container: Mapping[str, Any]) -> dict[str, Any]:
     volumes = [
         {"name": "shared", **shared},
         {"name": "experiment", "configMap": {"name": request.name}},
-        {"name": "memory", "emptyDir": {"medium": "Memory"}},  # for the loader's workers
+        {"name": "memory", "emptyDir": {"medium": "Memory"}},  # shared memory for the data loader's workers
     ]
     return {
         "restartPolicy": "Never",

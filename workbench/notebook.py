@@ -112,7 +112,7 @@ def train(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,  # an interruption reaches it once, as a signal to save a checkpoint
+        start_new_session=True,  # Ctrl-C reaches the training once: as the signal from _print_lines
     )
     errors = _print_lines(process)
     code = process.wait()

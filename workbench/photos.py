@@ -65,13 +65,14 @@ def parser() -> argparse.ArgumentParser:
     command_line.add_experiment_options(parser, None, "experiment file, in place of the chosen settings")
     command_line.add_short_forms(parser)
     parser.add_argument(
-        "--minutes", metavar="N", help=f"the length of the training ({defaults.MINUTES:g} at most)"
+        "--minutes", metavar="N", help=f"the maximum length of the training ({defaults.MINUTES:g})"
     )
     parser.add_argument(
         "--output", type=command_line.folder, metavar="RUN", help="the run's folder (runs/FOLDER-<time>)"
     )
     parser.add_argument("--resume", metavar="latest|auto|UUID", help="continue the run in --output")
-    parser.add_argument("--check", nargs="?", const="settings", metavar="images", help="train nothing")
+    meaning = "check the settings, train nothing; images: open every image, too"
+    parser.add_argument("--check", nargs="?", const="settings", metavar="images", help=meaning)
     return parser
 
 
@@ -116,7 +117,7 @@ def prepare(folder: pathlib.Path, argv: Sequence[str]) -> Training:
 
 
 def _minutes(args: argparse.Namespace) -> float | None:
-    """Return the value of ``--minutes``."""
+    """Return the value of ``--minutes``; None without the option."""
     if args.minutes is None:
         return None
     try:
@@ -131,9 +132,9 @@ def _minutes(args: argparse.Namespace) -> float | None:
 
 
 def _given(args: argparse.Namespace, output: pathlib.Path) -> str | None:
-    """Return the experiment file in place of chosen settings, or None.
+    """Return the experiment file that replaces chosen settings; None without a file.
 
-    It is the file of the run to resume, else that of ``--config``, else that in the working directory.
+    The file of the run to resume comes first, then ``--config``, then the file in the working directory.
     """
     if args.resume and (output / EXPERIMENT).is_file():
         return str(output / EXPERIMENT)
@@ -163,7 +164,7 @@ def _options(config: str, overrides: Sequence[str], args: argparse.Namespace | N
 
 def _experiment(folder: pathlib.Path, settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
     """Return the experiment with the chosen settings and the given overrides."""
-    args.net = None  # the settings have the network
+    args.net = None  # the chosen settings already name the network
     config = experiment_file.read(
         settings.file,
         [*settings.overrides, *_place(folder), *args.overrides],

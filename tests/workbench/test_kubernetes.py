@@ -66,7 +66,7 @@ def test_a_note_tells_that_checkpoints_end_with_the_pod(capsys):
     storage = ["--set", "checkpoint_storage={type: s3, bucket: b}"]
     for options, noted in (([], True), (["--claim", "c"], False), (storage, False)):
         assert kubernetes.main(["--image", "i", "--cpu", *options]) == 0
-        assert ("checkpoints end with the pod" in capsys.readouterr().err) == noted
+        assert ("deletes the checkpoints" in capsys.readouterr().err) == noted
 
 
 def test_the_image_copies_files_that_exist_and_pytorch_s_base_has_the_pinned_torch():

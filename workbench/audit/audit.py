@@ -21,7 +21,7 @@ from workbench.reports import page
 
 TEMPLATE = pathlib.Path(__file__).with_name("audit.html.jinja")
 PAGE, TABLE, LIST = "audit.html", "audit.csv", "exclude.txt"
-SHOWN = 100  # findings of a kind on the page
+SHOWN = 100  # the maximum number of findings of each kind on the page
 _SECTIONS = {
     LEAK: (
         "Near-duplicates across splits",
@@ -31,8 +31,8 @@ _SECTIONS = {
         "Labels to look at",
         "A classifier fitted without the image predicts another class. The most probable errors are first.",
     ),
-    COPY: ("Near-duplicates in a split", "Such images count twice."),
-    OUTLIER: ("Outliers", "These images are least like any other image."),
+    COPY: ("Near-duplicates in a split", "Training and scores count these images twice."),
+    OUTLIER: ("Outliers", "These images are the least similar to their ten nearest neighbours."),
 }
 
 
@@ -44,7 +44,7 @@ class Audit:
         dataset: the images.
         rows: the findings, the most important first.
         classes: the counts and the accuracy of every class.
-        accuracy: the share of all images whose label a head, fitted without the image, predicts.
+        accuracy: the held-out accuracy over all images, 0 to 1.
         estimated_wrong: an estimate of the number of wrong labels.
     """
 
@@ -57,11 +57,6 @@ class Audit:
     def count(self, kind: str) -> int:
         """Return the number of findings of a kind."""
         return sum(row.kind == kind for row in self.rows)
-
-    @property
-    def data(self) -> str:
-        """A description of the images."""
-        return describe(self.dataset.plan)
 
 
 def describe(plan: DataPlan) -> str:
@@ -153,7 +148,7 @@ def _values(result: Audit, features: str) -> dict[str, Any]:
     ]
     return {
         "title": "Audit of the images",
-        "data": result.data,
+        "data": describe(dataset.plan),
         "features": features,
         "cards": cards,
         "sections": sections,
@@ -176,7 +171,7 @@ def _table(result: Audit) -> str:
 
 
 def _list(result: Audit) -> str:
-    """Return the text of the list: near-duplicates are names, other findings are comments to check."""
+    """Return the text of ``exclude.txt``: near-duplicates as names, other findings as comments."""
     lines = [
         "# Images to leave out: data.exclude takes this file.",
         "# Near-duplicates: one image of each pair.",
@@ -194,7 +189,7 @@ def _list(result: Audit) -> str:
 
 
 def _line(name: str) -> str:
-    """Return a line of the list with a name; a comment if the name has a line break."""
+    """Return the list's line for an image; a comment if the image's name has a line break."""
     if "\n" in name or "\r" in name:
         return f"# not listed, as its name has a line break: {printable(name)}"
     return f"./{_text(name)}" if name.startswith("#") else _text(name)

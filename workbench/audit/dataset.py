@@ -21,7 +21,7 @@ from classify.images.settings import DataSettings
 from classify.images.sources.excluded import image_names
 from deepspeed_trial.errors import InvalidInput
 
-CHUNK = 64  # images that are computed at a time
+CHUNK = 64  # the maximum number of images in a batch
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Dataset:
         return np.flatnonzero(self.splits == split)
 
     def select(self, indices: np.ndarray) -> Tensor:
-        """Return images (B, 3, h, w) uint8, cropped as in validation, by their indices (B,) in one split."""
+        """Return the images of indices (B,) in one split: (B, 3, h, w) uint8, cropped as in validation."""
         split = self.splits[indices[0]]
         images = self.sets[split]
         return images.center_crop(images.select(torch.from_numpy(indices - self.rows(split)[0])))

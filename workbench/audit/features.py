@@ -1,8 +1,8 @@
 """Features of images: one vector per image, computed once and stored on disk.
 
-A network's features are the inputs of its head. Without a network they are responses to whitened patches of
-the images themselves, after A. Coates, H. Lee, A. Ng, "An Analysis of Single-Layer Networks in Unsupervised
-Feature Learning" (https://proceedings.mlr.press/v15/coates11a.html).
+A network's features are the inputs of its head. Without a network, features are the responses of filters,
+which are whitened patches of the training images. Source: A. Coates, H. Lee, A. Ng, "An Analysis of
+Single-Layer Networks in Unsupervised Feature Learning" (https://proceedings.mlr.press/v15/coates11a.html).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from workbench.audit.dataset import Dataset
 from workbench.publish.scoring import inputs_of
 
 FOLDER = "features"  # in the user's cache; checkpoint.py caches lists it
-PATCH, FILTERS, SAMPLED = 6, 256, 20_000  # side of a patch in pixels; numbers of filters, of sampled patches
+PATCH, FILTERS, SAMPLED = 6, 256, 20_000  # a patch's side in pixels; filters; sampled patches
 REGIONS = 2  # responses are averaged in 2 x 2 regions of an image
 _FORMAT = 1  # the version of the computation; features of another version are computed again
 
@@ -47,7 +47,7 @@ class Extractor:
 
     Attributes:
         name: the function's name in the output.
-        identity: a digest that changes with the function.
+        identity: a text that identifies the function and its weights.
         compute: the function, from images (B, 3, h, w) uint8 to features (B, D) float32.
     """
 
@@ -57,7 +57,7 @@ class Extractor:
 
 
 class HeadInput:
-    """A network's head and its inputs, the features.
+    """A network's head and the inputs of the head, which are the features.
 
     Args:
         net: the network, in evaluation mode, on the CPU.
@@ -98,7 +98,7 @@ class HeadInput:
 
     @property
     def head(self) -> nn.Linear:
-        """The head."""
+        """The layer that computes the logits."""
         layer = self.net.get_submodule(self.layer)
         assert isinstance(layer, nn.Linear)
         return layer
@@ -120,7 +120,7 @@ class HeadInput:
 
 
 def of_network(path: pathlib.Path) -> tuple[Extractor, HeadInput]:
-    """Return the extractor of an exported network's features, and the head that they are inputs of.
+    """Return the extractor of an exported network's features, and the network's head.
 
     Raises:
         InvalidInput: if the file is damaged, or its network has no fully connected head.
@@ -157,7 +157,7 @@ def of_patches(dataset: Dataset, seed: int = 0) -> Extractor:
 
 
 def _whitened(dataset: Dataset, seed: int) -> tuple[Tensor, Tensor, int]:
-    """Return filters (256, D), their responses to the mean patch (256,), and the side of a patch."""
+    """Return filters (256, 3 * side**2), their responses to the mean patch (256,), and a patch's side."""
     random = np.random.default_rng(seed)
     train = dataset.rows("train")
     chosen = np.sort(random.permutation(train)[:2000])
@@ -213,7 +213,7 @@ def kept(
 ) -> Features:
     """Compute the features of all images, or read them if an earlier command computed them.
 
-    One thread computes each chunk of images of a fixed size, so the result does not depend on ``workers``.
+    The number of processes does not change the result: one thread computes each batch of a fixed size.
 
     Args:
         extractor: the function that computes the features.
@@ -246,7 +246,7 @@ def _computed(extractor: Extractor, dataset: Dataset, workers: int) -> np.ndarra
     # A fork copies nothing. It is safe despite the threads of this process: a worker computes with one thread
     context = multiprocessing.get_context("fork")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork despite threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork with threads
         with concurrent.futures.ProcessPoolExecutor(
             min(workers, len(chunks)), context, _start, ((extractor, dataset),)
         ) as pool:

@@ -19,7 +19,7 @@ ALIKE = 0.95  # the minimum correlation of the thumbnails of near-duplicates
 COMPARED = 32  # the side of the images whose edges are compared, in pixels
 SAME_EDGES = 0.85  # the minimum correlation of the edges of near-duplicates
 CROPS = (1.0, 0.97, 0.95, 0.9375, 0.92, 0.9)  # the sides of the compared crops, as shares of the image's side
-MOST = 20  # the number of an image's pairs that are compared by edges
+MOST = 20  # for each image, the maximum number of other images whose edges are compared
 FEW = 30  # with fewer images of a class in a split, the class's metrics mean little
 NEIGHBOURS = 10  # the number of neighbours whose mean similarity to an image is compared
 FARTHEST = 0.01  # the share of images that are listed as outliers
@@ -36,7 +36,7 @@ class Finding:
             label to check) or ``outlier``.
         score: the correlation of near-duplicates, the probability that a label is right, or the mean cosine
             similarity of an outlier to its neighbours.
-        images: the indices of the images; the first is the one to leave out.
+        images: the indices of the images; the first is the image to leave out.
         note: a description of the finding.
     """
 
@@ -47,7 +47,7 @@ class Finding:
 
 
 def near_duplicates(dataset: Dataset) -> list[Finding]:
-    """Return the pairs of near-duplicates: pairs across splits first, then the most similar pairs first.
+    """Return the pairs of near-duplicates, the most similar first.
 
     The images of a pair may be mirrored, may differ in file format, size and brightness, and may be cropped
     by a few percent.
@@ -63,13 +63,14 @@ def near_duplicates(dataset: Dataset) -> list[Finding]:
         kind = COPY if splits[0] == splits[1] else LEAK
         where = " and ".join(dict.fromkeys(str(dataset.splits[index]) for index in (first, second)))
         findings.append(Finding(kind, score, (first, second), f"in {where}{labelled}"))
-    return sorted(findings, key=lambda finding: finding.kind != LEAK)
+    return findings
 
 
 def _pairs(small: Tensor) -> Iterator[tuple[float, int, int]]:
     """Yield the similarity and the two indices of each near-duplicate pair of images (N, 3, 32, 32) uint8.
 
-    The thumbnails of a pair correlate, and so do the edges of one image and of a crop of the other.
+    Two images are near-duplicates if their thumbnails correlate, and if the edges of one image correlate with
+    the edges of a crop of the other image.
     """
     straight, mirrored = (
         torch.cat([_thumbnails(part.flip(3) if flip else part) for part in small.split(1000)])
@@ -99,7 +100,7 @@ def _thumbnails(images: Tensor) -> Tensor:
 
 
 def _edge_likeness(one: Tensor, other: Tensor) -> float:
-    """Return the correlation of the edges of two images (3, h, w): the maximum over crops of one of them."""
+    """Return the correlation of the edges of two images (3, h, w): the maximum over crops of either image."""
     pair = torch.stack([one, other]).float().mean(1, keepdim=True)
     whole, best = _edges(pair), -1.0
     for share in CROPS:
@@ -138,9 +139,9 @@ def wrong_labels(dataset: Dataset, probabilities: np.ndarray) -> list[Finding]:
 def estimated_wrong(labels: np.ndarray, probabilities: np.ndarray) -> int:
     """Return an estimate of the number of wrong labels.
 
-    A class is confident for an image if its probability is at least the mean over the images with this label.
-    A label counts as wrong if the most probable confident class is another class (C. Northcutt,
-    L. Jiang, I. Chuang, "Confident Learning", https://arxiv.org/abs/1911.00068).
+    A class is confident for an image if its probability for the image is at least its mean probability for
+    the images with this label. A label counts as wrong if the most probable confident class is another class.
+    Source: C. Northcutt, L. Jiang, I. Chuang, "Confident Learning", https://arxiv.org/abs/1911.00068
 
     Args:
         labels: int64 (N,); each class has an image.

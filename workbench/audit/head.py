@@ -15,10 +15,10 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold
 from threadpoolctl import threadpool_limits
 
-INVERSE_PENALTIES = (0.001, 0.01, 0.1)  # scikit-learn's C, of features with a standard deviation of 1
+INVERSE_PENALTIES = (0.001, 0.01, 0.1)  # scikit-learn's C, for features with a standard deviation of 1
 FOLDS = 5
 STEPS = 300  # the maximum number of steps of L-BFGS
-WIDEST = 512  # the maximum number of features for the heads of folds
+WIDEST = 512  # the maximum number of features in cross-validation
 
 
 def fit(
@@ -76,7 +76,7 @@ def probabilities(features: np.ndarray, weights: np.ndarray, biases: np.ndarray)
 
 
 def _reduced(vectors: np.ndarray) -> np.ndarray:
-    """Return vectors (N, D); if D is above 512, in the basis of their 512 largest principal components.
+    """Return vectors (N, D); if D is above 512, projected onto their 512 largest principal components.
 
     The components keep their scale, so an L2 penalty has the same effect.
     """
@@ -89,9 +89,10 @@ def _reduced(vectors: np.ndarray) -> np.ndarray:
 def held_out(
     features: np.ndarray, labels: np.ndarray, workers: int | None = None, intercept: bool = True
 ) -> tuple[np.ndarray, float]:
-    """Return the probabilities (N, C) from heads fitted without the image, and the inverse penalty.
+    """Cross-validate heads; return the held-out probabilities (N, C) and the best inverse penalty.
 
-    The penalty is the value in ``INVERSE_PENALTIES`` with the lowest loss on the held-out images.
+    Each image's probabilities come from a head that was fitted without the image. The best inverse penalty
+    has the lowest loss on the held-out images.
 
     Args:
         features: float64 (N, D).

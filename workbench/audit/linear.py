@@ -25,7 +25,7 @@ class Linear:
         weights: the weights of the whole network, by name, in fp32.
         description: the network's description; see ``net_file.read_description``.
         accuracy: the accuracy on ``split``.
-        split: the last split of the data, on which the head is tested.
+        split: the data's last split, which tests the head.
         seconds: the time to fit the head, without the time to compute the features.
     """
 

@@ -1,1 +1,1 @@
-"""The HTML report of finished runs."""
+"""HTML reports of runs, and the style of all HTML pages."""

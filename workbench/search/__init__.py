@@ -1,1 +1,1 @@
-"""Search for hyperparameters on this machine."""
+"""Search for hyperparameters, on this machine or on a Ray cluster."""
