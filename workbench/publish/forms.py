@@ -1,4 +1,4 @@
-"""The forms of a published network: their endings, writers and readers."""
+"""The formats of an exported network: their file endings, writers and readers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Save = Callable[[pathlib.Path, Trained], None]
 
 
 class Form(NamedTuple):
-    """A form: the format of an exported network.
+    """A format of an exported network.
 
     Attributes:
         ending: the ending of the files' names; None for a folder, and for files with any other ending.
@@ -30,7 +30,7 @@ class Form(NamedTuple):
 
 
 def _described(save: Save, with_digest: bool = False) -> Save:
-    """Return a function that saves a network and also writes its JSON file."""
+    """Return a function that writes a network's file and its description, a JSON file."""
 
     def write(path: pathlib.Path, trained: Trained) -> None:
         net_file.write_described(path, trained.description, lambda part: save(part, trained), with_digest)
@@ -44,16 +44,16 @@ FORMS = {
     "onnx": Form(".onnx", _described(onnx_file.save, with_digest=True), onnx_file.read),
     "hf": Form(None, hugging_face.write, network.read_weights),
 }
-OF_INT8 = "onnx"  # the form that can have 8-bit integers
+OF_INT8 = "onnx"  # the only format that can store 8-bit integers
 
 
 def by_ending(path: pathlib.Path) -> str:
-    """Return the name of a file's form by its ending; ``pt`` for an unknown ending."""
+    """Return the name of the format with a file's ending; ``pt`` for an unknown ending."""
     return next((name for name, form in FORMS.items() if path.suffix == form.ending), "pt")
 
 
 def read(path: pathlib.Path) -> Classifier:
-    """Read a network of any form; for the folder of a run, read its ``net.pt``.
+    """Read a network in any format; for the folder of a run, read its ``net.pt``.
 
     Raises:
         InvalidInput: if the file or its description is missing or damaged, or describes another network.

@@ -21,7 +21,7 @@ from workbench.publish import scoring
 from workbench.publish.network import Classifier
 
 BATCH = 16  # images at a time
-GRID = 7  # the maximum cells of a map in each direction; max pooling would give a finer map isolated dots
+GRID = 7  # the maximum cells of a map in each direction; after max pooling, a finer map has isolated dots
 
 # Rows: the heat, its red, green and blue, and its opacity
 HEAT = np.array(

@@ -63,7 +63,7 @@ def write(path: pathlib.Path, trained: Trained) -> None:
 
 
 def _without_places(description: Any) -> dict[str, Any]:
-    """Remove local paths: keep only the last name of the data's root, and remove cache and storage."""
+    """Return a description without local paths; only the last component of the data's ``root`` stays."""
     provenance = description["provenance"]
     given = provenance.get("data")
     if not isinstance(given, dict) or not isinstance(given.get("root"), str):
@@ -128,7 +128,7 @@ def _preprocessing(seen: dict[str, Any]) -> dict[str, Any]:
 
 
 def _call(name: str, description: dict[str, Any], modules: list[str]) -> dict[str, Any]:
-    """Return the card's code that builds the network: imports and an expression; for timm the library."""
+    """Return how the card builds the network: the library and, except for timm, imports and an expression."""
     if timm_nets.is_timm(name):
         return {"library": "timm"}
     if modules:

@@ -94,7 +94,7 @@ class Classifier:
 
 @contextlib.contextmanager
 def without_warnings() -> Iterator[None]:
-    """Hide a library's log messages up to the level of warnings, inside the block."""
+    """Hide log messages up to the level of warnings, inside the block."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -106,7 +106,7 @@ def without_warnings() -> Iterator[None]:
 def read_described(path: pathlib.Path) -> dict[str, Any]:
     """Check the digest of a file that is not a ``state_dict``, and read its description.
 
-    Without this check a library might run a damaged or untrusted file as a program.
+    Without this check a library might run a damaged file, or a file of another export, as a program.
 
     Raises:
         InvalidInput: if a file is missing or damaged, or the two files come from different exports.

@@ -24,7 +24,7 @@ def save(path: pathlib.Path, trained: Trained) -> None:
     """Write a network for any number of normalised inputs (B, 3, H, W).
 
     Raises:
-        InvalidInput: if the network cannot be traced, or has no counterpart in ONNX.
+        InvalidInput: if torch or ONNX Runtime cannot convert the network.
     """
     import onnx
 
@@ -52,8 +52,8 @@ def save(path: pathlib.Path, trained: Trained) -> None:
 def _quantize(path: pathlib.Path, trained: Trained) -> None:
     """Convert weights to int8 and activations to uint8, scaled by calibration images.
 
-    Weights use 7 bits: AVX2 and AVX-512 without VNNI add two products in 16 bits, which 8 bits would
-    overflow.
+    Weights use 7 bits: AVX2, and AVX-512 without VNNI, add two products in 16 bits. Products of 8-bit weights
+    would overflow.
     """
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
@@ -81,7 +81,7 @@ def _quantize(path: pathlib.Path, trained: Trained) -> None:
             )
     except OSError:
         raise
-    except Exception as error:  # ONNX Runtime's have no common class
+    except Exception as error:  # ONNX Runtime's exceptions have no common class
         what = f"ONNX Runtime cannot quantize {trained.description['net']['name']}"
         raise InvalidInput(f"--int8: {what} ({one_line(error)[:300]}); remove --int8") from error
 
@@ -108,7 +108,7 @@ def read(path: pathlib.Path) -> Classifier:
         tried = session.run(None, {given.name: np.zeros((2, *wanted[0]), np.float32)})[0]
         if (tried.shape, tried.dtype) != ((2, *wanted[1]), np.float32):
             raise ValueError(f"for 2 images its output is {tried.dtype} of shape {tried.shape}")
-    except Exception as error:  # ONNX Runtime's have no common class
+    except Exception as error:  # ONNX Runtime's exceptions have no common class
         what = f"is not the classifier that its JSON file describes ({one_line(error)[:300]})"
         raise InvalidInput(f"{path}: {what}; export the network again") from error
 

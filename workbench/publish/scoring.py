@@ -36,8 +36,8 @@ class Answers(NamedTuple):
     """The answers of a network.
 
     Attributes:
-        probabilities: (N, C) float32, the probability of every class, at the network's temperature; or of
-            every label.
+        probabilities: (N, C), the probability of every class at the network's temperature, float32; or the
+            probability of every label, float64.
         unknown: whether the network is unsure about an image, (N,) bool; see ``threshold_of``.
     """
 
@@ -51,12 +51,12 @@ def answers(
     how: TestTimeAugmentation | None = None,
     threshold: float = 0.0,
 ) -> tuple[list[pathlib.Path], Answers, ErrorList]:
-    """Classify image files with one batch of them in memory at a time.
+    """Classify image files, with one batch in memory at a time.
 
     Args:
         classifier: the network.
         files: the images.
-        how: the views of each image.
+        how: the views of test-time augmentation; None for none.
         threshold: the threshold of the answer "unknown"; see ``threshold_of``.
 
     Returns:

@@ -60,7 +60,7 @@ def run(classifier: Classifier, net: pathlib.Path, port: int) -> None:
         server = Server(classifier, net, port)
     except OSError as error:
         what = f"cannot be served on ({one_line(error)})"
-        raise InvalidInput(f"--port: {port}: {what}; give another") from error
+        raise InvalidInput(f"--port: {port}: {what}; give another port") from error
     with server:
         print(f"http://{HOST}:{server.server_address[1]}  (Ctrl+C ends it)", flush=True)
         server.serve_forever()
@@ -187,7 +187,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdecimal()):
-            return self._refuse(HTTPStatus.LENGTH_REQUIRED, "image: its length is missing; give another")
+            return self._refuse(HTTPStatus.LENGTH_REQUIRED, "image: length is missing; set Content-Length")
         if len(length) > len(str(MOST_BYTES)) or int(length) > MOST_BYTES:
             much = f"image: is larger than {MOST_BYTES // 2**20} MiB; give a smaller image"
             return self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, much)
@@ -207,9 +207,8 @@ class Handler(BaseHTTPRequestHandler):
     def _is_of_this_page(self) -> bool:
         is_own = is_of_this_page(self.headers.get("Host"), self.headers.get("Origin"))
         if not is_own:
-            self._refuse(
-                HTTPStatus.FORBIDDEN, f"the request comes from another page or host; open http://{HOST}"
-            )
+            page = f"http://{HOST}:{self.server.server_address[1]}"
+            self._refuse(HTTPStatus.FORBIDDEN, f"the request comes from another page or host; open {page}")
         return is_own
 
     def _refuse(self, status: HTTPStatus, error: str) -> None:

@@ -31,7 +31,7 @@ from workbench.reports.recorded_run import RecordedRun, picture_of
 TEMPLATE = pathlib.Path(__file__).with_name("report.html.jinja")
 TRACKED = (*net_file.NAMES, summary.FILE, metrics_log.FILE, "run.json")
 MATRIX = 40  # the maximum classes of a confusion matrix
-PAIRS = 20  # the number of confused pairs of classes that replace a larger matrix
+PAIRS = 20  # the number of pairs of classes in the table that replaces a larger matrix
 REFRESH = 5  # seconds after which the page of a training run is written again
 
 
@@ -75,7 +75,7 @@ def tracked_files(output: pathlib.Path) -> list[pathlib.Path]:
     report, files = output / "report.html", [output / name for name in TRACKED]
     try:
         write([output], report)
-    except Exception as error:  # of pictures, fonts or the disk: a finished training must not fail for it
+    except Exception as error:  # e.g. of the disk; a finished training must not fail because of its report
         print(printable(f"note: {report}: not written ({one_line(error)})"), file=sys.stderr)
         return files
     return [report, *files]

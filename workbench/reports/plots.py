@@ -107,7 +107,7 @@ def _ticks(values: Sequence[float]) -> list[float]:
     """Return 3 to 7 round numbers that enclose the values."""
     low, high = min(values, default=0.0), max(values, default=1.0)
     if low == high:
-        most = 1.0 if 0 <= high <= 1 else math.inf  # a share
+        most = 1.0 if 0 <= high <= 1 else math.inf  # a share is at most 1
         low, high = low - (abs(low) or 1) / 2, min(high + (abs(high) or 1) / 2, most)
     rough = (high - low) / 5
     size = 10.0 ** math.floor(math.log10(rough))

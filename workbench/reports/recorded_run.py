@@ -43,7 +43,7 @@ def _is_picture(value: Any) -> bool:
             if image.width * image.height > MOST_PIXELS or image.format not in ("PNG", "JPEG"):
                 return False
             image.verify()
-    except Exception:  # PIL raises nearly anything
+    except Exception:  # Pillow's formats raise different classes
         return False
     return True
 
@@ -76,7 +76,7 @@ def picture_of(classified: Mapping[str, Any]) -> str:
 _SHOWN = list_of(Rule(_is_classified, "must have image, predicted, label, loss and picture"))
 _COUNTS = Rule(
     lambda value: any(list_of(list_of(each)).is_valid(value) for each in (whole(0), list_of(whole(0), 2))),
-    "must be a matrix of counts, or one for each label",
+    "must be a matrix of counts, or a 2x2 matrix of counts for each label",
 )
 # The values that the page needs; summaries of older releases lack the optional ones
 FILES: dict[str, dict[str, Rule]] = {
@@ -134,8 +134,8 @@ class RecordedRun:
 
     Attributes:
         name: the name of the run's folder.
-        summary: the content of ``summary.json``; before the run has that file, ``steps``, and after a
-            validation also ``validation``.
+        summary: the content of ``summary.json``; until the run writes that file, only ``steps`` and the last
+            ``validation``, if any.
         described: the content of ``run.json``: configuration, command and machine.
         classification: the content of ``classification.json``; empty before the first validation.
         metrics: the lines of ``metrics.jsonl``.
@@ -251,7 +251,7 @@ def _summary_so_far(
     summary: dict[str, Any] = {"steps": max((each["steps_completed"] for each in metrics), default=0)}
     validations = [each for each in metrics if each["group"] == "validation"]
     if validations and classification:
-        with contextlib.suppress(KeyError):  # of a class: the files are from different validations
+        with contextlib.suppress(KeyError):  # a class is missing: the files are from different validations
             summary["validation"] = summaries.metrics_summary(validations[-1], classification["classes"])
     return summary
 
@@ -294,7 +294,7 @@ class Result(NamedTuple):
 
 
 def results(folder: pathlib.Path, provenance: Mapping[str, Any]) -> list[Result]:
-    """Return the results of a run's checkpoint, the test first; empty for a run that has not finished.
+    """Return the results of a run's checkpoint, the test first; empty without a finished run.
 
     Args:
         folder: the run's folder.
