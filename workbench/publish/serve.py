@@ -207,8 +207,8 @@ class Handler(BaseHTTPRequestHandler):
     def _is_of_this_page(self) -> bool:
         is_own = is_of_this_page(self.headers.get("Host"), self.headers.get("Origin"))
         if not is_own:
-            page = f"http://{HOST}:{self.server.server_address[1]}"
-            self._refuse(HTTPStatus.FORBIDDEN, f"the request comes from another page or host; open {page}")
+            own = f"http://{HOST}:{self.server.server_address[1]}"
+            self._refuse(HTTPStatus.FORBIDDEN, f"the request comes from another page or host; open {own}")
         return is_own
 
     def _refuse(self, status: HTTPStatus, error: str) -> None:

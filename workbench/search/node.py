@@ -1,4 +1,4 @@
-"""A trial's process: started, stopped and killed, on this machine or on a node of a Ray cluster.
+"""Starts, stops and kills a trial's process, on this machine or on a node of a Ray cluster.
 
 Ray imports this module on each node. The module avoids torch, which takes seconds to import.
 """
@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import filelock
 
-LOOK = 0.5  # seconds that a look waits for the end of the process
-MOST = 2**20  # bytes of the end of a log
+LOOK = 0.5  # seconds that ``look`` waits for the end of the process
+MOST = 2**20  # the maximum bytes that ``look`` reads, from the end of the log
 
 
 class News(NamedTuple):
@@ -121,7 +121,7 @@ def spawn(
         log: the file; the process appends its stdout and stderr to it.
         environment: environment variables, in addition to this process's own.
     """
-    with open(log, "ab") as output, tempfile.TemporaryFile() as whole:  # no path leads to its text
+    with open(log, "ab") as output, tempfile.TemporaryFile() as whole:  # no path leads to this file
         whole.write(stdin.encode())
         whole.seek(0)
         return subprocess.Popen(

@@ -31,7 +31,7 @@ NONE_HERE = "Could not find any running Ray instance"  # Ray's message without a
 
 
 class RayCluster:
-    """A Ray cluster: the one at ``RAY_ADDRESS``, the one of this machine, or a new one on this machine.
+    """The Ray cluster at ``RAY_ADDRESS``, else the cluster of this machine, else a new cluster on it.
 
     A process of a trial takes a GPU if a node has GPUs, and ``OMP_NUM_THREADS`` CPUs (default 1).
 
@@ -61,7 +61,7 @@ class RayCluster:
         if not self._fits():
             most = max(int(node.get(kind, 0)) for node in self._nodes())
             self.close()
-            remedy = f"Ray's largest node has {most} {kind}s, and a trial runs on one node"
+            remedy = f"Ray's largest node has {most} {kind}s, and a trial runs on one node; use fewer slots"
             threads = f" of {self.threads} threads" if self.threads > 1 else ""
             raise InvalidInput(f"resources.slots_per_trial: {self.slots}{threads}: {remedy}")
 
@@ -98,7 +98,7 @@ class RayCluster:
 
 
 class RayRun(TrialRun):
-    """A trial on a node of Ray's choice. A trial whose node is lost resumes on another one.
+    """A trial on a node of Ray's choice. A trial that loses its node resumes on another node.
 
     ``TrialRun`` describes the other arguments.
 
@@ -185,7 +185,7 @@ class RayRun(TrialRun):
             return
         node = printable(self.news.node or "a node")
         print(
-            f"search.py: note: trial {int(self.folder.name)}: lost {node}; resumes elsewhere", file=sys.stderr
+            f"search.py: note: trial {int(self.folder.name)}: lost {node}; resumes on another node", file=sys.stderr
         )
         self._submit(True)
 
@@ -232,7 +232,7 @@ def lost_cluster(error: Exception) -> TrainingStopped:
 
 
 def _connected() -> Any:
-    """Connect to the cluster, or start one on this machine; that one listens only on the loopback interface.
+    """Connect to the cluster, or start a new cluster, which listens only on the loopback interface.
 
     Raises:
         InvalidInput: if Ray is not installed or the cluster does not answer.
@@ -250,13 +250,13 @@ def _connected() -> Any:
     import ray
     from ray._private import worker
 
-    worker.print_to_stdstream = lambda *_, **__: None  # prints lost nodes on stdout, despite log_to_driver
+    worker.print_to_stdstream = lambda *_, **__: None  # Ray prints lost nodes despite log_to_driver
     ray.init(address=address, **options)
     return ray
 
 
 def _answers(address: str) -> bool:
-    """Connect to a cluster in another process: Ray's client prints lines and may end its process.
+    """Try to connect in another process: Ray's client prints lines and may end its process.
 
     Returns:
         Whether there is a cluster. The answer is False only for ``auto``, if this machine is in no cluster.

@@ -196,10 +196,10 @@ class SearchDisplay:
 
     def __init__(self, results: Results, output: pathlib.Path) -> None:
         self.results, self.output, self.metric = results, output, results.metric
-        self.console = Console(markup=False, emoji=False)  # names are text: [b] in one is no markup
+        self.console = Console(markup=False, emoji=False)  # Rich would read [b] in a name as markup
         self.live_table: Live | None = None
         self.steps: dict[int, int] = {}
-        self.changed: list[str] = []  # files of code
+        self.changed: list[str] = []  # the files of code in the last note
 
     @contextlib.contextmanager
     def live(self) -> Iterator[None]:
@@ -287,5 +287,5 @@ class SearchDisplay:
         print(f"report: {printable(page)}")
         storage = f"sqlite:///{shown_path(self.output / 'search.db')}"
         print(f"plots:  optuna-dashboard {printable(shlex.quote(storage))}")
-        print(f"train with them: {printable(self.results.command(best))}")
+        print(f"train with these values: {printable(self.results.command(best))}")
         return 0

@@ -28,7 +28,7 @@ from workbench.search.specification import BracketPruner, Search
 from workbench.search.trial_run import LAST_WORDS, ThisMachine, TrialRun, wait_for
 
 POLL = 0.1  # seconds between two looks at the trials
-STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}  # Optuna's; else FAIL
+STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}  # of Optuna; FAIL for other outcomes
 
 
 class SearchRunner:
@@ -73,11 +73,11 @@ class SearchRunner:
         self.display = SearchDisplay(Results(self.study, search), self.output)
 
     def run(self) -> int:
-        """Run all trials that have not ended, report, and return the exit code."""
+        """Run all trials that have not ended, print the best trial, and return the exit code."""
         handler = signal.signal(signal.SIGTERM, _interrupt)
         try:
             with self.display.live():
-                for left in self._trials(TrialState.RUNNING):  # by an interrupted search
+                for left in self._trials(TrialState.RUNNING):  # trials of an interrupted search
                     trial = Trial(self.study, left._trial_id)
                     for name, distribution in space.space(self.search.ranges).items():
                         trial._suggest(name, distribution)  # it may have no hyperparameters yet
@@ -144,7 +144,7 @@ class SearchRunner:
     def _start(self, trial: Trial) -> None:
         if errors := self._errors(trial.params):
             return self._end(trial, "invalid", "; ".join(errors))
-        if stopping := trial.user_attrs.get("stopping"):  # when the search was interrupted
+        if stopping := trial.user_attrs.get("stopping"):  # pruned before the search was interrupted
             return self._end(trial, "pruned", stopping)
         self.display.tell_changes(trial.number, self.study.user_attrs["code"], code_digests())
         folder, overrides = self.output / f"trials/{trial.number:03}", self.search.overrides_of(trial.params)

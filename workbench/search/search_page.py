@@ -57,7 +57,7 @@ def read(folder: pathlib.Path) -> Results:
     quiet_optuna()
     try:
         study = optuna.load_study(study_name="search", storage=f"sqlite:///{file.resolve()}")
-        config = json.loads((folder / "search.yaml").read_text())  # keeps the order of the draws
+        config = json.loads((folder / "search.yaml").read_text())  # keeps the order of the ranges
     except (SQLAlchemyError, StorageInternalError, RuntimeError, KeyError, ValueError, OSError) as error:
         reason = one_line(getattr(error, "orig", None) or error)
         remedy = "give the --output of a search.py that has begun its trials"

@@ -28,7 +28,7 @@ RANGE_KEYS = {
     "categorical": ("vals",),
     "const": ("val",),
 }
-# Keys of ranges alone: with one of them, an unknown type is a typing error and not DeepSpeed's "type" key
+# Only ranges have these keys. Without them, an unknown type is the type of a section of DeepSpeed
 TELLTALES = {"minval", "maxval", "vals", "val"}
 
 
@@ -98,7 +98,7 @@ def _scalar(value: Any) -> Any:
 
 
 def space(ranges: Sequence[Range]) -> dict[str, BaseDistribution]:
-    """The whole search space in Optuna's terms."""
+    """Return the search space in Optuna's terms."""
     return {each.name: each.distribution for each in ranges}
 
 
@@ -123,8 +123,8 @@ def guided_draw(
     """Draw the hyperparameters of the next trial by Optuna's TPE, from the results so far.
 
     The result depends only on the arguments: every trial has a new sampler, with a seed from the search's
-    seed and the trial's number. Failed and running trials count as worse than finished ones; otherwise
-    concurrent trials would be alike.
+    seed and the trial's number. Failed and running trials count as bad results: without a result for the
+    running trials, concurrent trials would be alike.
 
     Args:
         ranges: the search space.

@@ -125,9 +125,9 @@ class Search:
         return StudyDirection.MINIMIZE if self.experiment.smaller_is_better else StudyDirection.MAXIMIZE
 
     def missing(self, known: Sequence[FrozenTrial]) -> list[int]:
-        """Return the brackets of the trials to draw after the known ones.
+        """Return the index of the bracket of each trial that is not drawn yet.
 
-        A new trial replaces each invalid one, as on a cluster, unless the searcher is ``grid`` or ``single``.
+        As on a cluster, a new trial replaces each invalid trial. ``grid`` and ``single`` replace no trial.
         """
         missing, replaces = list[int](), self.searcher["name"] not in ("grid", "single")
         for index, bracket in enumerate(self.brackets):

@@ -227,7 +227,7 @@ def test_a_search_has_a_page_at_any_time(guided, tmp_path, capsys):
         assert row[0] == str(each.number) and f"{results.score(each):.4g}" in row
         assert [f"{each.params[RATE]:.4g}", "200", "complete"] == [row[1], row[-4], row[-1]]
         assert ("best" in kind) == (each.number == best.number)
-    (shown,) = re.findall(r"^train with them: (.*)", made.stdout, re.M)
+    (shown,) = re.findall(r"^train with these values: (.*)", made.stdout, re.M)
     assert html.unescape(re.findall(r'<pre class="framed">(.*?)</pre>', page)[0]) == shown
     assert f"report: python3 checkpoint.py report {output}\n" in made.stdout
     assert f"plots:  optuna-dashboard sqlite:///{output}/search.db\n" in made.stdout
