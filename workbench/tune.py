@@ -30,7 +30,7 @@ TUNED, TRIED = "tuned.yaml", "tried.json"
 
 
 def tune(trial_class: Callable[..., Any], experiment: Experiment, slots: int, output: pathlib.Path) -> None:
-    """Benchmark configurations, print a table, and write the benchmarks and the fastest experiment file.
+    """Benchmark configurations, print a table, and write the benchmarks and the fastest configuration.
 
     Args:
         trial_class: the class of the trial.

@@ -185,7 +185,8 @@ class RayRun(TrialRun):
             return
         node = printable(self.news.node or "a node")
         print(
-            f"search.py: note: trial {int(self.folder.name)}: lost {node}; resumes on another node", file=sys.stderr
+            f"search.py: note: trial {int(self.folder.name)}: lost {node}; resumes on another node",
+            file=sys.stderr,
         )
         self._submit(True)
 
