@@ -241,12 +241,13 @@ def _connected() -> Any:
     if importlib.util.find_spec("ray") is None:
         raise InvalidInput("--on: ray: needs the package ray; pip install ray")
     os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-    address = os.environ.get("RAY_ADDRESS") or ("auto" if _answers("auto") else "local")
+    given = os.environ.get("RAY_ADDRESS")
+    address = given or ("auto" if _answers("auto") else "local")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address == "local":
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # the address of this node is 127.0.0.1
         options |= {"include_dashboard": False, "object_store_memory": OBJECTS}
-    elif address != "auto" and not _answers(address):
+    elif given and not _answers(given):
         raise InvalidInput(f"RAY_ADDRESS: {address}: no Ray cluster runs here; start one: ray start --head")
     import ray
     from ray._private import worker
