@@ -124,7 +124,7 @@ class StoredRun:
                 raise FileNotFoundError(f"{self._base} does not exist")
             complete = self._complete(pathlib.Path(folder))
             if complete and resumes is False:
-                remedy = "give another folder, or continue it: train.py --resume latest"
+                remedy = "give another folder, or add --resume latest to continue it"
                 raise InvalidInput(f"--output: {output}: {self.url} holds a run of this name; {remedy}")
             self.complete = set(complete)
             self._bring(complete, pathlib.Path(folder), output)

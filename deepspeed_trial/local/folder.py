@@ -54,9 +54,8 @@ def why_unusable(output: pathlib.Path, resumes: bool, writes: Sequence[str] = ()
         if path.exists() and not os.access(path, os.W_OK if is_file else os.R_OK | os.W_OK | os.X_OK):
             return f"--output: {path}: is not writable; change its permissions, or give another folder"
     if not resumes and ((output / "summary.json").exists() or _has_checkpoints(output)):
-        return (
-            f"--output: {output}: holds a run; give another folder, or continue it: train.py --resume latest"
-        )
+        remedy = "give another folder, or add --resume latest to continue it"
+        return f"--output: {output}: holds a run; {remedy}"
     return None
 
 

@@ -32,7 +32,7 @@ def test_a_run_is_not_replaced(two_checkpoints, tmp_path, capsys):
     (tmp_path / "loop/checkpoints").symlink_to("checkpoints")
     before = contents(tmp_path / "again")
     for name, expected in {
-        "again": "holds a run; give another folder, or continue it: train.py --resume latest",
+        "again": "holds a run; give another folder, or add --resume latest to continue it",
         "odd": "metrics.jsonl: is not a file",
         "pipe": "run.json: is not a file",
         "loop": "loop/checkpoints: is not a folder",
