@@ -7,7 +7,7 @@ The settings change ``experiments/photos-scratch.yaml``, which has the recipe of
 |---|---|
 | side of the images | the largest of ``SIDES`` up to the photos' size that leaves time for enough passes |
 | enough passes | at least 10 over the training images, and at least 60,000 images in all |
-| minutes | the given minutes, but at most the time of 300 passes |
+| minutes | the given minutes, but at most the time of 120,000 images, in 100 to 300 passes |
 | batch | a 24th of the training images, from 48 to 2,000 |
 | smaller images at first | 0.75 of the side; 0.625 if full-size images leave time for fewer than 8 passes |
 | validations | about 20, at least 3 passes apart |
@@ -40,12 +40,14 @@ FILE_OF_OTHER_NETS = "experiments/photos.yaml"
 NET = "airbench"
 MINUTES = 15.0
 SIDES = (32, 48, 64, 96, 128, 160, 224)  # pixels
-ENOUGH_PASSES, ENOUGH_IMAGES, MOST_PASSES = 10, 60_000, 300
+ENOUGH_PASSES, ENOUGH_IMAGES = 10, 60_000
+MOST_PASSES, MOST_IMAGES = (100, 300), 120_000  # of 1,800 CIFAR-10 images, 245 passes were no better than 71
 SMALLER_UNTIL = 0.7  # the share of the steps with smaller images
 BATCHES = (48, 2_000)  # with fewer images, Muon takes longer than the forward and backward passes
 SKEWED = 4  # the ratio of the largest class to the smallest one
 SPEED_OF_A_GPU = 8_000  # images of 32x32 pixels a second, by a cautious estimate
 OPERATIONS = 708e6  # for a 32x32 image in a training step of airbench with width 64
+STEP = 80  # an optimizer step of airbench takes as long as the training on this many 32x32 images
 EFFICIENCY = 0.7  # on a CPU, the FLOP/s of the training divided by the FLOP/s of a matrix product
 LOOKED_AT = 50  # the number of images whose size is read
 
@@ -146,23 +148,27 @@ def choose(images: Images, minutes: float = MINUTES, net: str | None = None) -> 
         net: a network in place of ``NET``; the estimate still uses the speed of ``NET``.
     """
     train, speed = images.splits["train"], images_a_second()
-    enough = max(ENOUGH_PASSES * train, ENOUGH_IMAGES)
-    fitting = [
-        side for side in SIDES if side <= min(images.size) and 60 * minutes * speed / _cost(side) >= enough
-    ]
+    batch = min(max(train // 24, BATCHES[0]), BATCHES[1], train)
+
+    def passes(side: int, scale: float = 1.0) -> float:
+        """Return the number of passes that the minutes are enough for."""
+        smaller = 1 - SMALLER_UNTIL * (1 - scale**2)
+        return 60 * minutes * speed / (train * (_cost(side) * smaller + STEP / batch))
+
+    enough = max(ENOUGH_PASSES, ENOUGH_IMAGES / train)
+    fitting = [side for side in SIDES if side <= min(images.size) and passes(side) >= enough]
     side = max(fitting, default=SIDES[0])
-    a_pass = train * _cost(side) / speed / 60
     is_other = net not in (None, NET)
-    scale = 1.0 if is_other else 0.625 if minutes < 8 * a_pass else 0.75
-    a_pass *= 1 - SMALLER_UNTIL * (1 - scale**2)
-    minutes = min(minutes, MOST_PASSES * a_pass)
+    scale = 1.0 if is_other else 0.625 if passes(side) < 8 else 0.75
+    possible = passes(side, scale)
+    planned = min(possible, MOST_PASSES[1], max(MOST_PASSES[0], MOST_IMAGES / train))
     plain = "accuracy" if is_other else "accuracy_tta"
     return Settings(
         side=side,
-        batch=min(max(train // 24, BATCHES[0]), BATCHES[1], train),
-        minutes=float(f"{minutes:.3g}"),
+        batch=batch,
+        minutes=float(f"{minutes * planned / possible:.3g}"),
         scale=scale,
-        passes=minutes / a_pass,
+        passes=planned,
         metric="macro_recall" if images.is_skewed else plain,
         net=net if is_other else None,
         bf16=torch.cuda.is_available() or has_bf16_instructions(),
