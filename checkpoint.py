@@ -16,7 +16,7 @@
 RUN is the folder of a run of train.py. A checkpoint is a folder in RUN/checkpoints, or a folder that `det
 checkpoint download` wrote; any mode and any number of processes may have saved it. caches lists the hidden
 files in the data's folder that hold decoded images; --clear removes them. Exit codes: 0 done, 2 an unusable
-path or value, 1 anything else.
+path or value, 130 interrupted, 1 anything else.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         raise  # of stdout: quiet_pipe ends the program
     except OSError as error:
-        print(f"{program}: a path cannot be used ({one_line(error)}); repair or change it", file=sys.stderr)
+        reason = f"a path cannot be used ({one_line(error)})"
+        print(f"{program}: {args.command}: {reason}; repair or change the path", file=sys.stderr)
         return 1 if error.errno in DISK_FULL else 2
     except KeyboardInterrupt:
         print(f"{program}: interrupted", file=sys.stderr)

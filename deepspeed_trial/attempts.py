@@ -250,7 +250,7 @@ def _steps(
         free = int(min(ranks.allgather(machine.free_memory())) * LIMIT / ranks.local_size)
         if needs > free:
             return Attempt(
-                reason=f"{NO_MEMORY} ({needs / 2**20:,.0f} MiB by forecast, {free / 2**20:,.0f} free)"
+                reason=f"{NO_MEMORY} ({needs / 2**20:,.0f} MiB by estimate, {free / 2**20:,.0f} free)"
             )
         stack.enter_context(machine.limited_memory(free))
         trial = trial_class(context)

@@ -160,8 +160,8 @@ class Experiment:
         rest = steps % period
         if not 0 < rest * 10 < period or rest == steps:
             return []
-        what = f"the last validation comes only {rest} steps after the one before"
-        return [f"{LENGTH}: {steps:,} steps: {what}; use {steps - rest:,} steps to leave it out"]
+        what = f"the last validation comes only {rest} steps after the previous one"
+        return [f"{LENGTH}: {steps:,} steps: {what}; use {steps - rest:,} steps to avoid this"]
 
     def fit_arguments(self, batch_size: int, steps: int | None = None) -> dict[str, Any]:
         """Return the configuration's arguments for ``Trainer.fit``.

@@ -86,7 +86,7 @@ def whole(least: int, below: int = MOST) -> Rule:
 
 def number(least: float, below: float) -> Rule:
     """Return the rule of numbers from ``least`` to less than ``below``."""
-    message = f"must be a number from {least:g} to below {below:g}"
+    message = f"must be a number >= {least:g} and < {below:g}"
     return Rule(lambda value: is_number(value, least, below), message)
 
 

@@ -181,7 +181,8 @@ def _stage_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator
     if offloads(config, "offload_param") and stage != 3:
         yield f"{at} offload_param works with ZeRO stage 3 only; set it to 3 or remove offload_param"
     if offloads(config, "offload_optimizer") and stage not in (2, 3):
-        yield f"{at} offload_optimizer works with ZeRO stage 2 and 3 only; set it to 2 or remove it"
+        reason = "this project supports offload_optimizer only at ZeRO stage 2 or 3"
+        yield f"{at} {reason}; set the stage to 2, or remove offload_optimizer"
     if hyper.has_experts and stage == 3:
         yield f"{at} mixture of experts does not work with ZeRO stage 3; set it to 2 or less, or moe to false"
     if hyper.has_experts and stage > 0 and not hyper.moe_param_group:

@@ -115,7 +115,7 @@ _PARAMS: dict[str, Rule] = {
     "anneal_strategy": one_of("cos", "linear"),
     "betas": Rule(
         lambda v: _are_numbers(v, (0.9, 0.999), lambda beta: is_number(beta, 0, 1)),
-        "must be two numbers from 0 to below 1",
+        "must be two numbers >= 0 and < 1",
     ),
     "warmup_type": one_of("log", "linear"),
 }

@@ -202,7 +202,7 @@ EPOCHS_1, TWO_EPOCHS = {LENGTH: "{epochs: 1}"}, {"min_validation_period": "{epoc
     ),
     end=(
         {LENGTH: "{batches: 93}", **TWO_EPOCHS},
-        "hyperparameters.max_length: 93 steps: the last validation comes only 3 steps after the one before; use 90 steps to leave it out",
+        "hyperparameters.max_length: 93 steps: the last validation comes only 3 steps after the previous one; use 90 steps to avoid this",
     ),
     end_in_images=(
         {LENGTH: "{batches: 93}", "min_validation_period": "{records: 2880}"},

@@ -211,7 +211,7 @@ def test_auto_halves_in_little_memory(tmp_path):
     made = execute([sys.executable, "-c", limited, *row, "--output", str(tmp_path)], tmp_path)
     assert made.code == 0, made.stdout + made.stderr
     lines = [line for line in made.stdout.splitlines() if line.startswith("micro-batch ")]
-    assert lines[0].startswith("micro-batch 192: no memory left (") and "MiB by forecast" in lines[0]
+    assert lines[0].startswith("micro-batch 192: no memory left (") and "MiB by estimate" in lines[0]
     assert "images/s" in lines[-1]
     chosen = json.loads((tmp_path / "tried.json").read_text())[MICRO]
     assert chosen < 192 and f"micro-batch {chosen} x accumulation {192 // chosen}" in made.stdout
