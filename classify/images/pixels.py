@@ -98,6 +98,14 @@ class Streamed:
         """The prefetcher of the images' shards."""
         return ShardsAhead(self.listing)
 
+    def fetch(self, shards: Sequence[int], indices: np.ndarray) -> None:
+        """Fetch shards, without a shard whose images, among the given int64 (N,), are all decoded."""
+        if self.file is not None:
+            places = self.listing.places_of(indices[~self.file.has(indices)])
+            needed = np.unique(self.listing.shards_of(places)).tolist()
+            shards = [shard for shard in shards if shard in needed]
+        self.shards_ahead.fetch(shards)
+
     def select(self, indices: Tensor) -> Tensor:
         """Return images (B, 3, h, w) uint8 by their indices, int64 (B,).
 
@@ -186,7 +194,8 @@ class ImageSet:
     def fetch(self, shards: Sequence[int]) -> None:
         """Fetch shards, by their indices, before images in them are selected; decoded images need none."""
         if isinstance(self.pixels, Streamed) and self.pixels.listing.is_remote:
-            self.pixels.shards_ahead.fetch(shards)
+            rows = torch.arange(len(self)) if self.rows is None else self.rows
+            self.pixels.fetch(shards, rows.numpy())
 
     @property
     def images(self) -> Tensor:

@@ -21,13 +21,13 @@ import pytest
 import torch
 from matrix import ROWS, Runs, train
 from sources import copied, everything, load, refused, served, write_parquet
-from support import DIGITS, all_at_once, error_line, fork, losses, overrides, run
+from support import DIGITS, all_at_once, error_line, fork, losses, overrides, run, wait_until
 
 import checkpoint
 from classify.images.listing import FileListing, Location, Shard
 from classify.images.loader import MicroBatchLoader
 from classify.images.order import Order, Windows
-from classify.images.pixels import ImageSet, ShardsAhead
+from classify.images.pixels import ImageSet, ShardsAhead, Streamed
 from classify.images.settings import DataSettings
 from classify.images.sources import remote as remote_files
 from classify.images.sources import shard_cache
@@ -215,6 +215,26 @@ def test_the_newest_request_is_fetched_first():
     may_go.set()
     assert done.wait(300)
     assert fetched == [SHARDS[0], *SHARDS[7:10]]
+
+
+def test_decoded_images_need_no_shard(written, tmp_path):
+    """All images but those of the last shard have been decoded, and the cache has lost the shards."""
+    cache = tmp_path / "cache"
+    with served(written) as (server, url):
+        images = load("webdataset", url, decode="stream", cache={"folder": str(cache)})
+        assert isinstance(images.pixels, Streamed)
+        listing = images.pixels.listing
+        shards, of_each = listing.shards, listing.shards_of(listing.places_of(np.arange(len(images))))
+        in_last = torch.from_numpy(of_each == len(shards) - 1)
+        images.select(torch.arange(len(images))[~in_last])
+        shard_cache.clear(cache / "shards")
+        server.asked.clear()
+        images.fetch(range(len(shards)))
+        wait_until(server.tars)
+        images.select(torch.arange(len(images))[in_last])
+        images.fetch(range(len(shards)))
+        assert not load("webdataset", url, decode="stream", cache={"folder": str(cache)}).is_streamed
+    assert server.tars() == [shards[-1].url.rpartition("/")[2]]
 
 
 def test_a_limit_has_to_hold_two_windows(written, tmp_path):
