@@ -106,7 +106,7 @@ class LocalMetrics(core.DummyTrainContext, Progress):
         self._shown_at = 0.0  # seconds
         self._watched_since: tuple[float, float] | None = None  # time, and machine.waited_for_cores() then
         self._work: Work | None = None  # until the forecast is shown
-        self._timed_since: tuple[int, float] | None = None  # step and time; validations are left out
+        self._timed_since: tuple[int, float] | None = None  # step and time; only steps count
         self._costs: dict[str, float] = {}  # seconds of a validation
 
     @override
@@ -168,8 +168,7 @@ class LocalMetrics(core.DummyTrainContext, Progress):
     @override
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
         if self._timed_since:
-            took = self._costs[VALIDATION] = time.monotonic() - self._shown_at  # since the report before
-            self._timed_since = self._timed_since[0], self._timed_since[1] + took
+            self._costs[VALIDATION] = time.monotonic() - self._shown_at  # since the report before it
         metrics = metrics_log.scalars(metrics)
         self._remember(steps_completed, metrics)
         self._keep("validation", steps_completed, metrics)
@@ -204,7 +203,9 @@ class LocalMetrics(core.DummyTrainContext, Progress):
 
     @override
     def set_status(self, status: str) -> None:
-        pass
+        if status == "training" and self._timed_since:  # after the validation and the checkpoint of a report
+            took = time.monotonic() - self._shown_at
+            self._timed_since = self._timed_since[0], self._timed_since[1] + took
 
     @override
     def report_progress(self, progress: float) -> None:

@@ -92,14 +92,17 @@ def test_one_line_forecasts_the_time_left_by_the_steps_alone(tmp_path, monkeypat
     def forecasts(done, *events):
         metrics = begun(tmp_path, done)
         for seconds, event, step in events:
+            metrics.set_status(event)
             now[0] += seconds
-            getattr(metrics, f"report_{event}_metrics")(step, {"loss": 1.0})
+            if event != "checkpointing":
+                getattr(metrics, f"report_{event}_metrics")(step, {"loss": 1.0})
         return [line for line in capsys.readouterr().out.splitlines() if line.startswith("time: ")]
 
     steps = [(60, "training", 1), (8, "training", 3), (4, "training", 4), (4, "training", 5)]
     # 86 steps, 2 validations and a test of half a validation: 444 s
     assert forecasts(0, *steps) == ["time: about 7 minutes left: 86 steps, 2 validations"]
-    around = [(60, "training", 44), (4, "training", 45), (30, "validation", 45), (8, "training", 47)]
+    around = [(60, "training", 44), (4, "training", 45), (30, "validation", 45), (90, "checkpointing", 45)]
+    around += [(8, "training", 47)]
     assert forecasts(43, *around) == ["time: about 4 minutes left: 43 steps, 1 validation"]
     assert not forecasts(0, *steps[:2])  # too few steps
     assert not forecasts(0, (1, "training", 1), (0.1, "training", 80))  # too little time
