@@ -81,6 +81,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@command_line.quiet_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; return the exit code."""
     try:

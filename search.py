@@ -53,12 +53,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@command_line.quiet_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Search; return the exit code."""
     args = parse(argv)
     output = args.output or default_output(args.config)
     quiet_optuna()
     try:
+        if errors := command_line.errors_in(args):
+            raise InvalidInput(errors)
         parallel = 1 if args.parallel is None and not args.on else args.parallel
         search = specification.load(args.config, args.overrides, parallel)
         assert search.data
@@ -72,6 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return runner.run()
     except (InvalidInput, TrainingStopped) as error:
         return print_errors(command_line.called("search"), error)
+    except BrokenPipeError:
+        raise  # of stdout: quiet_pipe ends the program
     except (OSError, SQLAlchemyError, StorageInternalError) as error:
         reason = one_line(getattr(error, "orig", None) or error)
         line = f"{output}: cannot store the state of the search ({reason}); repair the disk or the file"

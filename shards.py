@@ -27,9 +27,7 @@ from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line, print_erro
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="write")
     write = commands.add_parser("write", help="write a folder of images as shards")
     write.add_argument("folder", metavar="FOLDER", type=pathlib.Path)
@@ -39,6 +37,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@command_line.quiet_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     args = parse(argv)
@@ -52,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         tar_folders.write(args.folder, args.target, limit, args.seed)
     except InvalidInput as error:
         return print_errors(command_line.called("shards"), error)
+    except BrokenPipeError:
+        raise  # of stdout: quiet_pipe ends the program
     except OSError as error:
         reason = f"a path cannot be used ({one_line(error)}); correct it"
         print(f"{command_line.called('shards')}: {reason}", file=sys.stderr)

@@ -75,6 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     if args.keys:
         return print_keys(args.keys)
+    if errors := errors_in(args):
+        from deepspeed_trial.errors import InvalidInput, print_errors
+
+        return print_errors(command_line.called("train"), InvalidInput(errors))
     if not args.check and (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
         print("starting: importing torch, DeepSpeed and Determined", flush=True)
     try:
@@ -82,6 +86,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted; earlier checkpoints are unchanged")
         return 130
+
+
+def errors_in(args: argparse.Namespace) -> list[str]:
+    """Return a line for each option that no training can use, before any slow import."""
+    errors = command_line.errors_in(args)
+    for option in ("resume", "test", "tune", "find_lr", "profile", "check"):
+        if args.folds is not None and getattr(args, option):
+            what = "remove it: the same --output continues" if option == "resume" else "give one of the two"
+            shown = option.replace("_", "-")
+            errors.append(f"--folds: {args.folds}: does not work with --{shown}; {what}")
+    if args.slots is not None and not (args.check or args.tune or args.folds):
+        remedy = "is for --check, --tune and --folds; torchrun or deepspeed starts the processes"
+        errors.append(f"--slots: {args.slots}: {remedy}")
+    if args.resume and not args.output and not args.folds:
+        errors.append(f"--resume: {args.resume}: needs --output, the folder of the run")
+    return errors
 
 
 def do(args: argparse.Namespace) -> int:
@@ -182,10 +202,6 @@ def check(args: argparse.Namespace) -> int:
 
 def slots_of(args: argparse.Namespace, experiment: Experiment) -> int:
     """Return the number of processes, from ``--slots`` or the experiment file."""
-    from deepspeed_trial.errors import InvalidInput
-
-    if args.slots is not None and args.slots < 1:
-        raise InvalidInput(f"--slots: {args.slots}: must be at least 1")
     return args.slots or experiment.slots
 
 
@@ -214,19 +230,14 @@ def find_lr(args: argparse.Namespace) -> int:
 
 def cross_validate(args: argparse.Namespace) -> int:
     """Train once for each fold, and print the mean and the spread of the folds' scores."""
-    from deepspeed_trial.errors import InvalidInput
     from deepspeed_trial.local.folder import default_output
 
-    for option in ("resume", "test", "tune", "find_lr", "profile", "check"):
-        if getattr(args, option):
-            what = "remove it: the same --output continues" if option == "resume" else "give one of the two"
-            shown = option.replace("_", "-")
-            raise InvalidInput(f"--folds: {args.folds}: does not work with --{shown}; {what}")
     experiment = load(args)
     with command_line.importing():
         from workbench import folds
 
-    folds.run(experiment, args.folds, slots_of(args, experiment), args.output or default_output(args.config))
+    output = args.output or default_output(args.config)
+    folds.run(experiment, args.folds, slots_of(args, experiment), output)
     return 0
 
 
@@ -248,15 +259,10 @@ def print_notes(lines: list[str]) -> None:
 def run(args: argparse.Namespace) -> int:
     """Train, and write the summary of a local run; return the exit code."""
     from deepspeed_trial.cluster import cluster_experiment
-    from deepspeed_trial.errors import InvalidInput, printable
+    from deepspeed_trial.errors import printable
     from deepspeed_trial.local.folder import default_output
 
-    if args.slots is not None:
-        remedy = "is for --check, --tune and --folds; torchrun or deepspeed starts the processes"
-        raise InvalidInput(f"--slots: {args.slots}: {remedy}")
     experiment = cluster_experiment() or load(args)
-    if args.resume and not args.output:
-        raise InvalidInput(f"--resume: {args.resume}: needs --output, the folder of the run")
     with command_line.importing():  # after the check of the file: imports take seconds
         import torch._dynamo  # noqa: F401 - torch's first optimizer would import it
 

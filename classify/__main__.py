@@ -140,10 +140,12 @@ def train(folder: str, argv: Sequence[str], commands: Mapping[str, str]) -> int:
 
     if not {"-h", "--help"} & {*argv}:
         with named(COMMAND):  # refuse a wrong option before images are read and a folder is made
-            options = importlib.import_module("train").parser()
+            program = importlib.import_module("train")
+            options = program.parser()
         options.allow_abbrev = False
         options.add_argument("--minutes")
-        options.parse_args(argv)
+        if errors := program.errors_in(options.parse_args(argv)):
+            raise InvalidInput(errors)
     training = photos.prepare(pathlib.Path(folder), argv)
     code = run("train", training.arguments)
     if training.only_checks or code == 2:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import pathlib
 import shutil
@@ -81,16 +80,16 @@ def prepare(folder: pathlib.Path, argv: Sequence[str]) -> Training:
 
     Args:
         folder: the folder of the images.
-        argv: the options after the folder.
+        argv: the options after the folder, which ``train.errors_in`` has accepted.
 
     Raises:
         InvalidInput: if an option, the folder or ``--output`` cannot be used.
         TrainingStopped: if the system kills a process that decodes the images.
     """
     args, others = parser().parse_known_args(argv)
-    minutes = _minutes(args)
-    if args.resume and not args.output:
-        raise InvalidInput(f"--resume: {args.resume}: needs --output, the folder of the run")
+    minutes = None if args.minutes is None else float(args.minutes)
+    if minutes and args.epochs is not None:
+        raise InvalidInput(f"--minutes: {args.minutes}: --epochs sets the length, too; give one of the two")
     output = args.output or default_output(folder.resolve().name or "images")
     arguments = ["--output", str(output), *others]
     arguments += ["--resume", args.resume] if args.resume else []
@@ -114,21 +113,6 @@ def prepare(folder: pathlib.Path, argv: Sequence[str]) -> Training:
         raise
     print(*_first_lines(folder, images, plan, settings, output), sep="\n", flush=True)
     return training
-
-
-def _minutes(args: argparse.Namespace) -> float | None:
-    """Return the value of ``--minutes``; None without the option."""
-    if args.minutes is None:
-        return None
-    try:
-        minutes = float(args.minutes)
-    except ValueError:
-        minutes = math.nan
-    if not 0 < minutes < math.inf:
-        raise InvalidInput(f"--minutes: {args.minutes!r}: must be a number above 0, e.g. 15")
-    if args.epochs is not None:
-        raise InvalidInput(f"--minutes: {args.minutes}: --epochs sets the length, too; give one of the two")
-    return minutes
 
 
 def _given(args: argparse.Namespace, output: pathlib.Path) -> str | None:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, ParamSpec
 
+from classify.config.project import PROJECT
 from classify.config.schedules import PEAK_KEYS
 
 P = ParamSpec("P")
@@ -27,6 +28,16 @@ SHORT_FORMS = {
     "batch_size": ("deepspeed.train_batch_size", "{}"),
     "net": ("hyperparameters.net", "{}"),
 }
+MOST_FOLDS = 1000
+# For each option with a number: its type, its least and its greatest value, and the remedy of an error line
+_COUNT = (int, 1, 2**53 - 1, "must be a whole number of at least 1")
+NUMBERS: dict[str, tuple[type[int] | type[float], float, float, str]] = {
+    **dict.fromkeys(("epochs", "batch_size", "slots"), _COUNT),
+    "lr": (float, sys.float_info.min, 1e6, "must be a number above 0, at most 1e6"),
+    "minutes": (float, sys.float_info.min, 1e7 - 1, "must be a number above 0, e.g. 15"),
+    "folds": (int, 2, MOST_FOLDS, f"must be from 2 to {MOST_FOLDS:,}"),
+}
+NO_FILE = "--config: {}: no such file; give a file, e.g. const.yaml"
 
 
 @contextlib.contextmanager
@@ -70,6 +81,24 @@ def folder(text: str) -> pathlib.Path:
     return pathlib.Path(text)
 
 
+def errors_in(args: argparse.Namespace) -> list[str]:
+    """Return a line for each number out of its range, and for a missing ``--config``."""
+    errors = []
+    for name, (kind, least, most, message) in NUMBERS.items():
+        if (value := getattr(args, name, None)) is None:
+            continue
+        try:
+            is_valid = least <= kind(value) <= most
+        except ValueError:
+            is_valid = False
+        if not is_valid:
+            errors.append(f"--{name.replace('_', '-')}: {value}: {message}")
+    file = args.config
+    if file not in (None, "const.yaml") and not (os.path.exists(file) or os.path.exists(PROJECT / file)):
+        errors.append(NO_FILE.format(file))  # a cluster may lack the default file, and does not read it
+    return errors
+
+
 def typed(program: str, *words: object) -> str:
     """Return a command line as a user would type it: with ``classify`` if that command started this process.
 
@@ -94,21 +123,24 @@ def called(program: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers an unknown argument with one line and the option that was probably meant."""
+    """A parser whose errors are one line, with the option that was probably meant by an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         """Print an error and exit with code 2."""
-        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
-        if not unknown:
-            super().error(message)
         from deepspeed_trial.errors import nearest, printable  # here: the import takes seconds
 
+        unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
+        if not unknown:
+            self.exit(2, printable(f"{self.prog}: {message.removeprefix('argument ')}") + "\n")
         if re.match(r"[a-z][\w.]*=", unknown):
             remedy = f"is no option; give --set {unknown}"
         else:
+            commands = [each for each in self._actions if isinstance(each, argparse._SubParsersAction)]
+            parsers = [self, *(parser for each in commands for parser in each.choices.values())]
             options = {
                 word: None
-                for action in self._actions
+                for parser in parsers
+                for action in parser._actions
                 if action.help != argparse.SUPPRESS
                 for word in action.option_strings
             }

@@ -12,6 +12,7 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
 
+from classify.config.command_line import NO_FILE
 from classify.config.experiment_fields import check
 from classify.config.project import PROJECT
 from deepspeed_trial import redaction
@@ -55,7 +56,7 @@ def read(
         file = path if os.path.exists(path) else PROJECT / path
         config = _yaml(regular_file(file).read_text())
     except FileNotFoundError:
-        raise InvalidInput(f"--config: {path}: no such file; give a file, e.g. const.yaml") from None
+        raise InvalidInput(NO_FILE.format(path)) from None
     except (OSError, *YAML_ERRORS) as error:
         raise InvalidInput(
             f"--config: {path}: cannot be read as YAML ({_reason(error)}); fix the file, or give another file"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from classify.config import rules
+from classify.config.command_line import MOST_FOLDS
 from classify.config.rules import (
     BOOL,
     CROP,
@@ -37,7 +38,6 @@ from deepspeed_trial.errors import ErrorList, InvalidInput
 
 IMAGE_SIZE = 32  # pixels: the height and width for ``Net``
 MOST_WORKERS = 64  # for each rank
-MOST_FOLDS = 1000
 NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
 BALANCED = "balanced"
 ONCE, STREAM = "once", "stream"
