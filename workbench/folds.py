@@ -6,7 +6,6 @@ for each fold. After an interrupt the same command with the same OUTPUT trains t
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import pathlib
@@ -20,8 +19,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from classify.config import metric_table
+from classify.config.command_line import typed
 from classify.engine.trial_config import TrialConfig
-from classify.images.settings import MOST_FOLDS
 from classify.reports.summary import value_of
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import InvalidInput, TrainingStopped, printable
@@ -74,10 +74,8 @@ def run(experiment: Experiment, folds: int, slots: int, output: pathlib.Path) ->
     """
     metric = experiment.metric
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        remedy = "run python3 train.py --folds K --slots N"
+        remedy = f"run {typed('train', '--folds', 'K', '--slots', 'N')}"
         raise InvalidInput(f"--folds: {folds}: starts the processes itself; {remedy}")
-    if not 2 <= folds <= MOST_FOLDS:
-        raise InvalidInput(f"--folds: {folds}: must be from 2 to {MOST_FOLDS:,}")
     section = {**(experiment.config.get("data") or {}), "fold": [1, folds]}
     config = {**experiment.config, "data": section}
     plan = TrialConfig.resolve(experiment.hyperparameters, config, slots, device_type()).source
@@ -92,12 +90,14 @@ def run(experiment: Experiment, folds: int, slots: int, output: pathlib.Path) ->
             training = TrialRun(folder, file, [f"data.fold=[{number}, {folds}]"], slots, whole)
             print(printable(f"{which}: trains in {shown(folder)}"), flush=True)
             done.append(_fold(number, training, part, metric))
-            print(printable(f"{which}: {metric} {done[-1].score:.4f}"), flush=True)
-        _write_table(done, metric, output / TABLE)
+            print(printable(f"{which}: {metric} {metric_table.shown(metric, done[-1].score)}"), flush=True)
+        page.write(page.as_csv(_rows(done, metric)), output / TABLE)
         page.write(page.render(TEMPLATE, _values(done, part, experiment, output)), output / PAGE)
     Console(markup=False, emoji=False).print(_table(done, metric))
     print(f"table {printable(shown(output / TABLE))}; page {printable(shown(output / PAGE))}")
-    print(printable(f"{metric} {_mean_and_spread(done)} (mean and standard deviation of {folds} folds)"))
+    print(
+        printable(f"{metric} {_mean_and_spread(done, metric)} (mean and standard deviation of {folds} folds)")
+    )
 
 
 def _write_config(config: dict[str, Any], output: pathlib.Path) -> tuple[pathlib.Path, str]:
@@ -149,20 +149,15 @@ def _interrupt(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _mean_and_spread(done: list[Fold]) -> str:
+def _mean_and_spread(done: list[Fold], metric: str) -> str:
     scores = [fold.score for fold in done]
-    return f"{statistics.mean(scores):.4f} ± {statistics.stdev(scores):.4f}"
+    return " ± ".join(metric_table.shown(metric, of(scores)) for of in (statistics.mean, statistics.stdev))
 
 
-def _write_table(done: list[Fold], metric: str, file: pathlib.Path) -> None:
-    """Write a row for each fold into a file, atomically."""
-    partial = file.with_name(f".{file.name}")
-    with open(partial, "w", newline="") as out:
-        writer = csv.writer(out)
-        writer.writerow(["fold", metric, "images", "epochs", "seconds", "folder"])
-        for fold in done:
-            writer.writerow([fold.number, fold.score, fold.images, fold.epochs, fold.seconds, fold.folder])
-    os.replace(partial, file)
+def _rows(done: list[Fold], metric: str) -> list[list[object]]:
+    """Return the rows of ``folds.csv``: the heading, and a row for each fold."""
+    rows: list[list[object]] = [["fold", metric, "images", "epochs", "seconds", "folder"]]
+    return rows + [[f.number, f.score, f.images, f.epochs, f.seconds, f.folder] for f in done]
 
 
 def _table(done: list[Fold], metric: str) -> Table:
@@ -170,8 +165,8 @@ def _table(done: list[Fold], metric: str) -> Table:
     for name in ("fold", metric, "images", "epochs", "seconds"):
         table.add_column(printable(name), justify="right")
     for fold in done:
-        cells = f"{fold.score:.4f}", f"{fold.images:,}", f"{fold.epochs:.4g}", f"{fold.seconds:,.1f}"
-        table.add_row(str(fold.number), *cells)
+        cells = f"{fold.images:,}", f"{fold.epochs:.4g}", f"{fold.seconds:,.1f}"
+        table.add_row(str(fold.number), metric_table.shown(metric, fold.score), *cells)
     return table
 
 
@@ -181,14 +176,17 @@ def _values(done: list[Fold], part: str, experiment: Experiment, output: pathlib
     for fold in done:
         for name, value in fold.per_class.items():
             classes.setdefault(name, []).extend([] if value is None else [value])
-    scores = [fold.score for fold in done]
+    metric = experiment.metric
+    shown_scores = {fold.number: metric_table.shown(metric, fold.score) for fold in done}
+    ranked = sorted(done, key=lambda fold: fold.score)
     return {
         "title": f"Cross-validation: {experiment.config.get('name') or output.resolve().name}",
-        "metric": experiment.metric,
-        "score": _mean_and_spread(done),
+        "metric": metric,
+        "score": _mean_and_spread(done, metric),
+        "scores": shown_scores,
         "part": part,
-        "lowest": f"{min(scores):.4f}",
-        "highest": f"{max(scores):.4f}",
+        "lowest": shown_scores[ranked[0].number],
+        "highest": shown_scores[ranked[-1].number],
         "images": sum(fold.images for fold in done),
         "seconds": sum(fold.seconds for fold in done),
         "folds": done,

@@ -117,7 +117,7 @@ class Metric:
         formula: a function that computes the value; None if the counts that it needs are missing.
         tag: the metric's tag in TensorBoard, by default ``name/{}``; ``{}`` stands for ``validation`` or
             ``test``.
-        in_percent: whether the report's headline shows the value in percent.
+        in_percent: whether reports show the value in percent.
         smaller_is_better: whether early stopping prefers smaller values.
     """
 
@@ -182,6 +182,18 @@ def tagged(metrics: Mapping[str, Any], split: str) -> dict[str, Any]:
 def is_metric(value: object) -> bool:
     """Return whether some validation may report a metric of this name."""
     return isinstance(value, str) and (value in COMPARED or value.startswith((*PREFIXES, *OF_LABELS)))
+
+
+def is_share(metric: str) -> bool:
+    """Return whether reports show a metric in percent."""
+    return METRICS[metric].in_percent if metric in METRICS else metric.startswith((*PREFIXES, *OF_LABELS))
+
+
+def shown(metric: str, value: float) -> str:
+    """Format the value of a metric for a report, a search or a cross-validation."""
+    if is_share(metric):
+        return f"{100 * value:.2f} %"
+    return f"{value:,.0f}" if metric == SPEED_METRIC else f"{value:.4f}"
 
 
 def metrics_for(classes: Sequence[str], has_views: bool, several_labels: bool = False) -> list[str]:

@@ -46,14 +46,16 @@ def test_a_finished_cross_validation_is_a_table_and_a_page(whole, tmp_path, caps
     assert program.main([*arguments, "--folds", "2", "--output", str(output)]) == 0
     printed = capsys.readouterr().out
     scores = [summary["test"]["accuracy"] for summary in summaries]
-    shown = f"{statistics.mean(scores):.4f} ± {statistics.stdev(scores):.4f}"
+    shown = f"{100 * statistics.mean(scores):.2f} % ± {100 * statistics.stdev(scores):.2f} %"
     assert printed.splitlines()[-1] == f"accuracy {shown} (mean and standard deviation of 2 folds)"
-    assert "fold 2 of 2: accuracy " in printed and "0 to train" not in printed
+    assert f"fold 2 of 2: accuracy {100 * scores[1]:.2f} %\n" in printed and "0 to train" not in printed
+    assert printed.count(f" {100 * scores[0]:.2f} % ") >= 1  # in the table
     rows = list(csv.DictReader((output / folds.TABLE).read_text().splitlines()))
     assert [float(row["accuracy"]) for row in rows] == scores
     assert [row["fold"] for row in rows] == ["1", "2"]
     page = (output / folds.PAGE).read_text()
     assert shown in page and "digit 3" in page and "160" in page
+    assert f"<td>{100 * scores[0]:.2f} %</td>" in page
     assert program.main([*arguments, "--folds", "3", "--output", str(output)]) == 2
     line = f"train.py: --output: {output}: holds another cross-validation; give another folder"
     assert capsys.readouterr().err.splitlines()[-1] == line

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -159,15 +157,14 @@ def _values(result: Audit, features: str) -> dict[str, Any]:
 
 
 def _table(result: Audit) -> str:
-    out = io.StringIO()
-    rows = csv.writer(out, lineterminator="\n")
-    rows.writerow(("row", "kind", "score", "image", "other image", "split", "label", "note"))
+    rows = [["row", "kind", "score", "image", "other image", "split", "label", "note"]]
     for number, row in enumerate(result.rows, 1):
         first, *others = row.images
-        names = [_text(result.dataset.names[index]) for index in (first, *others)]
+        names = [result.dataset.names[index] for index in (first, *others)]
         place = result.dataset.splits[first], result.dataset.classes[result.dataset.labels[first]]
-        rows.writerow((number, row.kind, f"{row.score:.4f}", names[0], "".join(names[1:]), *place, row.note))
-    return out.getvalue()
+        score, other = f"{row.score:.4f}", "".join(names[1:])
+        rows.append([str(number), row.kind, score, names[0], other, *place, row.note])
+    return page.as_csv(rows)
 
 
 def _list(result: Audit) -> str:

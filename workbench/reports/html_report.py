@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from classify.config.metric_table import MAP_METRIC, METRICS, OF_LABELS, PREFIXES, Counts
+from classify.config import metric_table
+from classify.config.metric_table import MAP_METRIC, METRICS, Counts
 from classify.images.decode import decode
 from classify.models import net_file
 from classify.reports import classification_log, summary
@@ -312,13 +313,8 @@ def _figures(runs: Sequence[RecordedRun]) -> list[tuple[str, list[str]]]:
 
 
 def _score(run: RecordedRun, value: float, step: int) -> tuple[str, str]:
-    """Format a value of the run's metric (an accuracy in percent) and its step."""
-    text = f"{100 * value:.2f} %" if _is_share(run.metric) else f"{value:.4f}"
-    return text, f"after {step:,} steps"
-
-
-def _is_share(metric: str) -> bool:
-    return METRICS[metric].in_percent if metric in METRICS else metric.startswith((*PREFIXES, *OF_LABELS))
+    """Format a value of the run's metric and its step."""
+    return metric_table.shown(run.metric, value), f"after {step:,} steps"
 
 
 def _operations(a_second: float | None) -> str:
@@ -349,6 +345,6 @@ def _curves(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[dict[str,
                 lines.append(
                     plots.Line("validation" if alone else name, *run.series("validation", metric), number)
                 )
-        text = plots.percent if _is_share(metric) else plots.number
+        text = plots.percent if metric_table.is_share(metric) else plots.number
         curves.append(plots.plot(metric.replace("_", " "), lines, y_text=text))
     return curves

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import csv
 import io
 import os
 import pathlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jinja2
@@ -35,13 +37,12 @@ def render(template: pathlib.Path, values: dict[str, Any]) -> str:
 
 
 def write(page: str, target: pathlib.Path) -> None:
-    """Write a page, atomically.
+    """Write the text of a page or of a table, atomically.
 
     Raises:
         InvalidInput: if the target is not the name of a file.
     """
-    if not target.name or target.is_dir():
-        raise InvalidInput(f"--output: {target}: must be the name of a file, e.g. report.html")
+    check_name(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".{target.name}")
     try:
@@ -49,6 +50,19 @@ def write(page: str, target: pathlib.Path) -> None:
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def check_name(target: pathlib.Path, option: str = "--output", example: str = "report.html") -> None:
+    """Raise ``InvalidInput`` if the target is not the name of a file."""
+    if not target.name or target.is_dir():
+        raise InvalidInput(f"{option}: {target}: must be the name of a file, e.g. {example}")
+
+
+def as_csv(rows: Iterable[Sequence[object]]) -> str:
+    """Return rows as the text of a CSV file; bytes that are not UTF-8, in names of files, become escapes."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue().encode(errors="backslashreplace").decode()
 
 
 def inline(png: bytes) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
-import os
 import pathlib
 import shlex
 import sys
@@ -20,10 +18,11 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from classify.config import command_line
+from classify.config import command_line, metric_table
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import printable
 from deepspeed_trial.local.folder import shown as shown_path
+from workbench.reports import page
 from workbench.search.specification import Search
 
 SHOWN = 24  # trials in the table on a terminal
@@ -61,16 +60,17 @@ class Row(NamedTuple):
     reason: str | None
     folder: str
 
-    def cells(self, steps: int) -> dict[str, Any]:
+    def cells(self, metric: str, steps: int) -> dict[str, Any]:
         """Return the formatted cells of a table of trials, by the names of its columns.
 
         Args:
+            metric: the metric of the score.
             steps: the optimizer steps so far; used if the trial has not ended.
         """
         return {
             "number": self.number,
             "values": [shown(value) for value in self.values],
-            "score": shown(self.score),
+            "score": "" if self.score is None else metric_table.shown(metric, self.score),
             "steps": f"{steps if self.steps is None else self.steps:,}",
             "speed": f"{self.images_per_second:,.0f}" if self.images_per_second else "",
             "seconds": f"{self.seconds:,.1f}" if self.seconds else "",
@@ -128,15 +128,12 @@ class Results:
 
     def write_csv(self, file: pathlib.Path) -> None:
         """Write a row for every trial into a file, atomically."""
-        partial = file.with_name(f".{file.name}")
-        with open(partial, "w", newline="") as out:
-            writer = csv.writer(out)
-            measured = ["steps", "images_per_second", "seconds", "reason", "folder"]
-            writer.writerow(["trial", "outcome", self.metric, *self.names, *measured])
-            for trial in self.trials:
-                number, outcome, score, values, *rest = self.row(trial)
-                writer.writerow([number, outcome, score, *values, *rest])
-        os.replace(partial, file)
+        measured = ["steps", "images_per_second", "seconds", "reason", "folder"]
+        rows: list[Sequence[object]] = [["trial", "outcome", self.metric, *self.names, *measured]]
+        for trial in self.trials:
+            number, outcome, score, values, *rest = self.row(trial)
+            rows.append([number, outcome, score, *values, *rest])
+        page.write(page.as_csv(rows), file)
 
     def score(self, trial: FrozenTrial) -> float | None:
         """Return the metric of a trial's best validation; None before the first validation."""
@@ -168,10 +165,10 @@ class Results:
 
     def command(self, trial: FrozenTrial) -> str:
         """Return the command that trains with a trial's hyperparameters."""
-        command = ["python3", "train.py", "--config", self.search.file]
+        words = ["--config", self.search.file]
         for override in (*self.search.overrides, *self.search.overrides_of(trial.params)):
-            command += ["--set", override]
-        return shlex.join(redaction.command(command))
+            words += ["--set", override]
+        return command_line.typed("train", *redaction.command(words))
 
 
 def steps_in(reports: Sequence[Mapping[str, Any]]) -> int:
@@ -242,7 +239,9 @@ class SearchDisplay:
         """Print a line about a trial that has ended, and write ``trials.csv``."""
         if not self.live_table:
             row = self.results.row(self.results.trials[number])
-            score = [f"{self.metric} {row.score:.6g}"] if row.score is not None else []
+            score = (
+                [] if row.score is None else [f"{self.metric} {metric_table.shown(self.metric, row.score)}"]
+            )
             reason = [row.reason] if row.reason else []
             print(printable(f"trial {number}: {': '.join([*score, row.outcome, *reason])}"), flush=True)
         self.results.write_csv(self.output / "trials.csv")
@@ -258,7 +257,7 @@ class SearchDisplay:
         best = self.results.best(trials)
         begun = [trial for trial in trials if trial.state != TrialState.WAITING]
         for row in map(self.results.row, begun[-SHOWN:]):
-            cells = row.cells(self.steps.get(row.number, 0))
+            cells = row.cells(self.metric, self.steps.get(row.number, 0))
             end = f"{row.outcome}: {row.reason}" if row.reason else row.outcome
             texts = [*cells["values"], cells["steps"], cells["score"], cells["speed"], end]
             style = "bold green" if best and row.number == best.number else STYLES[row.outcome]
@@ -279,12 +278,12 @@ class SearchDisplay:
             reason = "no trial has finished; the logs are in the folder trials"
             print(f"{command_line.called('search')}: {reason}", file=sys.stderr)
             return 1
-        score = f"{self.metric} {self.results.score(best):.6g}"
+        score = f"{self.metric} {metric_table.shown(self.metric, self.results.score(best) or 0.0)}"
         print(printable(f"best: trial {best.number}, {score}: {self.results.values(best)}"))
         hint = "; data.validation: 0.1 holds out images for the choice"
         print(f"chosen on {self.results.chosen_on}{hint * (self.results.chosen_on == 'test images')}")
-        page = command_line.typed("checkpoint", "report", shown_path(self.output))
-        print(f"report: {printable(page)}")
+        report = command_line.typed("checkpoint", "report", shown_path(self.output))
+        print(f"report: {printable(report)}")
         storage = f"sqlite:///{shown_path(self.output / 'search.db')}"
         print(f"plots:  optuna-dashboard {printable(shlex.quote(storage))}")
         print(f"train with these values: {printable(self.results.command(best))}")

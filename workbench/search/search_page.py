@@ -60,7 +60,7 @@ def read(folder: pathlib.Path) -> Results:
         config = json.loads((folder / "search.yaml").read_text())  # keeps the order of the ranges
     except (SQLAlchemyError, StorageInternalError, RuntimeError, KeyError, ValueError, OSError) as error:
         reason = one_line(getattr(error, "orig", None) or error)
-        remedy = "give the --output of a search.py that has begun its trials"
+        remedy = "give the folder of a search that has begun its trials"
         raise InvalidInput(f"{file}: holds no search that can be read ({reason}); {remedy}") from error
     attributes = study.user_attrs
     command = attributes.get("file", str(folder / "search.yaml")), attributes.get("overrides", [])
@@ -75,7 +75,7 @@ def _values(results: Results, folder: pathlib.Path) -> dict[str, Any]:
     best = results.best(begun)
     outcomes = [row.outcome for row in rows]
     reports = {row.number: metrics_log.read(folder / row.folder) for row in rows}
-    cells = {row.number: row.cells(steps_in(reports[row.number])) for row in rows}
+    cells = {row.number: row.cells(results.metric, steps_in(reports[row.number])) for row in rows}
     return {
         "title": f"Search: {search.experiment.config.get('name') or folder.resolve().name}",
         "metric": results.metric,

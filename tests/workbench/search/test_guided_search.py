@@ -224,7 +224,7 @@ def test_a_search_has_a_page_at_any_time(guided, tmp_path, capsys):
     best = results.best(results.trials)
     assert best
     for each, (row, kind) in zip(results.trials, rows(page), strict=True):
-        assert row[0] == str(each.number) and f"{results.score(each):.4g}" in row
+        assert row[0] == str(each.number) and f"{100 * (results.score(each) or 0):.2f} %" in row
         assert [f"{each.params[RATE]:.4g}", "200", "complete"] == [row[1], row[-4], row[-1]]
         assert ("best" in kind) == (each.number == best.number)
     (shown,) = re.findall(r"^train with these values: (.*)", made.stdout, re.M)

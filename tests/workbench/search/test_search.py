@@ -342,7 +342,7 @@ def test_a_grid_trains_all_valid_pairs_and_names_the_best(searched, tmp_path, ca
     best = results.best(results.trials)
     assert best and best.number == 6
     shown = capsys.readouterr().out
-    assert f"best: trial 6, accuracy {rates[6]:.6g}: " in shown
+    assert f"best: trial 6, accuracy {100 * rates[6]:.2f} %: " in shown
     command = re.search(r"train with these values: (.*)", shown)
     assert command and f"{LR}={rates[6]}" in command[1]
     assert search.main(arguments(tmp_path, GRID, *changes, "reproducibility.experiment_seed=3")) == 2
