@@ -3,7 +3,7 @@
     a file for plain PyTorch:  python3 checkpoint.py export RUN_OR_CHECKPOINT net.pt [--format FORMAT]
     as 8-bit integers:         python3 checkpoint.py export RUN net-int8.onnx --int8 --config FILE
     for the Hugging Face Hub:  python3 checkpoint.py export RUN FOLDER --format hf
-    classify images:           python3 checkpoint.py predict net.pt IMAGES... [--unknown] [--heat FILE]
+    classify images:           python3 checkpoint.py predict net.pt IMAGES... [--csv FILE] [--heat FILE]
     on a local web page:       python3 checkpoint.py serve net.pt [--port N]
     validate again:            python3 checkpoint.py evaluate net.pt --config FILE [--set PATH=VALUE]
     use several views:         predict and evaluate with --tta mirror,shift=1 (test-time augmentation)
@@ -47,9 +47,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(
         dest="command", required=True, metavar="export|predict|serve|evaluate|report|audit|head|import|caches"
     )
@@ -73,6 +71,8 @@ def parser() -> argparse.ArgumentParser:
     meaning = "answer unknown for an image whose highest probability is below THRESHOLD"
     meaning += " (a threshold that 99 %% of the validation images reach)"
     add("--unknown", nargs="?", const="", metavar="THRESHOLD", help=meaning)
+    meaning = "write each image's class and the probability of every class, e.g. answers.csv"
+    add("--csv", metavar="FILE", help=meaning, **path)
     add("--heat", metavar="FILE", help="write a page with the heat map of each image, e.g. heat.html", **path)
     _add_tta(command)
 
@@ -218,7 +218,10 @@ def predict(args: argparse.Namespace) -> None:
     from classify.images.sources.image_folder import find_images
     from classify.reports.overview import describe_passed_over
     from workbench.publish import forms, scoring
+    from workbench.reports import page
 
+    if args.csv:
+        page.check_name(args.csv, "--csv", "answers.csv")
     classifier = forms.read(args.net)
     how = scoring.views_of(args.tta, classifier.description)
     asks = args.unknown is not None
@@ -232,6 +235,8 @@ def predict(args: argparse.Namespace) -> None:
 
         heat_page.write(classifier, files, found.probabilities, args.heat)
     classes, gives_several = classifier.description["classes"], classifier.thresholds is not None
+    if args.csv:
+        page.write(page.as_csv(_rows(files, found, classifier)), args.csv)
     if args.json:
         rows = [
             {
@@ -288,6 +293,19 @@ def _print_predictions(files: Sequence[pathlib.Path], found: Answers, classes: S
     _print_table(("image", "class", "probability", "next"), rows)
 
 
+def _rows(files: Sequence[pathlib.Path], found: Answers, classifier: Classifier) -> list[list[object]]:
+    """Return the rows of a CSV file: the heading, and a row for each image."""
+    classes, gives_several = classifier.description["classes"], classifier.thresholds is not None
+    rows: list[list[object]] = [
+        ["file", *(["labels"] if gives_several else ["class", "probability"]), *classes]
+    ]
+    for file, row, is_unknown in zip(files, *found, strict=True):
+        named = "unknown" if is_unknown else classes[int(row.argmax())]
+        answer = [", ".join(classifier.labels(row))] if gives_several else [named, float(row.max())]
+        rows.append([file, *answer, *row.tolist()])
+    return rows
+
+
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     from rich import box
     from rich.console import Console
@@ -320,9 +338,10 @@ def evaluate(args: argparse.Namespace) -> None:
     before, after = validation["calibration_error"], validation.get("calibration_error_scaled")
     scaled = "" if after is None else f", at temperature {classifier.temperature:.3f} {after:.4f}"
     print(f"calibration error {before:.4f}{scaled}")
-    print(f"loss {validation['loss']:.4f}  images {validation['images']:,}")
     searcher = experiment_file.read(args.config, args.overrides).get("searcher")
     chosen = searcher.get("metric") if isinstance(searcher, dict) else None
+    loss = "" if chosen == "loss" else f"loss {validation['loss']:.4f}  "  # else it is the last line
+    print(f"{loss}images {validation['images']:,}")
     print(*scores(validation, str(chosen or "")), sep="\n")
 
 
@@ -402,9 +421,9 @@ def import_(args: argparse.Namespace) -> None:
     """Create a run's folder from a checkpoint of a Determined cluster."""
     from workbench.imported import import_checkpoint
 
-    steps = import_checkpoint(args.source, args.output)
-    again = command_line.typed("train", "--config", "FILE", "--output", args.output, "--resume", "latest")
-    print(printable(f"{args.output}: {steps:,} steps; to continue: {again}"))
+    steps, output = import_checkpoint(args.source, args.output), printable(args.output)
+    again = command_line.typed("train", "--config", "FILE", "--output", output, "--resume", "latest")
+    print(f"{output}: {steps:,} steps; to continue: {again}")
 
 
 def caches(args: argparse.Namespace) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import shlex
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from ruamel.yaml import YAML
 
-from classify.config.command_line import called
+from classify.config.command_line import called, typed
 from classify.engine.deepspeed_keys import ACCUMULATION, MICRO_BATCH
 from classify.engine.memory import advise
 from classify.engine.trial_config import TrialConfig
@@ -43,7 +42,8 @@ def tune(trial_class: Callable[..., Any], experiment: Experiment, slots: int, ou
         TrainingStopped: if no configuration trains.
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        raise InvalidInput("--tune: starts the processes itself; run python3 train.py --tune --slots N")
+        remedy = f"run {typed('train', '--tune', '--slots', 'N')}"
+        raise InvalidInput(f"--tune: starts the processes itself; {remedy}")
     threads = processes.threads_of_each(slots)
     with attempts.forking(), locked_folder(output, "run"):
         for file in (output / TUNED, output / TRIED):
@@ -77,8 +77,12 @@ def write_experiment(file: pathlib.Path, config: Mapping[str, Any], slots: int) 
     shared = redaction.experiment(config)
     with open(file, "w") as written:
         YAML().dump(shared, written)
-    launch = "python3" if slots == 1 else f"torchrun --nproc-per-node {slots}"
-    print(f"train:   {launch} train.py --config {shlex.quote(printable(shown(file)))}")
+    command = typed("train", "--config", printable(shown(file)))
+    if slots > 1:
+        script = command.removeprefix("python3 ")
+        launch = f"torchrun --nproc-per-node {slots}"
+        command = f"{launch} {script}" if script != command else f"{launch} -m {command}"
+    print(f"train:   {command}")
     if redaction.MARK in str(shared):
         what = "hides a possible credential; give it again, by --set or in the file"
         print(f"{called('train')}: note: {file.name}: {redaction.MARK} {what}", file=sys.stderr)

@@ -165,7 +165,7 @@ def locate(source: pathlib.Path, which: str = "final") -> pathlib.Path:
         folder = checkpoints / str(name)
     else:
         fault = "holds no checkpoint" if source.is_dir() else "no such folder"
-        raise InvalidInput(f"{source}: {fault}; give the folder of a run of train.py or of a checkpoint")
+        raise InvalidInput(f"{source}: {fault}; give the folder of a run or of a checkpoint")
     if wrong := damage(folder):
         raise InvalidInput(f"{folder / wrong}; use another checkpoint")
     return folder

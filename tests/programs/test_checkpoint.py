@@ -86,6 +86,9 @@ def test_predict_agrees_with_evaluate(root, run, main, tmp_path):
     said = main("evaluate", net, *DIGITS, *data, *overrides(searcher__metric=chosen)).splitlines()
     scores = {name: run.summary["validation"][name] for name in ("accuracy", chosen)}
     assert said[-2:] == [f"{name} {score:.4f}" for name, score in scores.items()]
+    assert said[-3].startswith("loss ")
+    said = main("evaluate", net, *DIGITS, *data, *overrides(searcher__metric="loss"))
+    assert said.count("loss ") == 1 and said.endswith(f"\nloss {run.summary['validation']['loss']:.4f}\n")
     said = main("predict", net, picture)
     assert "digit" in said and "augmentation" not in said
     views = ["--tta", "mirror,shift=2"]
@@ -164,6 +167,8 @@ def test_unknown_images_are_those_below_the_threshold(root, run, main, tmp_path)
     assert plain == [{key: row[key] for key in row if key != "unknown"} for row in validated]
     said = main("predict", net, root / "test/digit 2/119.png", "--unknown", "1")
     assert " unknown " in said and "unknown: 1 of 1 images, below 1.000" in said
+    main("predict", net, root / "test/digit 2/119.png", "--unknown", "1", "--csv", tmp_path / "answers.csv")
+    assert "/119.png,unknown,0." in (tmp_path / "answers.csv").read_text()
     logits = forms.read(net).classify
     images = torch.stack(
         [torch.from_numpy(decode_image(pathlib.Path(row["image"]), (32, 32))) for row in validated]
@@ -323,7 +328,7 @@ def test_a_report_shows_names_as_text(run, main, tmp_path):
     no_such_folder=(["export", "{tmp}/none", "{tmp}/out.pt"], "none: no such folder;"),
     no_checkpoint=(["export", "{tmp}", "{tmp}/out.pt"], "holds no checkpoint;"),
     unknown_checkpoint=(["export", "{run}", "{tmp}/out.pt", "--checkpoint", "x"], "--checkpoint: x: not found in"),
-    no_net=(["predict", "{tmp}/none.pt", "{tmp}"], "none.pt: not a readable state_dict"),
+    no_net=(["predict", "{tmp}/none.pt", "{tmp}"], "none.pt: no such file or folder; give the folder of a finished run"),
     no_such_image=(["predict", "{run}/net.pt", "{tmp}/none.png"], "none.png: no such file"),
     a_threshold_of_two=(["predict", "{run}/net.pt", "{tmp}", "--unknown", "2"], "--unknown: 2: must be a probability"),
     no_threshold=(["predict", "{run}/net.pt", "{tmp}", "--unknown", "{tmp}"], "must be a probability from 0 to 1; write"),

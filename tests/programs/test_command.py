@@ -1,5 +1,6 @@
 """The command ``classify``: a training on a folder from anywhere, its settings, and the use of its network."""
 
+import csv
 import json
 import os
 import pathlib
@@ -18,6 +19,7 @@ from support import PROJECT, Run, overrides, run, time_limit
 
 import checkpoint
 import classify
+import train
 from classify import __main__ as command
 from classify.config import experiment_file
 from classify.images import pixels
@@ -26,6 +28,11 @@ from workbench.defaults import Images
 
 CLASSES = {"Bär": (0, 300), "Käse": (1, 200), "Öl": (7, 100)}  # the digit and the number of images
 SMALL = ["--epochs", "6", *overrides(hyperparameters__net_args__width=16, data__image_size=16)]
+
+SEARCHED = ["--config", "experiments/search-random.yaml"]
+SEARCHED += overrides(
+    searcher__max_trials=1, hyperparameters__max_length="{batches: 60}", data__dataset="digits"
+)
 
 FORKED = """
 import os
@@ -94,11 +101,19 @@ def test_a_folder_becomes_a_tested_network_with_a_report(home, trained):
 
 
 def test_the_folder_of_a_run_stands_for_its_network(home, trained):
-    predicted = in_folder(home, "predict", str(trained.output), "Bücher/Öl", "--json")
+    answers = home / "answers/of.csv"
+    predicted = in_folder(home, "predict", str(trained.output), "Bücher/Öl", "--json", "--csv", str(answers))
     assert predicted.code == 2
     assert predicted.stderr.startswith("classify: Bücher/Öl/Größe 99.png: not a readable image")
     rows = json.loads(predicted.stdout)
     assert len(rows) == 99 and sum(row["class"] == "Öl" for row in rows) > 80
+    written = list(csv.DictReader(answers.read_text().splitlines()))
+    assert list(written[0]) == ["file", "class", "probability", "Bär", "Käse", "Öl"]
+    for row, cells in zip(rows, written, strict=True):
+        assert (cells["file"], cells["class"]) == (row["image"], row["class"])
+        assert float(cells["probability"]) == row["probability"]
+        assert {name: float(cells[name]) for name in row["probabilities"]} == row["probabilities"]
+    assert os.listdir(answers.parent) == [answers.name]
     # Without --config the run's images are evaluated
     evaluated = in_folder(home, "evaluate", str(trained.output), "--json")
     assert evaluated.code == 0, evaluated.stderr
@@ -129,8 +144,27 @@ def test_a_run_continues_with_its_own_settings(home, trained):
     "argv, line",
     no_folder=(["phtos"], "phtos: no such folder or command; give a folder of images, or a command"),
     a_typo=(["predcit"], "predcit: no such folder or command; give a folder of images, or a command: did you mean 'predict'?"),
-    minutes=(["Bücher", "--minutes", "x"], "--minutes: 'x': must be a number above 0, e.g. 15"),
-    no_minutes=(["Bücher", "--minutes", "0"], "--minutes: '0': must be a number above 0, e.g. 15"),
+    minutes=(["Bücher", "--minutes", "x"], "--minutes: x: must be a number above 0, e.g. 15"),
+    no_minutes=(["Bücher", "--minutes", "0"], "--minutes: 0: must be a number above 0, e.g. 15"),
+    nan_minutes=(["Bücher", "--minutes", "nan"], "--minutes: nan: must be a number above 0, e.g. 15"),
+    past_minutes=(["Bücher", "--minutes", "-3"], "--minutes: -3: must be a number above 0, e.g. 15"),
+    no_epoch=(["Bücher", "--epochs", "0"], "--epochs: 0: must be a whole number of at least 1"),
+    half_an_epoch=(["Bücher", "--epochs", "1.5"], "--epochs: 1.5: must be a whole number of at least 1"),
+    no_batch=(["Bücher", "--batch-size", "0"], "--batch-size: 0: must be a whole number of at least 1"),
+    no_rate=(["Bücher", "--lr", "nan"], "--lr: nan: must be a number above 0, at most 1e6"),
+    a_negative_rate=(["Bücher", "--lr", "-1"], "--lr: -1: must be a number above 0, at most 1e6"),
+    one_fold=(["Bücher", "--folds", "1"], "--folds: 1: must be from 2 to 1,000"),
+    a_text_of_folds=(["Bücher", "--folds", "x"], "--folds: invalid int value: 'x'"),
+    no_slot=(["Bücher", "--slots", "0", "--check"], "--slots: 0: must be a whole number of at least 1"),
+    no_port=(["serve", "Bücher", "--port", "x"], "--port: invalid int value: 'x'"),
+    no_seed=(["shards", "write", "Bücher", "s", "--seed", "x"], "--seed: invalid int value: 'x'"),
+    no_config=(["Bücher", "--config", "no.yaml"], "--config: no.yaml: no such file; give a file, e.g. const.yaml"),
+    no_config_to_train=(["train", "--config", "no.yaml"], "--config: no.yaml: no such file; give a file"),
+    no_config_to_search=(["search", "--config", "no.yaml"], "--config: no.yaml: no such file; give a file"),
+    nothing=(["evaluate", "nichtda"], "nichtda: no such file or folder; give the folder of a finished run, or its net.pt"),
+    nothing_to_report=(["report", "nichtda"], "nichtda: no such folder; give the folder of a run"),
+    nothing_to_export=(["export", "nichtda", "x.pt"], "nichtda: no such folder; give the folder of a run or of a checkpoint"),
+    a_folder_as_csv=(["predict", "Bücher", "Bücher", "--csv", "Bücher"], "--csv: Bücher: must be the name of a file, e.g. answers.csv"),
     twice=(["Bücher", "--minutes", "1", "--epochs", "2"], "--minutes: 1: --epochs sets the length, too; give one of the two"),
     no_classes=(["Bücher/Öl"], "data.root: Bücher/Öl: has no folder 'train'; it needs train/<class>/*"),
     used=(["Bücher", "--output", "used"], "--output: used/experiment.yaml: exists; give another folder"),
@@ -152,9 +186,36 @@ def test_bad_input_is_a_line(home, monkeypatch, capsys, argv, line):
         sys.exit(command.main(argv))
     assert ended.value.code == 2
     out, err = capsys.readouterr()
-    assert err.startswith(f"classify: {line}") and err.count("\n") == 1 and not out
+    program = (
+        "classify shards write"
+        if argv[0] == "shards"
+        else "classify serve"
+        if "--port" in argv
+        else "classify"
+    )
+    assert err.startswith(f"{program}: {line}") and err.count("\n") == 1 and not out
     assert sorted(home.glob("runs/*")) == before
     assert (home / "used/experiment.yaml").read_text() == "name: mine"
+
+
+@pytest.mark.parametrize("program", ["classify", "train.py"])
+def test_all_wrong_options_are_told_before_anything_else(home, monkeypatch, capsys, program):
+    monkeypatch.chdir(home)
+    before = sorted(home.rglob("*"))
+    wrong = "--folds 1 --lr -1 --epochs 0 --config no.yaml --resume latest --slots -2".split()
+    main, first = (command.main, ["Bücher"]) if program == "classify" else (train.main, [])
+    assert main([*first, *wrong]) == 2
+    out, err = capsys.readouterr()
+    options = [line.split(": ")[1:3] for line in err.splitlines()]
+    assert options[:5] == [
+        ["--epochs", "0"],
+        ["--slots", "-2"],
+        ["--lr", "-1"],
+        ["--folds", "1"],
+        ["--config", "no.yaml"],
+    ]
+    assert err.splitlines()[5].startswith(f"{program}: --folds: 1: does not work with --resume; remove it")
+    assert not out and sorted(home.rglob("*")) == before
 
 
 def test_a_check_prints_no_warning(home):
@@ -165,8 +226,18 @@ def test_a_check_prints_no_warning(home):
     assert any(": base 820, weights " in line and ", activations " in line for line in said)
 
 
-@pytest.mark.parametrize("command", (["-m", "classify", "--help"], ["train.py", "--keys"]))
-def test_a_closed_pipe_ends_a_program_without_a_traceback(command):
+@pytest.mark.parametrize(
+    "command",
+    (
+        ["-m", "classify", "--help"],
+        ["train.py", "--keys"],
+        ["shards.py", "write", "HOME/Bücher", "TMP/shards"],
+        ["search.py", *SEARCHED, "--output", "TMP/search"],
+        ["baseline.py", *overrides(data__dataset="digits"), "--max-steps", "1", "--output", "TMP/run"],
+    ),
+)
+def test_a_closed_pipe_ends_a_program_without_a_traceback(home, tmp_path, command):
+    command = [word.replace("HOME", str(home)).replace("TMP", str(tmp_path)) for word in command]
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as closed:

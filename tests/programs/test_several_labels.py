@@ -1,6 +1,7 @@
 """A network that gives an image several labels: predictions, exports, the report, and refusals."""
 
 import contextlib
+import csv
 import io
 import json
 import pathlib
@@ -65,11 +66,14 @@ def test_every_form_gives_the_same_labels(runs, trained, tmp_path, form):
         assert "any number of 4 labels" in card and "softmax" not in card
 
 
-def test_a_table_a_page_and_python_show_the_labels(runs, trained):
+def test_a_table_a_page_and_python_show_the_labels(runs, trained, tmp_path):
     photo = runs.files["photos"] / "test" / "digit 0" / "3.png"
     classifier = forms.read(trained)
     (row,) = json.loads(said("predict", trained, photo, "--json"))
-    shown = said("predict", trained, photo)
+    shown = said("predict", trained, photo, "--csv", tmp_path / "answers.csv")
+    (cells,) = csv.DictReader((tmp_path / "answers.csv").read_text().splitlines())
+    assert (cells["file"], cells["labels"]) == (str(photo), ", ".join(row["labels"]))
+    assert {name: float(cells[name]) for name in row["probabilities"]} == row["probabilities"]
     assert shown.splitlines()[1].split() == ["image", "labels", "next"]
     for name in row["labels"]:
         assert f"{name} {row['probabilities'][name]:.1%}" in shown

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from support import DIGITS, contents, overrides, run, train_many
 import train
 from classify.config import experiment_file
 from deepspeed_trial.errors import TrainingStopped
-from workbench import find_lr
+from workbench import find_lr, tune
 
 ARGS = "hyperparameters__overwrite_deepspeed_args"
 MUON = {f"{ARGS}__optimizer": "{type: Muon, params: {lr: 0.02, adam_lr: 0.002, momentum: 0.9}}"}
@@ -85,6 +86,18 @@ def test_a_ramp_finds_a_rate_and_leaves_one_file(row, tmp_path, capsys):
     assert resolved["lr"] == pytest.approx(rate, rel=0.05)
     assert train.main([*DIGITS, "--find-lr", "--output", str(folder)]) == 2
     assert "found-lr.yaml: exists; give another folder" in capsys.readouterr().err
+
+
+@table(
+    "name, slots, command",
+    classify=("classify", 1, "classify train --config"),
+    of_classify=("/bin/classify train", 2, "torchrun --nproc-per-node 2 -m classify train --config"),
+    script=("train.py", 1, "python3 train.py --config"),
+)
+def test_the_next_command_begins_as_the_users(name, slots, command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [name])
+    tune.write_experiment(tmp_path / "a b.yaml", {"name": "x"}, slots)
+    assert capsys.readouterr().out == f"train:   {command} '{tmp_path}/a b.yaml'\n"
 
 
 def test_a_found_file_trains_to_the_bits_of_its_rate(tmp_path):

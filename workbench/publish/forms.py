@@ -60,6 +60,10 @@ def read(path: pathlib.Path) -> Classifier:
     """
     if os.path.isfile(path / net_file.NAMES[0]):
         path = path / net_file.NAMES[0]
+    if not os.path.exists(path):
+        raise InvalidInput(
+            f"{path}: no such file or folder; give the folder of a finished run, or its net.pt"
+        )
     if os.path.isdir(path) and not any((path / name).exists() for name in net_file.IN_A_FOLDER):
         raise InvalidInput(f"{path}: holds no network; give the folder of a finished run, or its net.pt")
     return FORMS["hf" if os.path.isdir(path) else by_ending(path)].read(path)

@@ -160,7 +160,7 @@ class RecordedRun:
         """
         if not (folder / metrics_log.FILE).exists():
             what = "is not the folder of a run" if folder.is_dir() else "no such folder"
-            raise InvalidInput(f"{folder}: {what}; give the --output of train.py")
+            raise InvalidInput(f"{folder}: {what}; give the folder of a run")
         is_finished = (folder / summaries.FILE).exists()
         files, errors = dict[str, dict[str, Any]](), []
         for name, rules in FILES.items():
@@ -174,7 +174,7 @@ class RecordedRun:
                     wrong = _class_errors(files[name])
             except (OSError, ValueError, RecursionError) as error:
                 wrong = [f"cannot be read ({one_line(error)})"]
-            errors += [f"{folder / name}: {line}; run train.py again" for line in wrong]
+            errors += [f"{folder / name}: {line}; train again" for line in wrong]
         if errors:
             raise InvalidInput(errors)
         metrics = metrics_log.read(folder)
