@@ -430,7 +430,7 @@ def caches(args: argparse.Namespace) -> None:
     """List or remove stored decoded images and fetched shards."""
     from classify.images import pixel_files
     from classify.images.settings import DataSettings
-    from classify.images.sources import shard_cache
+    from classify.images.sources import remote
     from deepspeed_trial.host_lock import stand_in, stand_ins
 
     for folder in args.folders:
@@ -451,9 +451,9 @@ def caches(args: argparse.Namespace) -> None:
         say(size, f"{printable(path)}.raw", "removed" if is_gone else "a process is writing it; not removed")
     freed = f", {pixel_files.in_bytes(sum(found.values()) - left)} removed" if args.clear else ""
     print(f"{pixel_files.in_bytes(left)} of decoded images are stored{freed}")
-    for folder, (count, size) in shard_cache.find(roots).items():
+    for folder, (count, size) in remote.find_fetched(roots).items():
         if args.clear:
-            shard_cache.clear(folder)
+            remote.clear_fetched(folder)
         say(size, f"{printable(folder)}: {count:,} fetched shards", "removed, except shards in transfer")
     features = [] if args.folders else sorted((stand_ins() / "features").glob("*.npy"))
     if features:

@@ -112,13 +112,13 @@ class Listing(abc.ABC):
             The index of an image is its row.
         shards: the shards, in the order of their images; empty if every image is a file.
         places: int64 (N,), the position of each image among the images of all shards, as ``Shard.start``
-            counts; None if the position is the index.
+            counts; None without shards.
         column: the value of each image in the column that ``data.group`` names; None if it names no column.
     """
 
     labels: Tensor
     shards: Sequence[Shard] = ()
-    places: Tensor | None = None
+    places: np.ndarray | None = None
     column: Sequence[str] | None = None
 
     @property
@@ -134,13 +134,17 @@ class Listing(abc.ABC):
     def name(self, index: int) -> str:
         """Return the name of an image in error lines: its path, or its shard and position in the shard."""
 
-    def places_of(self, indices: np.ndarray) -> np.ndarray:
-        """Return the positions of images, int64 (B,), among the images of all shards."""
-        return indices if self.places is None else self.places.numpy()[indices]
+    def places_of(self, indices: Any) -> Any:
+        """Return the positions of images, int64 (B,), among the images of all shards; or of one image."""
+        return indices if self.places is None else self.places[indices]
 
-    def shards_of(self, places: np.ndarray) -> np.ndarray:
-        """Return the index of the shard at each position, (B,)."""
-        return np.searchsorted([shard.start for shard in self.shards], places, side="right") - 1
+    def shards_of(self, places: Any) -> Any:
+        """Return the index of the shard at each position, (B,); or at one position."""
+        return np.searchsorted(self._starts, places, side="right") - 1
+
+    @functools.cached_property
+    def _starts(self) -> np.ndarray:
+        return np.array([shard.start for shard in self.shards])
 
     @property
     def is_remote(self) -> bool:
@@ -218,7 +222,7 @@ class Subset(Listing):
         self.column = images.column and [images.column[row] for row in self._rows.tolist()]
         every = images.places_of(self._rows)
         ordered = np.sort(every)
-        self.places = torch.from_numpy(np.searchsorted(ordered, every)) if images.shards else None
+        self.places = np.searchsorted(ordered, every) if images.shards else None
         bounds = [np.searchsorted(ordered, (shard.start, shard.stop)).tolist() for shard in images.shards]
         self.shards: Sequence[Shard] = [
             dataclasses.replace(shard, start=start, stop=stop)

@@ -14,9 +14,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from classify.images.listing import Shard
 from classify.images.sources.shard_index import ENTRY, Scanned, number_of
-from classify.images.sources.shards import ShardListing, ShardSource
+from classify.images.sources.shards import ShardSource
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.input_files import parsed
 
@@ -27,60 +26,54 @@ _IMAGES, _LABELS = ("image", "img"), ("label", "labels", "class", "fine_label") 
 _REMEDY = "it may be incomplete, or have no images; write or fetch it again"
 
 
-class ParquetListing(ShardListing):
-    """The images of one part, in Parquet files.
+class ParquetShards(ShardSource):
+    """A dataset in Parquet files.
 
     Reading an image reads its row group; a process caches the last four groups. Reading in order is fast. In
     a random order, most images need another group; tar shards are faster then.
     """
 
-    def name(self, index: int) -> str:
-        """Return the name of an image: its file and its row, from 0."""
-        shard, place = self.find(index)
-        return f"{shard.url}, row {place - shard.start:,}"
+    ending = ".parquet"
 
-    def read_one(self, shard: Shard, place: int, file: pathlib.Path) -> bytes:
+    @staticmethod
+    def scan(file: pathlib.Path, url: str) -> Scanned:
+        """Read the labels in a file; an image's offset in the index is its row."""
+        damaged = f"{url}: not a readable Parquet file"
+        with parsed(damaged, _REMEDY), pyarrow.parquet.ParquetFile(file) as opened:
+            schema, count = opened.schema_arrow, opened.metadata.num_rows
+            image, label, classes = _features(schema)
+            missing = [
+                f"{kind} ({' or '.join(usual)})"
+                for kind, usual, column in (("images", _IMAGES, image), ("labels", _LABELS, label))
+                if column is None
+            ]
+            if missing:
+                what = f"has no column of {' nor of '.join(missing)}; it has {', '.join(schema.names)}"
+                raise InvalidInput(f"{url}: {what}; rename them")
+            twice = [each for each in (image, label) if schema.names.count(each) > 1]
+            if twice:
+                raise InvalidInput(f"{url}: has the column {twice[0]!r} more than once; rename one of them")
+            if count > (size := file.stat().st_size):  # an image has at least one byte
+                raise ValueError(f"{count:,} rows in {size:,} bytes")
+            codes, texts = _labels(file, str(label), url, count)
+        entries = np.zeros(count, ENTRY)
+        entries["offset"], entries["label"] = np.arange(count), codes
+        return Scanned(texts, entries, classes)
+
+    @staticmethod
+    def read(file: pathlib.Path, url: str, offset: int, size: int) -> bytes:
         """Return the image in a row."""
-        row = place - shard.start
-        with parsed(f"{shard.url}: row {row:,} cannot be read", _REMEDY):
-            content = _content(file, row)
+        with parsed(f"{url}: row {offset:,} cannot be read", _REMEDY):
+            content = _content(file, offset)
         if not content or not isinstance(content, bytes):
             remedy = "write the images themselves into the file"
-            raise InvalidInput(f"{shard.url}: row {row:,} holds no image, or only its path; {remedy}")
+            raise InvalidInput(f"{url}: row {offset:,} holds no image, or only its path; {remedy}")
         return content
 
-
-class ParquetShards(ShardSource):
-    """A dataset in Parquet files."""
-
-    ending = ".parquet"
-    part_listing = ParquetListing
-    scan = staticmethod(lambda file, name: scan(file, name))
-
-
-def scan(file: pathlib.Path, name: str) -> Scanned:
-    """Read the labels in a file; raise ``InvalidInput`` if it is damaged or a label is missing."""
-    damaged = f"{name}: not a readable Parquet file"
-    with parsed(damaged, _REMEDY), pyarrow.parquet.ParquetFile(file) as opened:
-        schema, count = opened.schema_arrow, opened.metadata.num_rows
-        image, label, classes = _features(schema)
-        missing = [
-            f"{kind} ({' or '.join(usual)})"
-            for kind, usual, column in (("images", _IMAGES, image), ("labels", _LABELS, label))
-            if column is None
-        ]
-        if missing:
-            what = f"has no column of {' nor of '.join(missing)}; it has {', '.join(schema.names)}"
-            raise InvalidInput(f"{name}: {what}; rename them")
-        twice = [each for each in (image, label) if schema.names.count(each) > 1]
-        if twice:
-            raise InvalidInput(f"{name}: has the column {twice[0]!r} more than once; rename one of them")
-        if count > (size := file.stat().st_size):  # an image has at least one byte
-            raise ValueError(f"{count:,} rows in {size:,} bytes")
-        codes, texts = _labels(file, str(label), name, count)
-    entries = np.zeros(count, ENTRY)
-    entries["offset"], entries["label"] = np.arange(count), codes
-    return Scanned(texts, entries, classes)
+    @staticmethod
+    def name(file: pathlib.Path, url: str, offset: int) -> str:
+        """Return an image's file and its row, from 0."""
+        return f"{url}, row {offset:,}"
 
 
 def _labels(file: pathlib.Path, column: str, name: str, count: int) -> tuple[np.ndarray, dict[str, int]]:

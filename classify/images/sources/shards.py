@@ -10,7 +10,7 @@ import hashlib
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -20,8 +20,7 @@ import torch
 from classify.images.listing import PARTS, WHOLE, ListedSource, Listing, Location, Shard, is_remote
 from classify.images.pixels import AHEAD
 from classify.images.sources import shard_index
-from classify.images.sources.remote import MOST_OF_A_FILE, Storage
-from classify.images.sources.shard_cache import FOLDER, ShardCache
+from classify.images.sources.remote import FOLDER, MOST_OF_A_FILE, ShardCache, Storage
 from classify.images.sources.shard_index import Index, Part, Scanned
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.host_lock import host_lock
@@ -39,29 +38,19 @@ class ShardListing(Listing):
 
     Args:
         part: the part of the index, with complete URLs.
-        classes: the class names.
-        location: the dataset's location.
-
-    Attributes:
-        local: the local files that this process has read, by their shards' URLs.
+        source: the dataset.
     """
 
-    def __init__(self, part: Part, classes: Sequence[str], location: Location) -> None:
-        self.shards, self.entries, self._classes = part.shards, part.entries, classes
-        self._local_file = _opener(location)
+    def __init__(self, part: Part, source: ShardSource) -> None:
+        self.shards, self.entries, self._source = part.shards, part.entries, source
         positions = part.entries["position"].astype(np.int64)
-        is_sorted = bool((positions == np.arange(len(positions))).all())
-        self.places = None if is_sorted else torch.from_numpy(np.argsort(positions))
-        labels = np.empty(len(positions), np.int64)
-        labels[positions] = part.entries["label"]
-        self.labels = torch.from_numpy(labels)
-        self._starts = np.array([shard.start for shard in part.shards])
-        self.local: dict[str, pathlib.Path] = {}
+        self.places = np.argsort(positions)
+        self.labels = torch.from_numpy(part.entries["label"].astype(np.int64)[self.places])
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """A digest that changes if a shard, a label or the order changes."""
-        digest = hashlib.sha256(repr(tuple(self._classes)).encode())
+        digest = hashlib.sha256(repr(self._source.classes).encode())
         digest.update(self.entries.data)
         for shard in self.shards:
             known = os.path.basename(shard.url), shard.size, shard.sha256, shard.version
@@ -72,53 +61,70 @@ class ShardListing(Listing):
 
     def read(self, index: int) -> bytes:
         """Return the encoded bytes of an image; raise ``InvalidInput`` if its shard contradicts the index."""
-        shard, place = self.find(index)
+        shard, offset, size = self._find(index)
         while True:
             file = self.local_file(shard)
             try:
-                return self.read_one(shard, place, file)
+                return self._source.read(file, shard.url, offset, size)
             except InvalidInput:
                 if file.exists() or not is_remote(shard.url):
                     raise
             # Another process has evicted the shard in the meantime
 
-    @abc.abstractmethod
-    def read_one(self, shard: Shard, place: int, file: pathlib.Path) -> bytes:
-        """Return the encoded bytes of one image.
-
-        Args:
-            shard: the image's shard.
-            place: the image's position among the images of all shards.
-            file: the shard's local file.
-        """
+    def name(self, index: int) -> str:
+        """Return the name of an image in error lines: its shard, and its position in the shard."""
+        shard, offset, _ = self._find(index)
+        return self._source.name(self._source.cache.path(shard), shard.url, offset)
 
     def local_file(self, shard: Shard) -> pathlib.Path:
         """Return the local file of a shard; a remote shard is fetched once per host."""
-        return self._local_file(shard)
+        return self._source.cache.file(shard)
 
-    def find(self, index: int) -> tuple[Shard, int]:
-        """Return an image's shard, and the image's position among the images of all shards."""
-        place = index if self.places is None else int(self.places[index])
-        return self.shards[int(np.searchsorted(self._starts, place, side="right")) - 1], place
+    def _find(self, index: int) -> tuple[Shard, int, int]:
+        """Return an image's shard, and its offset and size in the index."""
+        place = self.places_of(index)
+        entry = self.entries[place]
+        return self.shards[self.shards_of(place)], int(entry["offset"]), int(entry["size"])
 
 
 class ShardSource(ListedSource):
-    """A dataset in shards.
+    """A dataset in shards; a subclass reads the files of one format.
 
     Attributes:
         ending: the ending of the files' names.
-        part_listing: the class of a part's listing.
-        scan: a function that returns the contents of a local file, given the file and its name in error
-            lines.
+        cache: the local files of the shards.
     """
 
     ending: str
-    part_listing: type[ShardListing]
-    scan: Callable[[pathlib.Path, str], Scanned]
 
     def __init__(self, location: Location) -> None:
         super().__init__(location)
+        fetch = Storage(location.storage).fetch
+        self.cache = ShardCache(location.cache_folder / FOLDER, fetch, location.limit)
         self._listings: dict[str, ShardListing] = {}
+
+    @staticmethod
+    @abc.abstractmethod
+    def scan(file: pathlib.Path, url: str) -> Scanned:
+        """Find the images and the labels in a shard.
+
+        Args:
+            file: the shard's local file.
+            url: the shard's name in error lines.
+
+        Raises:
+            InvalidInput: if the shard is damaged or incomplete, or an image has no label.
+        """
+
+    @staticmethod
+    @abc.abstractmethod
+    def read(file: pathlib.Path, url: str, offset: int, size: int) -> bytes:
+        """Return the encoded bytes of an image, by its entry in the index; raise ``InvalidInput`` if absent."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def name(file: pathlib.Path, url: str, offset: int) -> str:
+        """Return the name of an image in error lines; the file may be missing."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -133,7 +139,7 @@ class ShardSource(ListedSource):
     def listing(self, part: str) -> ShardListing:
         """Return the images of a part, in the order of the index."""
         if part not in self._listings:
-            self._listings[part] = self.part_listing(self.index.parts[part], self.classes, self.location)
+            self._listings[part] = ShardListing(self.index.parts[part], self)
         return self._listings[part]
 
     @functools.cached_property
@@ -163,11 +169,9 @@ class ShardSource(ListedSource):
         return index
 
     def _scan_all(self, parts: Mapping[str, Sequence[Shard]], names: list[str] | None, source: str) -> Index:
-        local_file = _opener(self.location)
-
         def scan(shard: Shard) -> tuple[Scanned, Shard]:
-            file = local_file(shard)
-            contents = type(self).scan(file, shard.url)
+            file = self.cache.file(shard)
+            contents = self.scan(file, shard.url)
             if not len(contents.entries):
                 raise InvalidInput(f"{shard.url}: holds no image; remove it")
             return contents, replace(shard, size=file.stat().st_size)
@@ -235,12 +239,6 @@ def expand(pattern: str) -> Iterator[str]:
         choices = braces[1].split(",")
     for choice in choices:
         yield from expand(pattern[: braces.start()] + choice + pattern[braces.end() :])
-
-
-def _opener(location: Location) -> Callable[[Shard], pathlib.Path]:
-    """Return a function that returns the local file of a shard; it fetches a remote shard once per host."""
-    cache = ShardCache(location.cache_folder / FOLDER, location.limit)
-    return functools.partial(cache.file, fetch=Storage(location.storage).fetch)
 
 
 def _with_urls(index: Index, urls: Mapping[str, Sequence[str]]) -> Index:

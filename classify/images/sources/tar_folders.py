@@ -26,7 +26,7 @@ from tqdm import tqdm
 from classify.images.listing import Location, Shard
 from classify.images.sources.image_folder import ImageFolder
 from classify.images.sources.shard_index import FILE, Index, Part, replacing
-from classify.images.sources.tar_shards import scan
+from classify.images.sources.tar_shards import TarShards
 from deepspeed_trial.checkpoints.files import sha256
 from deepspeed_trial.errors import InvalidInput, one_line, printable
 
@@ -141,7 +141,7 @@ def _write_shard(job: _Job) -> tuple[Shard, np.ndarray, bool]:
             ) from error
         with replacing(stamp) as file:
             file.write(f"{wanted} {digest}".encode())
-    entries = scan(job.target, str(job.target)).entries
+    entries = TarShards.scan(job.target, str(job.target)).entries
     entries["label"], entries["position"] = job.labels, job.positions
     size, stop = job.target.stat().st_size, job.start + len(entries)
     return Shard(job.target.name, size, job.start, stop, digest), entries, existed

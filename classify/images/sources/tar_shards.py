@@ -31,7 +31,7 @@ from classify.images.sources.shard_index import (
     Scanned,
     number_of,
 )
-from classify.images.sources.shards import ShardListing, ShardSource, join
+from classify.images.sources.shards import ShardSource, join
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.input_files import parsed, refused, regular_file, small_file
 
@@ -50,22 +50,45 @@ _MOST_OF_NAMES = 2**26  # bytes of all class names
 _LABEL_KEYS = ("class", "class_name", "cls", "label")  # of a member KEY.json
 
 
-class TarListing(ShardListing):
-    """The images of one part, in tar shards."""
+class TarShards(ShardSource):
+    """A dataset in tar shards."""
 
-    def name(self, index: int) -> str:
-        """Return an image's name: shard and member, or the image's first byte if the shard is not local."""
-        shard, place = self.find(index)
-        offset = int(self.entries["offset"][place])
-        with contextlib.suppress(OSError, tarfile.TarError, KeyError):  # the shard may be gone
-            header, _ = _member(self.local[shard.url], offset)
-            return f"{shard.url}, member {header.name}"
-        return f"{shard.url}, byte {offset:,}"
+    ending = ".tar"
 
-    def read_one(self, shard: Shard, place: int, file: pathlib.Path) -> bytes:
+    @staticmethod
+    def scan(file: pathlib.Path, url: str) -> Scanned:
+        """Find the images and the labels in a tar."""
+        texts: dict[str, int] = {}
+        rows: list[tuple[int, int, int, int]] = []
+        damaged = parsed(f"{url}: not a readable tar", "it may be incomplete; write or fetch it again")
+        with damaged, refused(url), open(file, "rb") as opened:
+            shown = (member for member in _members(opened) if os.path.basename(_key(member)))
+            for key, files in itertools.groupby(shown, _key):
+                image, text = None, None
+                for member, offset, size in files:
+                    ending = os.path.splitext(member)[1].lower()
+                    is_image = ending in EXTENSIONS
+                    if not is_image and ending not in (".cls", ".json"):
+                        continue
+                    if size > (most := MOST_BYTES if is_image else _MOST_OF_TEXT):
+                        what = f"the member {member} has {size:,} bytes, more than {most:,}"
+                        raise InvalidInput(f"{url}: {what}; remove or shorten it")
+                    if is_image:
+                        image = offset, size
+                    else:
+                        text = _label(os.pread(opened.fileno(), size, offset), ending) or text
+                if not image:
+                    reason = f"the sample {key} has no image ({' '.join(EXTENSIONS)})"
+                    raise InvalidInput(f"{url}: {reason}; add one, or remove the sample's other files")
+                if not text:
+                    remedy = "add KEY.cls with its class, or KEY.json with the key label"
+                    raise InvalidInput(f"{url}: the sample {key} has no label; {remedy}")
+                rows.append((*image, number_of(text, texts, f"{url}: the sample {key}"), 0))
+        return Scanned(texts, np.array(rows, ENTRY))
+
+    @staticmethod
+    def read(file: pathlib.Path, url: str, offset: int, size: int) -> bytes:
         """Return the bytes of a member; raise ``InvalidInput`` if its size differs from the index."""
-        offset, size = int(self.entries["offset"][place]), int(self.entries["size"][place])
-        self.local[shard.url] = file
         try:
             header, content = _member(file, offset, size)
             if header.size == size == len(content):
@@ -74,22 +97,15 @@ class TarListing(ShardListing):
         except (OSError, tarfile.TarError) as error:
             reason = one_line(error)
         remedy = "the shard and its index differ; write both again"
-        raise InvalidInput(f"{shard.url}: no image of {size:,} bytes at byte {offset:,} ({reason}); {remedy}")
+        raise InvalidInput(f"{url}: no image of {size:,} bytes at byte {offset:,} ({reason}); {remedy}")
 
-
-def _member(file: pathlib.Path, offset: int, size: int = 0) -> tuple[tarfile.TarInfo, bytes]:
-    """Return the header before an offset of a tar, and ``size`` bytes from the offset on."""
-    with open(file, "rb", buffering=0) as opened:
-        content = os.pread(opened.fileno(), BLOCKSIZE + size, max(0, offset - BLOCKSIZE))
-    return tarfile.TarInfo.frombuf(content[:BLOCKSIZE], "utf-8", "surrogateescape"), content[BLOCKSIZE:]
-
-
-class TarShards(ShardSource):
-    """A dataset in tar shards."""
-
-    ending = ".tar"
-    part_listing = TarListing
-    scan = staticmethod(lambda file, name: scan(file, name))
+    @staticmethod
+    def name(file: pathlib.Path, url: str, offset: int) -> str:
+        """Return an image's shard and member, or its first byte if the shard is not local."""
+        with contextlib.suppress(OSError, tarfile.TarError):
+            header, _ = _member(file, offset)
+            return f"{url}, member {header.name}"
+        return f"{url}, byte {offset:,}"
 
     @functools.cached_property
     def index(self) -> Index:
@@ -141,39 +157,11 @@ class TarShards(ShardSource):
             return small_file(file, most) if os.path.isfile(file) else None
 
 
-def scan(file: pathlib.Path, name: str) -> Scanned:
-    """Read the positions and the labels of the images in a tar.
-
-    Raises:
-        InvalidInput: if the tar is damaged or incomplete, or a sample has no label or no image.
-    """
-    texts: dict[str, int] = {}
-    rows: list[tuple[int, int, int, int]] = []
-    damaged = parsed(f"{name}: not a readable tar", "it may be incomplete; write or fetch it again")
-    with damaged, refused(name), open(file, "rb") as opened:
-        shown = (member for member in _members(opened) if os.path.basename(_key(member)))
-        for key, files in itertools.groupby(shown, _key):
-            image, text = None, None
-            for member, offset, size in files:
-                ending = os.path.splitext(member)[1].lower()
-                is_image = ending in EXTENSIONS
-                if not is_image and ending not in (".cls", ".json"):
-                    continue
-                if size > (most := MOST_BYTES if is_image else _MOST_OF_TEXT):
-                    what = f"the member {member} has {size:,} bytes, more than {most:,}"
-                    raise InvalidInput(f"{name}: {what}; remove or shorten it")
-                if is_image:
-                    image = offset, size
-                else:
-                    text = _label(os.pread(opened.fileno(), size, offset), ending) or text
-            if not image:
-                reason = f"the sample {key} has no image ({' '.join(EXTENSIONS)})"
-                raise InvalidInput(f"{name}: {reason}; add one, or remove the sample's other files")
-            if not text:
-                remedy = "add KEY.cls with its class, or KEY.json with the key label"
-                raise InvalidInput(f"{name}: the sample {key} has no label; {remedy}")
-            rows.append((*image, number_of(text, texts, f"{name}: the sample {key}"), 0))
-    return Scanned(texts, np.array(rows, ENTRY))
+def _member(file: pathlib.Path, offset: int, size: int = 0) -> tuple[tarfile.TarInfo, bytes]:
+    """Return the header before an offset of a tar, and ``size`` bytes from the offset on."""
+    with open(file, "rb", buffering=0) as opened:
+        content = os.pread(opened.fileno(), BLOCKSIZE + size, max(0, offset - BLOCKSIZE))
+    return tarfile.TarInfo.frombuf(content[:BLOCKSIZE], "utf-8", "surrogateescape"), content[BLOCKSIZE:]
 
 
 def _key(member: tuple[str, int, int]) -> str:

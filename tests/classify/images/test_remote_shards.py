@@ -30,9 +30,8 @@ from classify.images.order import Order, Windows
 from classify.images.pixels import ImageSet, ShardsAhead, Streamed
 from classify.images.settings import DataSettings
 from classify.images.sources import remote as remote_files
-from classify.images.sources import shard_cache
 from classify.images.sources.parquet_shards import ParquetShards
-from classify.images.sources.shard_cache import ShardCache
+from classify.images.sources.remote import ShardCache
 from deepspeed_trial.host_lock import lock_of
 
 
@@ -128,37 +127,37 @@ def held(folder: pathlib.Path) -> list[int]:
 
 
 def test_the_cache_keeps_the_shards_read_last(tmp_path):
-    kept, fetched = ShardCache(tmp_path, LIMIT), []
+    fetched = []
 
     def fetch(shard: Shard, target: pathlib.Path) -> None:
         fetched.append(shard.size)
         write(shard, target)
 
+    kept = ShardCache(tmp_path, fetch, LIMIT)
     for number in (0, 1, 2, 3, 0, 4, 0, 5, 0):
-        assert kept.file(SHARDS[number], fetch).stat().st_size == SHARDS[number].size
+        assert kept.file(SHARDS[number]).stat().st_size == SHARDS[number].size
         time.sleep(0.01)  # clocks of file systems are coarse
     assert fetched == [100, 101, 102, 103, 104, 105]
     assert held(tmp_path) == [100, 103, 104, 105]
     (tmp_path / f"{'0' * 24}.400.partial").touch()  # of a killed process
-    kept.file(SHARDS[6], fetch)
+    kept.file(SHARDS[6])
     assert held(tmp_path) == [100, 104, 105, 106]
 
 
 def test_processes_share_shards_under_the_limit(tmp_path):
     def read_many(seed: int):
         def read() -> None:
-            choose, kept = random.Random(seed), ShardCache(tmp_path, LIMIT)
-
             def fetch(shard: Shard, target: pathlib.Path) -> None:
                 time.sleep(0.002)
                 write(shard, target)
                 with kept._room():
                     assert sum(held(tmp_path)) <= LIMIT
 
+            choose, kept = random.Random(seed), ShardCache(tmp_path, fetch, LIMIT)
             for _ in range(60):
                 shard = choose.choice(SHARDS)
                 try:
-                    content = kept.file(shard, fetch).read_bytes()
+                    content = kept.file(shard).read_bytes()
                 except FileNotFoundError:  # the other process has removed it
                     continue
                 assert content == bytes([shard.size % 256]) * shard.size
@@ -170,7 +169,7 @@ def test_processes_share_shards_under_the_limit(tmp_path):
 
 def test_a_shard_waits_for_the_room_of_shards_in_transfer(tmp_path):
     """They cannot be removed; the loaders of training and validation may fetch at the same time."""
-    kept, begun, may_go = ShardCache(tmp_path, LIMIT), threading.Event(), threading.Event()
+    begun, may_go = threading.Event(), threading.Event()
 
     def slowly(shard: Shard, target: pathlib.Path) -> None:
         begun.set()
@@ -179,7 +178,8 @@ def test_a_shard_waits_for_the_room_of_shards_in_transfer(tmp_path):
 
     large = Shard("http://host/large", LIMIT, 0, 1)
     threads = [
-        threading.Thread(target=kept.file, args=args) for args in ((large, slowly), (SHARDS[0], write))
+        threading.Thread(target=ShardCache(tmp_path, fetch, LIMIT).file, args=(shard,))
+        for shard, fetch in ((large, slowly), (SHARDS[0], write))
     ]
     threads[0].start()
     assert begun.wait(300)
@@ -266,13 +266,12 @@ def test_a_full_disk_of_the_cache_is_one_line_and_leaves_no_shard(written, tmp_p
 
 
 def test_a_shard_of_unknown_size_counts_once_it_is_there(tmp_path):
-    kept = ShardCache(tmp_path, LIMIT)
     for shard in SHARDS[:4]:
-        kept.file(shard, write)
+        ShardCache(tmp_path, write, LIMIT).file(shard)
     unknown = Shard("http://host/unknown", 0, 0, 1, version="1")
-    kept.file(unknown, sized(300))
+    ShardCache(tmp_path, sized(300), LIMIT).file(unknown)
     assert held(tmp_path) == [103, 300]
-    line = error_line(kept.file, replace(unknown, version="2"), sized(500))
+    line = error_line(ShardCache(tmp_path, sized(500), LIMIT).file, replace(unknown, version="2"))
     assert line == "data.cache.limit: 0.0 MiB: http://host/unknown has 0.0 MiB; raise it"
     assert held(tmp_path) == []
 
@@ -283,22 +282,22 @@ def test_shards_leave_a_tenth_of_the_disk_where_no_limit_is_given(tmp_path, monk
     def usage(_):
         return disk._replace(free=500 - sum(held(tmp_path)))
 
-    monkeypatch.setattr(shard_cache.shutil, "disk_usage", usage)
-    kept = ShardCache(tmp_path)
+    monkeypatch.setattr(remote_files.shutil, "disk_usage", usage)
+    kept = ShardCache(tmp_path, write)
     for shard in SHARDS[:6]:
-        kept.file(shard, write)
+        kept.file(shard)
         time.sleep(0.01)  # clocks of file systems are coarse
     assert held(tmp_path) == [102, 103, 104, 105]  # 414 of 450
-    line = error_line(kept.file, Shard("http://host/large", 451, 0, 1), write)
+    line = error_line(kept.file, Shard("http://host/large", 451, 0, 1))
     assert line.startswith(
         f"data.cache.folder: {tmp_path}: has room for 0.0 MiB of shards, but http://host/large has 0.0 MiB"
     )
 
 
 def test_the_program_lists_and_clears_fetched_shards(tmp_path, capsys):
-    kept = ShardCache(tmp_path / "shards")
+    kept = ShardCache(tmp_path / "shards", write)
     for shard in SHARDS[:3]:
-        kept.file(shard, write)
+        kept.file(shard)
     (tmp_path / "shards" / ("0" * 24)).with_suffix(".txt").write_text("another's")
     (tmp_path / ("0" * 24)).write_text("another's")
     assert checkpoint.main(["caches", str(tmp_path)]) == 0
