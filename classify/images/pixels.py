@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import multiprocessing
@@ -12,7 +11,6 @@ import os
 import pathlib
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,51 +28,14 @@ from tqdm import tqdm
 
 from classify.config.rules import CROP
 from classify.images.decode import MissingPackage, decode
-from classify.images.listing import NOT_READABLE, ListedSource, Listing, Shard, is_remote, raise_some
+from classify.images.listing import NOT_READABLE, ListedSource, Listing, raise_some
 from classify.images.pixel_files import GrowingFile, PixelFile
+from classify.images.settings import DataSettings
+from classify.images.sources.remote import AHEAD, ShardsAhead
 from deepspeed_trial.errors import InvalidInput, TrainingStopped, UnreadableData
 
 CHUNK = 64  # images that a thread or a process decodes at a time
-AHEAD = 4  # shards that are fetched at the same time
 _FILE_FORMAT = 6  # the version of files of decoded images; a file of another version is replaced
-
-
-class ShardsAhead:
-    """Prefetches shards in threads of this process.
-
-    An error is raised when the shard is read, not in the thread.
-
-    Args:
-        listing: the images in the shards.
-        threads: the number of shards to fetch at the same time.
-    """
-
-    def __init__(self, listing: Listing, threads: int = AHEAD) -> None:
-        self._listing, self._not_started = listing, threads
-        self._wanted: collections.deque[Shard] = collections.deque()
-        self._changed = threading.Condition()
-
-    def fetch(self, numbers: Sequence[int]) -> None:
-        """Replace the queue by the remote shards among the given ones; transfers in progress are completed.
-
-        Args:
-            numbers: the indices of shards in the listing, in the order of reading.
-        """
-        shards = (self._listing.shards[number] for number in numbers)
-        with self._changed:
-            self._wanted = collections.deque(shard for shard in shards if is_remote(shard.url))
-            self._changed.notify_all()
-            for _ in range(self._not_started):
-                threading.Thread(target=self._work, daemon=True).start()
-            self._not_started = 0
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._wanted)
-                shard = self._wanted.popleft()
-            with contextlib.suppress(Exception):  # the reader's attempts fail in the same way
-                self._listing.local_file(shard)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,20 +44,18 @@ class Streamed:
 
     Attributes:
         listing: the images to decode.
-        size: height and width to scale to, in pixels.
-        fit: treatment of other aspect ratios; see ``decode``.
+        settings: the settings that give the images' size and fit.
         file: the file that stores decoded images; None to decode them again in each epoch.
     """
 
     listing: Listing
-    size: tuple[int, int]
-    fit: str
+    settings: DataSettings
     file: GrowingFile | None
 
     @functools.cached_property
     def shards_ahead(self) -> ShardsAhead:
         """The prefetcher of the images' shards."""
-        return ShardsAhead(self.listing)
+        return ShardsAhead(self.listing.local_file)
 
     def fetch(self, shards: Sequence[int], indices: np.ndarray) -> None:
         """Fetch shards, without a shard whose images, among the given int64 (N,), are all decoded."""
@@ -104,7 +63,7 @@ class Streamed:
             places = self.listing.places_of(indices[~self.file.has(indices)])
             needed = np.unique(self.listing.shards_of(places)).tolist()
             shards = [shard for shard in shards if shard in needed]
-        self.shards_ahead.fetch(shards)
+        self.shards_ahead.fetch([self.listing.shards[number] for number in shards])
 
     def select(self, indices: Tensor) -> Tensor:
         """Return images (B, 3, h, w) uint8 by their indices, int64 (B,).
@@ -139,7 +98,7 @@ class Streamed:
         threads = min(torch.get_num_threads(), len(parts))
 
         def decode_some(part: np.ndarray) -> list[np.ndarray]:
-            return [_decoded(self.listing, index, self.size, self.fit) for index in part.tolist()]
+            return [_decoded(self.listing, index, self.settings) for index in part.tolist()]
 
         try:
             if threads < 2:
@@ -153,8 +112,9 @@ class Streamed:
         return [images[place] for place in order.argsort()]
 
 
-def _decoded(listing: Listing, index: int, size: tuple[int, int], fit: str) -> np.ndarray:
-    return decode(listing.read(index), size, functools.partial(listing.name, index), fit)
+def _decoded(listing: Listing, index: int, settings: DataSettings) -> np.ndarray:
+    name = functools.partial(listing.name, index)
+    return decode(listing.read(index), settings.stored_size, name, settings.fit)
 
 
 @dataclass(frozen=True)
@@ -230,15 +190,14 @@ class ImageSet:
 
 
 def open_pixels(
-    source: ListedSource, part: str, size: tuple[int, int], fit: str, streams: bool, keeps: bool
+    source: ListedSource, part: str, settings: DataSettings, streams: bool, keeps: bool
 ) -> Tensor | Streamed:
     """Return the images of a part; they are mapped if the part has been decoded before.
 
     Args:
         source: the dataset.
         part: the name of a part.
-        size: height and width to scale to, in pixels.
-        fit: treatment of other aspect ratios; see ``decode``.
+        settings: the settings that give the images' size and fit.
         streams: whether images are decoded when a step needs them, instead of all now.
         keeps: whether to store streamed images in a file.
 
@@ -247,10 +206,10 @@ def open_pixels(
         TrainingStopped: if the system kills a process that decodes.
     """
     listing = source.listing(part)
-    file, fingerprint = file_of(source, part, size, fit), fingerprint_of(listing, size)
+    file, fingerprint = file_of(source, part, settings), fingerprint_of(listing, settings)
 
     def fill(target: pathlib.Path) -> tuple[str, Tensor]:
-        errors = try_all(listing, size, part, target, fit)
+        errors = try_all(listing, settings, part, target)
         raise_some([line for error in errors.values() for line in error.errors], NOT_READABLE)
         return fingerprint, listing.labels
 
@@ -261,31 +220,30 @@ def open_pixels(
     if whole is not None:
         return whole[0]
     growing = GrowingFile(file, fingerprint, listing.labels) if keeps else None
-    return Streamed(listing, size, fit, growing)
+    return Streamed(listing, settings, growing)
 
 
-def file_of(source: ListedSource, part: str, size: tuple[int, int], fit: str) -> PixelFile:
+def file_of(source: ListedSource, part: str, settings: DataSettings) -> PixelFile:
     """Return the file of a part's decoded images."""
-    name = f"images-{part}" if fit == CROP else f"images-{part}-{fit}"
-    return PixelFile(source.location.folder, name, size)
+    name = f"images-{part}" if settings.fit == CROP else f"images-{part}-{settings.fit}"
+    return PixelFile(source.location.folder, name, settings.stored_size)
 
 
-def fingerprint_of(listing: Listing, size: tuple[int, int]) -> str:
+def fingerprint_of(listing: Listing, settings: DataSettings) -> str:
     """Return the fingerprint of decoded images in their file."""
-    return f"{_FILE_FORMAT} {size} {listing.fingerprint}"
+    return f"{_FILE_FORMAT} {settings.stored_size} {listing.fingerprint}"
 
 
 def try_all(
-    listing: Listing, size: tuple[int, int], name: str, target: pathlib.Path | None = None, fit: str = CROP
+    listing: Listing, settings: DataSettings, name: str, target: pathlib.Path | None
 ) -> dict[int, InvalidInput]:
     """Decode images on all cores, with a progress bar; return the errors by index.
 
     Args:
         listing: the encoded images.
-        size: height and width to scale to, in pixels.
+        settings: the settings that give the images' size and fit.
         name: the images' name in the progress bar and in errors.
         target: an empty file for the images; None to decode them without a file.
-        fit: treatment of other aspect ratios; see ``decode``.
 
     Raises:
         InvalidInput: if a shard cannot be fetched, or a package is missing.
@@ -297,7 +255,7 @@ def try_all(
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     workers = min(joblib.cpu_count(), -(-count // CHUNK))
     bar = tqdm(total=count, desc=f"decoding {name}", unit=" images", disable=not sys.stderr.isatty())
-    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start, (listing, target, size, fit))
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start, (listing, settings, target))
     errors: dict[int, InvalidInput] = {}
     with bar, pool, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork despite threads
@@ -320,15 +278,21 @@ def _submitted(
 ) -> Iterator[concurrent.futures.Future[dict[int, InvalidInput]]]:
     """Submit each shard's chunks once it is local, and then yield the futures of the previous shard.
 
-    So the decoding needs few local shards at a time.
+    Threads fetch the next shards meanwhile. So the decoding needs few local shards at a time.
     """
-    before = list[concurrent.futures.Future[dict[int, InvalidInput]]]()
-    for start, stop in _shards_fetched_ahead(listing):
-        chunks = (order[begin : min(begin + CHUNK, stop)] for begin in range(start, stop, CHUNK))
-        running = [pool.submit(_decode_chunk, chunk) for chunk in chunks]
+    shards, before = listing.shards, list[concurrent.futures.Future[dict[int, InvalidInput]]]()
+    with ThreadPoolExecutor(AHEAD) as threads:
+        fetched = collections.deque(threads.submit(listing.local_file, each) for each in shards[:AHEAD])
+        bounds = [(shard.start, shard.stop) for shard in shards] or [(0, len(order))]
+        for number, (start, stop) in enumerate(bounds):
+            if shards:
+                fetched.popleft().result()
+            fetched.extend(threads.submit(listing.local_file, each) for each in shards[number + AHEAD :][:1])
+            chunks = (order[begin : min(begin + CHUNK, stop)] for begin in range(start, stop, CHUNK))
+            running = [pool.submit(_decode_chunk, chunk) for chunk in chunks]
+            yield from before
+            before = running
         yield from before
-        before = running
-    yield from before
 
 
 def _why_broken(processes: Iterable[multiprocessing.process.BaseProcess], name: str) -> str:
@@ -345,21 +309,7 @@ def _why_broken(processes: Iterable[multiprocessing.process.BaseProcess], name: 
     return f"data.root: a process that decoded the images of {name} {reason}; {remedy}"
 
 
-def _shards_fetched_ahead(listing: Listing) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop of each shard once it is local, while threads fetch the next shards."""
-    if not listing.shards:
-        yield 0, len(listing.labels)
-        return
-    with ThreadPoolExecutor(AHEAD) as pool:
-        fetched = collections.deque(pool.submit(listing.local_file, each) for each in listing.shards[:AHEAD])
-        for number, shard in enumerate(listing.shards):
-            fetched.popleft().result()
-            later = listing.shards[number + AHEAD :][:1]
-            fetched.extend(pool.submit(listing.local_file, each) for each in later)
-            yield shard.start, shard.stop
-
-
-_task: tuple[Listing, pathlib.Path | None, tuple[int, int], str]  # the arguments of this worker
+_task: tuple[Listing, DataSettings, pathlib.Path | None]  # the arguments of this worker
 
 
 def _start(*task: Any) -> None:
@@ -371,13 +321,13 @@ def _start(*task: Any) -> None:
 
 def _decode_chunk(indices: np.ndarray) -> dict[int, InvalidInput]:
     """Decode images, write them to a file if there is one, and return the errors of unreadable images."""
-    listing, target, size, fit = _task
+    listing, settings, target = _task
     errors: dict[int, InvalidInput] = {}
     with open(target or os.devnull, "rb+") as written:
         for index in indices.tolist():
-            image = np.zeros((3, *size), dtype=np.uint8)
+            image = np.zeros((3, *settings.stored_size), dtype=np.uint8)
             try:
-                image = _decoded(listing, index, size, fit)
+                image = _decoded(listing, index, settings)
             except MissingPackage:
                 raise  # one line stands for all images of the format
             except InvalidInput as error:

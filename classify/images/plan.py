@@ -28,11 +28,12 @@ from classify.images.listing import (
 )
 from classify.images.order import Windows
 from classify.images.pixel_files import in_bytes
-from classify.images.pixels import AHEAD, ImageSet, open_pixels
+from classify.images.pixels import ImageSet, open_pixels
 from classify.images.settings import AUTO, BALANCED, MOST_WORKERS, ONCE, SKIP, STREAM, DataSettings
 from classify.images.sources import Source
 from classify.images.sources.excluded import excluding
 from classify.images.sources.readable import refuse_empty_classes, unreadable
+from classify.images.sources.remote import AHEAD
 from classify.images.splits import Cut, groups_of
 from deepspeed_trial.errors import InvalidInput
 
@@ -189,8 +190,8 @@ class DataPlan:
         """
         part, settings = self.part_of(split), self.settings
         if isinstance(self.source, ListedSource):
-            size, how = settings.stored_size, (settings.fit, self.streams, self.keeps)
-            pixels, labels = open_pixels(self.source, part, size, *how), self.source.listing(part).labels
+            pixels = open_pixels(self.source, part, settings, self.streams, self.keeps)
+            labels = self.source.listing(part).labels
         else:
             pixels, labels = self.source.load(part, settings.stored_size)
         rows = self._rows(split, labels)
@@ -222,7 +223,7 @@ class DataPlan:
                 out.
         """
         if isinstance(self.source, ListedSource) and self.settings.unreadable != SKIP:
-            left_out = unreadable(self.source, self.settings.stored_size, self.settings.fit).values()
+            left_out = unreadable(self.source, self.settings).values()
             raise_some([line for lines in left_out for line in lines.values()], NOT_READABLE)
 
     @functools.cached_property
@@ -325,8 +326,7 @@ def _open(settings: DataSettings) -> tuple[Source, str | None, dict[str, dict[in
         return source, excluded, {}
     if not isinstance(source, ListedSource):
         raise InvalidInput(f"data.unreadable: 'skip': {settings.dataset} has no image files; remove it")
-    keeps = not _is_streamed(source, settings)
-    left_out = unreadable(source, settings.stored_size, settings.fit, keeps)
+    left_out = unreadable(source, settings, keeps=not _is_streamed(source, settings))
     refuse_empty_classes(source, left_out)
     return WithoutSome(source, left_out), excluded, left_out
 

@@ -13,13 +13,14 @@ from classify.images.decode import UnreadableImage
 from classify.images.listing import ListedSource, Listing, Subset, counts_of, raise_some
 from classify.images.pixel_files import remove_images
 from classify.images.pixels import file_of, fingerprint_of, try_all
+from classify.images.settings import DataSettings
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.host_lock import stand_in
 from deepspeed_trial.input_files import refused
 
 
 def unreadable(
-    source: ListedSource, size: tuple[int, int], fit: str, keeps: bool = False
+    source: ListedSource, settings: DataSettings, keeps: bool = False
 ) -> dict[str, dict[int, str]]:
     """Return the unreadable images of each part: their indices, and an error line for each.
 
@@ -29,14 +30,13 @@ def unreadable(
 
     Args:
         source: the source of the images.
-        size: height and width of the decoded images, in pixels.
-        fit: the treatment of other aspect ratios; see ``decode``.
+        settings: the settings that give the images' size and fit.
         keeps: whether to store the decoded images, too, for ``open_pixels``.
 
     Raises:
         InvalidInput: if a file is missing or cannot be fetched.
     """
-    return {part: _of_part(source, part, size, fit, keeps) for part in source.parts}
+    return {part: _of_part(source, part, settings, keeps) for part in source.parts}
 
 
 def refuse_empty_classes(source: ListedSource, left_out: Mapping[str, Mapping[int, str]]) -> None:
@@ -49,10 +49,10 @@ def refuse_empty_classes(source: ListedSource, left_out: Mapping[str, Mapping[in
                 raise InvalidInput(f"data.unreadable: 'skip': {reason}; replace some, or remove the class")
 
 
-def _of_part(source: ListedSource, part: str, size: tuple[int, int], fit: str, keeps: bool) -> dict[int, str]:
+def _of_part(source: ListedSource, part: str, settings: DataSettings, keeps: bool) -> dict[int, str]:
     images = source.listing(part)
     fingerprint = images.fingerprint  # raises if a file is missing
-    file = file_of(source, part, size, fit)
+    file = file_of(source, part, settings)
     for folder in (file.root, stand_in(file.root)):
         if (lines := _read(file.path(folder, "unreadable"), images)) is not None:
             return lines
@@ -64,16 +64,16 @@ def _of_part(source: ListedSource, part: str, size: tuple[int, int], fit: str, k
 
         def fill(pixels: pathlib.Path | None) -> tuple[str, Tensor]:
             name = part if keeps else f"{part} to find unreadable"
-            errors = try_all(images, size, name, pixels, fit)
+            errors = try_all(images, settings, name, pixels)
             others = [error for error in errors.values() if not isinstance(error, UnreadableImage)]
             raise_some([line for error in others for line in error.errors])
             found.update((index, error.errors[0]) for index, error in sorted(errors.items()))
             if pixels:
                 remove_images(pixels, len(images.labels), list(found))
             others_left = Subset(images, found) if found else images
-            return fingerprint_of(others_left, size), others_left.labels
+            return fingerprint_of(others_left, settings), others_left.labels
 
-        if file.read(fingerprint_of(images, size), images.labels) is not None:
+        if file.read(fingerprint_of(images, settings), images.labels) is not None:
             pass  # all images have been decoded
         elif keeps:
             file.write(folder, len(images.labels), fill)

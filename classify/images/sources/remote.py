@@ -1,8 +1,9 @@
-"""Files on web servers and in object stores, which fsspec reads with retries; local copies of their shards."""
+"""Files on web servers and in object stores, which fsspec reads with retries; local copies of shards."""
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import functools
 import hashlib
@@ -11,6 +12,7 @@ import pathlib
 import re
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +33,7 @@ from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line
 from deepspeed_trial.host_lock import lock_of, writable_folder
 from deepspeed_trial.input_files import refused
 
+AHEAD = 4  # shards that are fetched at the same time
 ATTEMPTS = 5
 FIRST_WAIT = 0.5  # seconds before the second attempt; the wait doubles with each further attempt
 TIMEOUT = 30  # seconds without a byte, after which an attempt has failed
@@ -261,6 +264,39 @@ class ShardCache:
         with contextlib.suppress(filelock.Timeout), lock.acquire(timeout=0):
             return True
         return False
+
+
+class ShardsAhead:
+    """Prefetches shards in threads of this process.
+
+    An error is raised when the shard is read, not in the thread.
+
+    Args:
+        local_file: a function that fetches a shard.
+        threads: the number of shards to fetch at the same time.
+    """
+
+    def __init__(self, local_file: Callable[[Shard], pathlib.Path], threads: int = AHEAD) -> None:
+        self._local_file, self._not_started = local_file, threads
+        self._wanted: collections.deque[Shard] = collections.deque()
+        self._changed = threading.Condition()
+
+    def fetch(self, shards: Iterable[Shard]) -> None:
+        """Replace the queue by these shards, in the order of reading; transfers in progress are completed."""
+        with self._changed:
+            self._wanted = collections.deque(shards)
+            self._changed.notify_all()
+            for _ in range(self._not_started):
+                threading.Thread(target=self._work, daemon=True).start()
+            self._not_started = 0
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted)
+                shard = self._wanted.popleft()
+            with contextlib.suppress(Exception):  # the reader's attempts fail in the same way
+                self._local_file(shard)
 
 
 def find_fetched(folders: Iterable[pathlib.Path]) -> dict[pathlib.Path, tuple[int, int]]:

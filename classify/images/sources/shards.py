@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from classify.images.listing import PARTS, WHOLE, ListedSource, Listing, Location, Shard, is_remote
-from classify.images.pixels import AHEAD
 from classify.images.sources import shard_index
-from classify.images.sources.remote import FOLDER, MOST_OF_A_FILE, ShardCache, Storage
+from classify.images.sources.remote import AHEAD, FOLDER, MOST_OF_A_FILE, ShardCache, Storage
 from classify.images.sources.shard_index import Index, Part, Scanned
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.host_lock import host_lock
@@ -119,7 +118,7 @@ class ShardSource(ListedSource):
     @staticmethod
     @abc.abstractmethod
     def read(file: pathlib.Path, url: str, offset: int, size: int) -> bytes:
-        """Return the encoded bytes of an image, by its entry in the index; raise ``InvalidInput`` if absent."""
+        """Return the bytes of an image by its entry in the index; raise ``InvalidInput`` if it is absent."""
 
     @staticmethod
     @abc.abstractmethod

@@ -20,7 +20,7 @@ from typing import BinaryIO, NoReturn
 import numpy as np
 
 from classify.images.decode import MOST_BYTES
-from classify.images.listing import EXTENSIONS, Shard, is_remote
+from classify.images.listing import EXTENSIONS, is_remote
 from classify.images.sources.remote import MOST_OF_A_FILE, Storage
 from classify.images.sources.shard_index import (
     ENTRY,

@@ -24,14 +24,14 @@ from sources import copied, everything, load, refused, served, write_parquet
 from support import DIGITS, all_at_once, error_line, fork, losses, overrides, run, wait_until
 
 import checkpoint
-from classify.images.listing import FileListing, Location, Shard
+from classify.images.listing import Location, Shard
 from classify.images.loader import MicroBatchLoader
 from classify.images.order import Order, Windows
-from classify.images.pixels import ImageSet, ShardsAhead, Streamed
+from classify.images.pixels import ImageSet, Streamed
 from classify.images.settings import DataSettings
 from classify.images.sources import remote as remote_files
 from classify.images.sources.parquet_shards import ParquetShards
-from classify.images.sources.remote import ShardCache
+from classify.images.sources.remote import ShardCache, ShardsAhead
 from deepspeed_trial.host_lock import lock_of
 
 
@@ -195,23 +195,20 @@ def test_a_shard_waits_for_the_room_of_shards_in_transfer(tmp_path):
 def test_the_newest_request_is_fetched_first():
     fetched, begun, may_go, done = [], threading.Event(), threading.Event(), threading.Event()
 
-    class Remote(FileListing):
-        shards = SHARDS
+    def local_file(shard: Shard) -> pathlib.Path:
+        begun.set()
+        may_go.wait(300)
+        fetched.append(shard)
+        if shard is SHARDS[9]:
+            done.set()
+        if shard is SHARDS[7]:
+            raise ValueError("the reader will raise it")
+        return pathlib.Path()
 
-        def local_file(self, shard: Shard) -> pathlib.Path:
-            begun.set()
-            may_go.wait(300)
-            fetched.append(shard)
-            if shard is SHARDS[9]:
-                done.set()
-            if shard is SHARDS[7]:
-                raise ValueError("the reader will raise it")
-            return pathlib.Path()
-
-    ahead = ShardsAhead(Remote([], [], (), ""), 1)
-    ahead.fetch(range(4))
+    ahead = ShardsAhead(local_file, 1)
+    ahead.fetch(SHARDS[:4])
     assert begun.wait(300)
-    ahead.fetch(range(7, 10))
+    ahead.fetch(SHARDS[7:10])
     may_go.set()
     assert done.wait(300)
     assert fetched == [SHARDS[0], *SHARDS[7:10]]
