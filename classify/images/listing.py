@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 import hashlib
 import os
 import pathlib
 import re
 import stat
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +23,9 @@ from deepspeed_trial.host_lock import stand_ins
 
 PARTS = ("train", "val", "test")
 WHOLE = "all"  # the part of a dataset without parts
-NOT_READABLE = "replace or remove these first, or set data.unreadable to skip"  # the remedy
-SHOWN = 20  # error lines for unreadable files; a count follows
+SHOWN = 20  # error lines; a line about the others follows
+NOT_THERE = "files are not readable; replace or remove these first"
+NOT_READABLE = f"{NOT_THERE}, or set data.unreadable to skip"
 EXTENSIONS = (
     ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .tga .jp2 .avif .heic .heif .hif"
 ).split()
@@ -207,47 +207,6 @@ class FileListing(Listing):
         return self.paths[index]
 
 
-class Subset(Listing):
-    """A listing without some of its images.
-
-    Args:
-        images: the listing of all images.
-        without: the indices of the images to leave out.
-    """
-
-    def __init__(self, images: Listing, without: Iterable[int]) -> None:
-        self._images, self._without = images, sorted(without)
-        self._rows = np.delete(np.arange(len(images.labels)), self._without)
-        self.labels = images.labels[self._rows]
-        self.column = images.column and [images.column[row] for row in self._rows.tolist()]
-        every = images.places_of(self._rows)
-        ordered = np.sort(every)
-        self.places = np.searchsorted(ordered, every) if images.shards else None
-        bounds = [np.searchsorted(ordered, (shard.start, shard.stop)).tolist() for shard in images.shards]
-        self.shards: Sequence[Shard] = [
-            dataclasses.replace(shard, start=start, stop=stop)
-            for shard, (start, stop) in zip(images.shards, bounds, strict=True)
-            if start < stop
-        ]
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest that changes if an image, a label or the order changes."""
-        return hashlib.sha256(repr((self._images.fingerprint, self._without)).encode()).hexdigest()
-
-    def read(self, index: int) -> bytes:
-        """Return the encoded bytes of an image; raise ``InvalidInput`` with its name if it is unreadable."""
-        return self._images.read(int(self._rows[index]))
-
-    def name(self, index: int) -> str:
-        """Return the name of an image in error lines."""
-        return self._images.name(int(self._rows[index]))
-
-    def local_file(self, shard: Shard) -> pathlib.Path:
-        """Return the file of a shard, fetched if it is remote."""
-        return self._images.local_file(shard)
-
-
 class ListedSource(abc.ABC):
     """A source that lists encoded images.
 
@@ -296,39 +255,14 @@ def counts_of(labels: Tensor, classes: int) -> list[int]:
     return counts.tolist()
 
 
-class WithoutSome(ListedSource):
-    """A source without some of its images.
-
-    Args:
-        source: the source with all its images.
-        left_out: the indices of the images to leave out, by part.
-    """
-
-    classes: tuple[str, ...] = ()
-    parts: tuple[str, ...] = ()
-    passed_over: Mapping[str, int] = {}
-
-    def __init__(self, source: ListedSource, left_out: Mapping[str, Collection[int]]) -> None:
-        super().__init__(source.location)
-        self.classes, self.parts, self.passed_over = source.classes, source.parts, source.passed_over
-        self._listings = {part: source.listing(part) for part in source.parts}
-        for part, rows in left_out.items():
-            self._listings[part] = Subset(self._listings[part], rows) if rows else self._listings[part]
-
-    def listing(self, part: str) -> Listing:
-        """Return the remaining images of a part."""
-        return self._listings[part]
-
-
 def is_remote(path: str) -> bool:
     """Return whether a path is a URL."""
     return "://" in path
 
 
-def raise_some(errors: Sequence[str], remedy: str = "replace or remove these first") -> None:
-    """Raise ``InvalidInput`` if there are errors: the first 20 lines, and the number of further errors."""
+def raise_some(errors: Sequence[str], others: str = NOT_THERE, key: str = "data.root") -> None:
+    """Raise ``InvalidInput`` with the first 20 errors, if there are any, and the number of the others."""
     if len(errors) > SHOWN:
-        more = f"{len(errors) - SHOWN:,} more files are not readable; {remedy}"
-        errors = [*errors[:SHOWN], f"data.root: {more}"]
+        errors = [*errors[:SHOWN], f"{key}: {len(errors) - SHOWN:,} more {others}"]
     if errors:
         raise InvalidInput(errors)

@@ -22,7 +22,6 @@ from classify.images.listing import (
     Listing,
     Location,
     Shard,
-    WithoutSome,
     is_remote,
     raise_some,
 )
@@ -31,8 +30,7 @@ from classify.images.pixel_files import in_bytes
 from classify.images.pixels import ImageSet, open_pixels
 from classify.images.settings import AUTO, BALANCED, MOST_WORKERS, ONCE, SKIP, STREAM, DataSettings
 from classify.images.sources import Source
-from classify.images.sources.excluded import excluding
-from classify.images.sources.readable import refuse_empty_classes, unreadable
+from classify.images.sources.left_out import excluding, unreadable, without_unreadable
 from classify.images.sources.remote import AHEAD
 from classify.images.splits import Cut, groups_of
 from deepspeed_trial.errors import InvalidInput
@@ -326,9 +324,8 @@ def _open(settings: DataSettings) -> tuple[Source, str | None, dict[str, dict[in
         return source, excluded, {}
     if not isinstance(source, ListedSource):
         raise InvalidInput(f"data.unreadable: 'skip': {settings.dataset} has no image files; remove it")
-    left_out = unreadable(source, settings, keeps=not _is_streamed(source, settings))
-    refuse_empty_classes(source, left_out)
-    return WithoutSome(source, left_out), excluded, left_out
+    readable, left_out = without_unreadable(source, settings, keeps=not _is_streamed(source, settings))
+    return readable, excluded, left_out
 
 
 def _is_streamed(source: ListedSource, settings: DataSettings) -> bool:

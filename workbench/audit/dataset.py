@@ -18,7 +18,7 @@ from classify.images.listing import ListedSource
 from classify.images.pixels import ImageSet
 from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
-from classify.images.sources.excluded import image_names
+from classify.images.sources.left_out import image_names
 from deepspeed_trial.errors import InvalidInput
 
 CHUNK = 64  # the maximum number of images in a batch

@@ -11,7 +11,7 @@ from support import DIGITS, overrides
 
 import train as program
 from classify.images.plan import DataPlan
-from classify.images.sources.excluded import image_names
+from classify.images.sources.left_out import image_names
 
 
 def listed(tmp_path: pathlib.Path, *names: str) -> str:

@@ -15,7 +15,7 @@ import train as program
 from classify.images import pixels
 from classify.images.plan import UNREADABLE, DataPlan
 from classify.images.settings import DataSettings
-from classify.images.sources import readable
+from classify.images.sources import left_out
 
 SKIP = {"unreadable": "skip"}
 
@@ -32,13 +32,13 @@ def spoilt(folder) -> pathlib.Path:
 def scanned(monkeypatch) -> list[str]:
     """The parts whose images were tried."""
     parts: list[str] = []
-    try_all = readable.try_all
+    try_all = left_out.try_all
 
     def noted(images, size, split, *more):
         parts.append(split.split()[0])
         return try_all(images, size, split, *more)
 
-    monkeypatch.setattr(readable, "try_all", noted)
+    monkeypatch.setattr(left_out, "try_all", noted)
     monkeypatch.setattr(pixels, "try_all", noted)
     return parts
 
