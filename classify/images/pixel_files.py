@@ -226,7 +226,7 @@ class GrowingFile:
         self._inode = os.fstat(self._file).st_ino
 
     def has(self, indices: np.ndarray) -> np.ndarray:
-        """Return, for each image, whether it is in the file: bool (B,)."""
+        """Return whether each image is in the file: bool (B,)."""
         return self._marks[indices].astype(bool)
 
     def read(self, indices: np.ndarray) -> np.ndarray:

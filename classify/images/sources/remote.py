@@ -269,7 +269,7 @@ class ShardCache:
 class ShardsAhead:
     """Prefetches shards in threads of this process.
 
-    An error is raised when the shard is read, not in the thread.
+    A failed fetch raises no error: the reader of the shard fetches it again.
 
     Args:
         local_file: a function that fetches a shard.

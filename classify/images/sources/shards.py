@@ -71,7 +71,7 @@ class ShardListing(Listing):
             # Another process has evicted the shard in the meantime
 
     def name(self, index: int) -> str:
-        """Return the name of an image in error lines: its shard, and its position in the shard."""
+        """Return the name of an image: its shard, and its member, byte or row."""
         shard, offset, _ = self._find(index)
         return self._source.name(self._source.cache.path(shard), shard.url, offset)
 
@@ -154,7 +154,7 @@ class ShardSource(ListedSource):
             for shards in parts.values()
             for shard in shards
         ]
-        names = self.names()
+        names = self.class_names()
         source = hashlib.sha256(repr((stamps, names)).encode()).hexdigest()
         with host_lock(self.location.folder, "shards-index", "data.root") as folder:
             file = folder / f".index-of{self.ending}.npz"
@@ -183,7 +183,7 @@ class ShardSource(ListedSource):
         joined = {name: shard_index.join(part, classes) for name, part in scanned.items()}
         return Index(classes, joined, source)
 
-    def names(self) -> list[str] | None:
+    def class_names(self) -> list[str] | None:
         """Return the class names from the dataset's folder; None if there are none."""
         return None
 

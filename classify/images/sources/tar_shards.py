@@ -134,7 +134,7 @@ class TarShards(ShardSource):
             shards.append(shard)
         return replace(part, shards=shards)
 
-    def names(self) -> list[str] | None:
+    def class_names(self) -> list[str] | None:
         """Return the class names, the lines of ``classes.txt`` in the folder; None without that file."""
         content = self._beside("classes.txt", _MOST_OF_NAMES)
         if content is None:
