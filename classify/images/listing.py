@@ -146,11 +146,6 @@ class Listing(abc.ABC):
     def _starts(self) -> np.ndarray:
         return np.array([shard.start for shard in self.shards])
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether any shard is remote."""
-        return any(is_remote(shard.url) for shard in self.shards)
-
     def local_file(self, shard: Shard) -> pathlib.Path:
         """Return the file of a shard, fetched if it is remote.
 

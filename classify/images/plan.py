@@ -204,7 +204,8 @@ class DataPlan:
             return None
         rows = self._rows(split, listing.labels)
         places = listing.places_of(np.arange(len(listing.labels)) if rows is None else rows.numpy())
-        return Windows(places, listing.shards_of(places).astype(np.int32), self.window, listing.is_remote)
+        are_remote = any(is_remote(shard.url) for shard in listing.shards)
+        return Windows(places, listing.shards_of(places).astype(np.int32), self.window, are_remote)
 
     def workers(self, images: ImageSet, has_transforms: bool = False) -> int:
         """Return the number of processes of this rank that prepare images; see ``data.workers``."""
