@@ -28,6 +28,7 @@ from sources import (
     everything,
     load,
     made,
+    opened,
     plain,
     refused,
     served,
@@ -69,6 +70,14 @@ def test_shards_hold_the_files_of_the_folder_and_their_classes(photos, written, 
     assert capsys.readouterr().err == "shards.py: --seed: -1: must be 0 or more\n"
     assert shards.main(["write", str(photos / "train"), str(other)]) == 2
     assert "which is not a shard of" in capsys.readouterr().err
+
+
+def test_an_image_in_a_tar_is_named_by_its_member_before_it_is_read(written):
+    names = opened(written, dataset="webdataset").file_names("train", range(18))
+    assert all(
+        re.fullmatch(rf"{written}/train-\d+\.tar, member (cat|dog|eel)/.+", str(name)) for name in names
+    )
+    assert len(set(names)) == 18
 
 
 def test_interrupted_writing_continues(photos, written, tmp_path, capsys):
