@@ -1,4 +1,4 @@
-"""Images that a run leaves out: those that ``data.exclude`` names, and those that cannot be decoded."""
+"""The images that a run leaves out: by ``data.exclude``, or because they cannot be decoded."""
 
 from __future__ import annotations
 
