@@ -21,8 +21,8 @@ def write(results: dict[str, Any], folder: pathlib.Path) -> None:
     lines = [
         "# Results",
         "",
-        "The compared programs take turns in one run. Figures are medians over the turns. A ratio is the median of the",
-        "turns' ratios. Brackets hold the distance between the quartiles over the median.",
+        "The compared programs take turns in one run. Figures are medians over the turns. A ratio is the",
+        "median of the turns' ratios. Brackets hold the distance between the quartiles over the median.",
         "",
         f"- Command: `{results['command']}`",
         f"- Machine: {described['cores']} cores, {described['processor']}, {memory} GiB{gpus}",

@@ -57,7 +57,7 @@ class GroupSchedule:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step, for a group with ``lr_factor`` 1."""
+        """Learning rate of the next step of a group with ``lr_factor`` 1."""
         return float(self._now()["lr"])
 
     def step(self, batch_iteration: int | None = None) -> None:
@@ -180,6 +180,6 @@ def _between(before: Any, after: Any, share: float) -> Any:
 
 
 def learning_rate(engine: Any) -> float:
-    """Return the learning rate of an engine's next step, for a parameter group with ``lr_factor`` 1."""
+    """Return the learning rate of an engine's next step in a parameter group with ``lr_factor`` 1."""
     schedule = engine.lr_scheduler
     return schedule.learning_rate if isinstance(schedule, GroupSchedule) else float(engine.get_lr()[0])

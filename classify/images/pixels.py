@@ -153,7 +153,7 @@ class ImageSet:
 
     def fetch(self, shards: Sequence[int]) -> None:
         """Fetch shards, by their indices, before images in them are selected; decoded images need none."""
-        if isinstance(self.pixels, Streamed) and self.pixels.listing.is_remote:
+        if isinstance(self.pixels, Streamed):
             rows = torch.arange(len(self)) if self.rows is None else self.rows
             self.pixels.fetch(shards, rows.numpy())
 

@@ -75,7 +75,7 @@ class NetMoE(Net):
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the class scores, and set ``load_balancing_loss``; shapes are those of ``Net.forward``."""
+        """Return the class scores, and set ``load_balancing_loss``; the shapes are as in ``Net.forward``."""
         images = len(x)
         x = self.pool(F.relu(self.conv1(x)))
         x = self.pool(F.relu(self.conv2(x)))

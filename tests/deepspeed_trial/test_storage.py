@@ -101,7 +101,7 @@ def test_a_run_resumes_on_another_machine(section, straight, tmp_path, capfd):
     assert names_in(here) == {first.checkpoint} and not list(output.glob("checkpoints/.*"))
     assert held(section, tmp_path / "there") == here
     shutil.rmtree(output)
-    with pytest.raises(InvalidInput, match="holds a run of this name; give another folder, or continue it"):
+    with pytest.raises(InvalidInput, match="holds a run of this name; give another folder, or add"):
         fit(output, section, 10)
     weights, done = fit(output, section, which="latest", save_trial_best=0)
     assert_same(weights, straight)

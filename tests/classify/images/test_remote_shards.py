@@ -224,7 +224,7 @@ def test_decoded_images_need_no_shard(written, tmp_path):
         shards, of_each = listing.shards, listing.shards_of(listing.places_of(np.arange(len(images))))
         in_last = torch.from_numpy(of_each == len(shards) - 1)
         images.select(torch.arange(len(images))[~in_last])
-        shard_cache.clear(cache / "shards")
+        remote_files.clear_fetched(cache / "shards")
         server.asked.clear()
         images.fetch(range(len(shards)))
         wait_until(server.tars)
