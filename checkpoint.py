@@ -127,7 +127,7 @@ def _add_commands_of_images(commands: Any) -> None:
 
     command = commands.add_parser("caches", help="list or remove decoded images and fetched shards")
     add = command.add_argument
-    folders = "data.root or data.cache.folder of a run (data, and the user's cache)"
+    folders = "data.root or data.cache.folder of a run; default: data/, and the user's cache"
     add("folders", metavar="FOLDER", nargs="*", help=folders, **path)
     add("--clear", action="store_true", help="remove them")
 
@@ -336,7 +336,7 @@ def evaluate(args: argparse.Namespace) -> None:
     for name, accuracy in validation["per_class_accuracy"].items():
         print(f"{printable(name):>20}  {accuracy:.4f}")
     before, after = validation["calibration_error"], validation.get("calibration_error_scaled")
-    scaled = "" if after is None else f", at temperature {classifier.temperature:.3f} {after:.4f}"
+    scaled = "" if after is None else f"; {after:.4f} at temperature {classifier.temperature:.3f}"
     print(f"calibration error {before:.4f}{scaled}")
     searcher = experiment_file.read(args.config, args.overrides).get("searcher")
     chosen = searcher.get("metric") if isinstance(searcher, dict) else None

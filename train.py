@@ -93,7 +93,9 @@ def errors_in(args: argparse.Namespace) -> list[str]:
     errors = command_line.errors_in(args)
     for option in ("resume", "test", "tune", "find_lr", "profile", "check"):
         if args.folds is not None and getattr(args, option):
-            what = "remove it: the same --output continues" if option == "resume" else "give one of the two"
+            what = (
+                "with the same --output, --folds continues" if option == "resume" else "give one of the two"
+            )
             shown = option.replace("_", "-")
             errors.append(f"--folds: {args.folds}: does not work with --{shown}; {what}")
     if args.slots is not None and not (args.check or args.tune or args.folds):

@@ -20,11 +20,12 @@ def measure(config: str, overrides: Sequence[str], repeats: int) -> dict[str, An
     """Measure every cost in new processes.
 
     Returns:
-        ``start``: for each repeat, pairs of wall seconds and processor seconds: of a process that only
-        imports the ``libraries``; of ``train.py`` until the end of its ``imports``, and of its
-        ``first_step``. The caches of compiled operators are empty. ``validation``: the seconds of the
-        trial's validations, and of bare forward passes by batch size. ``images``: the bytes of the ``files``
-        of decoded images (0 without files), and the ranks' proportional set size of them (``held``).
+        ``start``: for each repeat, three pairs of wall seconds and processor seconds. ``libraries``: a
+        process that only imports the libraries. ``imports``: ``train.py`` until the end of its imports.
+        ``first_step``: ``train.py`` until the end of its first step. No compiled operators are cached.
+        ``validation``: the seconds of the trial's validations, and of bare forward passes by batch size.
+        ``images``: the bytes of the ``files`` of decoded images (0 without files), and the ranks'
+        proportional set size of them (``held``).
     """
     request = {"config": config, "overrides": list(overrides), "repeats": repeats}
     doubled = [*overrides, "hyperparameters.overwrite_deepspeed_args.train_batch_size=16", "data.device=cpu"]

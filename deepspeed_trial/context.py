@@ -156,10 +156,10 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
         return self._writer
 
     def flush_tensorboard(self) -> None:
-        """Write TensorBoard's events to files; on a cluster, to a new file each second.
+        """Write TensorBoard's events to the file; on a cluster, also close the file, at most once a second.
 
-        An object store accepts only complete files, and the writer puts the time in seconds into a file's
-        name.
+        An object store accepts only closed files. A file's name has its time in seconds, so two files of the
+        same second would have the same name.
         """
         if self._writer is None:
             return

@@ -56,7 +56,8 @@ def joining(hang_after: float) -> Iterator[None]:
     """Name the ranks that have not joined inside the block; end the process after ``hang_after`` seconds."""
     rank, done, first = os.environ.get("RANK", "0"), threading.Event(), reported_after(hang_after)
     me = f"rank {rank} (host {socket.gethostname()}, process {os.getpid()})"
-    others = "rank 0" if rank != "0" else f"the other ranks ({int(os.environ.get('WORLD_SIZE', 1)) - 1})"
+    count = int(os.environ.get("WORLD_SIZE", 1)) - 1
+    others = "rank 0" if rank != "0" else f"{count} other rank{'s' if count > 1 else ''}"
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
     def limit() -> None:

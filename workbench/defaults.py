@@ -7,7 +7,7 @@ The settings change ``experiments/photos-scratch.yaml``, which has the recipe of
 |---|---|
 | side of the images | the largest of ``SIDES`` up to the photos' size that leaves time for enough passes |
 | enough passes | at least 10 over the training images, and at least 60,000 images in all |
-| minutes | the given minutes, but at most the time of 120,000 images, in 100 to 300 passes |
+| minutes | the given minutes, but at most the time of 100 passes, or up to 300 over fewer than 1,200 images |
 | batch | a 24th of the training images, from 48 to 2,000 |
 | smaller images at first | 0.75 of the side; 0.625 if full-size images leave time for fewer than 8 passes |
 | validations | about 20, at least 3 passes apart |

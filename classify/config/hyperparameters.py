@@ -154,8 +154,9 @@ class Hyperparameters(Keyed):
     class_weights: str | Mapping[str, float] | None = key(
         None,
         elsewhere("balanced, or a mapping of classes to their weights, e.g. {cat: 2}"),
-        "The weight of a class's images in the loss; `balanced`: inverse frequency, with a mean of 1. With"
-        " `data.several_labels`, the factor of a label's loss on the images with the label.",
+        "The weight of a class's images in the loss; `balanced`: inverse frequency, with a mean of 1 over the"
+        " training images. With `data.several_labels`, the factor of a label's loss on the images with"
+        " the label.",
         repeated=True,
     )
     label_smoothing: float = key(

@@ -270,7 +270,7 @@ def describe(config: TrialConfig, limit: int | None) -> list[str]:
     if limit is not None:
         fits = "fits into" if forecast.total <= limit else "does not fit into"
         largest = forecaster.largest(limit)
-        can = f"micro-batches of up to {largest:,} images do" if largest else "nor does a micro-batch of 1"
+        can = f"so do micro-batches of up to {largest:,} images" if largest else "nor does a micro-batch of 1"
         lines.append(f"{fits} the {limit / MIB:,.0f} MiB that a process may use here; {can}")
     return lines
 
@@ -348,8 +348,8 @@ def _next_stage(config: TrialConfig, largest: int) -> str:
     """Return advice about the next ZeRO stage, with the memory at each stage."""
     stage = config.zero_stage
     sizes = [sum(model_states(config, other).values()) / MIB for other in range(4)]
-    others = ", ".join(f"{other}: {sizes[other]:,.0f}" for other in range(stage + 1, largest + 1))
+    others = ", ".join(f"{sizes[other]:,.0f} at stage {other}" for other in range(stage + 1, largest + 1))
     return (
-        f"zero_optimization.stage: {stage + 1} (now {stage}; weights, gradients and optimizer take"
-        f" {sizes[stage]:,.0f} MiB a process, at stage {others})"
+        f"zero_optimization.stage: {stage + 1} (weights, gradients and optimizer take {sizes[stage]:,.0f} MiB"
+        f" a process at stage {stage}, {others})"
     )

@@ -77,7 +77,9 @@ def check(choice: Any, class_weights: Any, classes: Sequence[str], several_label
             reason = "is for one label an image, but data.several_labels is set"
             errors.lines.append(f"{KEY}: {name!r}: {reason}; use bce or focal")
         elif several_labels and class_weights and name != "bce":
-            reason = "with several labels an image only the loss bce takes them; use bce, or remove this key"
+            reason = (
+                "with data.several_labels, only the loss bce takes class weights; use bce, or remove this key"
+            )
             errors.lines.append(f"{WEIGHTS}: {class_weights!r}: {reason}")
     for name, weight in class_weights.items() if isinstance(class_weights, Mapping) else ():
         if str(name) not in classes:

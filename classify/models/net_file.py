@@ -224,7 +224,9 @@ def _contradictions(description: Mapping[str, Any]) -> list[str]:
     """Return a line for each conflict between valid values."""
     errors, image, classes = [], description["input"], description["classes"]
     if not len(set(classes)) == len(classes) == description["net"]["num_classes"]:
-        errors.append(f"classes: {len(set(classes))} names: must be net.num_classes different names")
+        errors.append(
+            f"classes: {len(set(classes))} different names: must be as many as net.num_classes, each once"
+        )
     if (thresholds := description.get("thresholds")) is not None and thresholds.keys() != set(classes):
         errors.append(f"thresholds: {len(thresholds)} names: must be the names of all classes")
     if image["resize"][0] < image["height"] or image["resize"][1] < image["width"]:

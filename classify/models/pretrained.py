@@ -35,7 +35,7 @@ _OLD_DENSE_LAYER = re.compile(r"(denselayer\d+\.(?:norm|relu|conv))\.(\d)")
 
 
 def is_name(net: str, weights: str) -> bool:
-    """Return whether torchvision or timm has weights of this name, such as ``DEFAULT``, of a network."""
+    """Return whether torchvision or timm has weights with this name, such as ``DEFAULT``, for a network."""
     if is_own(net):
         return False
     is_timm = timm_nets.is_timm(net)

@@ -283,7 +283,7 @@ def _fit(of_ranks: Sequence[Sequence[np.ndarray]]) -> dict[str, Any]:
 
 
 def _bins(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return for each bin of confidence, float64 (3, BINS): images, summed confidence, correct images."""
+    """Return float64 (3, BINS): each bin's number of images, summed confidence, number of correct images."""
     certainty, predicted = logits.softmax(1).max(1)
     place = (certainty * BINS).long().clamp(max=BINS - 1)
     counted = torch.stack([torch.ones_like(certainty), certainty, (predicted == labels).float()]).double()

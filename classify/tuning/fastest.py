@@ -90,8 +90,8 @@ class Tries:
     def best_micro_batch(self, changes: Mapping[str, Any]) -> Try | None:
         """Return the fastest micro-batch with the given changes; None if no micro-batch trains.
 
-        It starts with the largest micro-batch that trains, and halves it until a half is slower or fails, or
-        until two halves are not faster.
+        The tries start with the largest micro-batch that trains, and halve it until a smaller one is slower
+        or fails, or until two tries in a row are not faster.
         """
         best: Try | None = None
         flat = 0

@@ -26,7 +26,7 @@ Progress = Mapping[str, Any]
 
 
 def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Identity) -> Identity:
-    """Return the settings that two trials must share if one resumes from the other's checkpoint.
+    """Return the settings to compare when a trial resumes from a checkpoint.
 
     Args:
         engines: the trial's engines; the keys of a second engine begin with ``model1: ``.
@@ -34,9 +34,9 @@ def identity_of(engines: Sequence[DeepSpeedEngine], seed: int, more: Identity) -
         more: settings from ``TrialHooks.identity``, in the groups ``net``, ``mode`` and ``position``.
 
     Returns:
-        JSON values by key, in four groups. ``net``: a difference makes the weights useless. ``mode``: a
-        difference is allowed with the same precision and optimizer. ``position``: a difference loses the
-        place in the data. ``states``: whether the optimizer keeps each optional state.
+        JSON values by key, in four groups. ``net``: a difference makes the weights useless. ``mode``: only
+        precision and optimizer must be equal. ``position``: a difference loses the place in the data.
+        ``states``: whether the optimizer keeps each optional state.
     """
     mode: dict[str, Any] = {PROCESSES: torch.distributed.get_world_size()}
     position: dict[str, Any] = {"reproducibility.experiment_seed": seed}

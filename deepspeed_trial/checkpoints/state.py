@@ -228,9 +228,9 @@ def load_numbers(engine: DeepSpeedEngine, saved: Mapping[str, Any]) -> None:
 
 def _check_types(name: str, saved: Any, here: Any) -> None:
     """Raise ``ValueError`` if a saved value's type (mapping, list or number) differs from the engine's."""
-    for kinds in (dict, (list, tuple), (int, float)):
+    for kinds, kind in ((dict, "mapping"), ((list, tuple), "list"), ((int, float), "number")):
         if isinstance(here, kinds) and not isinstance(saved, kinds):
-            raise ValueError(f"{name}: {saved!r}: must be like {here!r}")
+            raise ValueError(f"{name}: {saved!r}: must be a {kind}")
     if isinstance(here, dict):
         for key in here.keys() & saved.keys():
             _check_types(f"{name}.{key}", saved[key], here[key])

@@ -78,7 +78,7 @@ class Progress:
         """Count an optimizer step; from time to time, show its metrics, which may be tensors."""
 
     def judge_by(self, step: int) -> None:
-        """Use the validation after a step as the result of the final weights."""
+        """Show the validation after a step as the final result: the run ends with that step's weights."""
 
     def close(self) -> None:
         """End the display of the progress."""

@@ -171,7 +171,7 @@ WRONG = {
     "a count below 0": (MODEL, put("step/fc3.bias", value=torch.tensor([-1.0])),
                         ["cannot be loaded (step/fc3.bias: -1.0: must be at least 0 and finite)"]),
     "a learning rate as text": (RANK0, put("engines", 0, "groups", 0, "lr", value="1"),
-                                ["cannot be loaded (groups.0.lr: '1': must be like 0.0"]),
+                                ["cannot be loaded (groups.0.lr: '1': must be a number"]),
     "a moment less": (MODEL, drop("exp_avg/fc3.bias"), ["exp_avg/fc3.bias: has 0 elements of 10"]),
 }  # fmt: skip
 # Settings of another run

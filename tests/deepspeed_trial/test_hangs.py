@@ -168,9 +168,7 @@ def test_ranks_that_do_not_meet_say_whom_they_wait_for(tmp_path):
             stack.enter_context(started(arguments, RANK=rank, LOCAL_RANK=rank, MASTER_PORT=port, **joins))
             for rank, port in ports.items()
         ]
-        for program, (rank, port), whom in zip(
-            ranks, ports.items(), ["the other ranks (1)", "rank 0"], strict=True
-        ):
+        for program, (rank, port), whom in zip(ranks, ports.items(), ["1 other rank", "rank 0"], strict=True):
             assert program.wait(time_limit()) == 1
             said, seconds, first = program.stderr, hang_after(), reported_after(hang_after())
             assert f"rank {rank} (host " in said and "Traceback" not in said

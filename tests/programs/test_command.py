@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -214,7 +215,7 @@ def test_all_wrong_options_are_told_before_anything_else(home, monkeypatch, caps
         ["--folds", "1"],
         ["--config", "no.yaml"],
     ]
-    assert err.splitlines()[5].startswith(f"{program}: --folds: 1: does not work with --resume; remove it")
+    assert err.splitlines()[5].startswith(f"{program}: --folds: 1: does not work with --resume; with")
     assert not out and sorted(home.rglob("*")) == before
 
 
@@ -269,10 +270,13 @@ def test_a_refused_training_leaves_no_folder(home):
 )
 def test_a_decoding_that_is_ended_leaves_no_folder(home, tmp_path, monkeypatch, capsys, number, code, said):
     """A signal to a decoder, as the system sends when memory runs out, or to the command."""
-    process = os.getpid()
-    monkeypatch.setattr(
-        pixels, "decode", lambda *_: os.kill(process if number == signal.SIGINT else os.getpid(), number)
-    )
+    process, decode = os.getpid(), pixels.decode
+
+    def ended(*args: Any) -> Any:
+        os.kill(process if number == signal.SIGINT else os.getpid(), number)
+        return decode(*args)
+
+    monkeypatch.setattr(pixels, "decode", ended)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(home / "Bücher", "photos", ignore=shutil.ignore_patterns(".*"))
     assert command.main(["photos"]) == code

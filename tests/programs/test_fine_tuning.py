@@ -154,11 +154,11 @@ def test_short_forms_reach_every_form_of_the_configuration(form, capsys):
 @pytest.mark.parametrize(
     ("option", "value", "line"),
     [
-        ("--epochs", "0", "hyperparameters.max_length.epochs: 0: must be a whole number of at least 1"),
-        ("--epochs", "many", "hyperparameters.max_length.epochs: 'many': must be a whole number"),
-        ("--lr", "fast", "optimizer.params.lr: 'fast': must be"),
-        ("--lr", "[1", "--set hyperparameters.overwrite_deepspeed_args.optimizer.params.lr: '[1': not YAML"),
-        ("--batch-size", "2.5", "train_batch_size: 2.5: must be"),
+        ("--epochs", "0", "--epochs: 0: must be a whole number of at least 1"),
+        ("--epochs", "many", "--epochs: many: must be a whole number of at least 1"),
+        ("--lr", "fast", "--lr: fast: must be a number above 0, at most 1e6"),
+        ("--lr", "[1", "--lr: [1: must be a number above 0, at most 1e6"),
+        ("--batch-size", "2.5", "--batch-size: 2.5: must be a whole number of at least 1"),
         ("--net", "resnet19", "hyperparameters.net: 'resnet19': no such network; did you mean 'resnet18'?"),
         ("--net", "", "hyperparameters.net: None: no such network"),
         (

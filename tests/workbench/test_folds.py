@@ -64,7 +64,7 @@ def test_a_finished_cross_validation_is_a_table_and_a_page(whole, tmp_path, caps
 @table(
     "arguments, line",
     one=(["--folds", "1"], "--folds: 1: must be from 2 to 1,000"),
-    resume=(["--folds", "3", "--resume", "latest"], "--folds: 3: does not work with --resume; remove it: the same --output"),
+    resume=(["--folds", "3", "--resume", "latest"], "--folds: 3: does not work with --resume; with the same --output, --folds continues"),
     check=(["--folds", "3", "--check"], "--folds: 3: does not work with --check; give one of the two"),
     find_lr=(["--folds", "3", "--find-lr"], "--folds: 3: does not work with --find-lr; give one of the two"),
     tune=(["--folds", "3", "--tune"], "--folds: 3: does not work with --tune; give one of the two"),

@@ -91,7 +91,7 @@ def _fetched(root: pathlib.Path, part: str, may_download: bool) -> torchvision.d
     missing = f"{unpacked} is {'damaged' if unpacked.exists() else 'missing'}"
     usable = archive.exists() and torchvision.datasets.utils.check_integrity(str(archive), _CIFAR.tgz_md5)
     if archive.exists() and not usable:
-        missing += f" and {archive} is truncated or another file"
+        missing += f" and {archive} is truncated, or is not CIFAR-10's archive"
     if not usable and not may_download:
         raise InvalidInput(f"data.root: {root}: {missing}, and data.download is false; {remedy}")
     shutil.rmtree(partial, ignore_errors=True)

@@ -157,7 +157,7 @@ def _separated(row: Mapping[str, Any], separator: str, where: str) -> tuple[str,
     name = next((name for name in _LABELS if name in row), "label")
     value = row.get(name)
     if value is None:
-        raise InvalidInput(f"{where}: has no label ({', '.join(_LABELS)}); add the label, which may be empty")
+        raise InvalidInput(f"{where}: has no field {' or '.join(_LABELS)}; add the field, which may be empty")
     parts = value if isinstance(value, list) else str(value).split(separator) if value != "" else []
     labels = tuple(str(part).strip() for part in parts)
     shown = f"{where}: {name}: {str(value)[:50]!r}"

@@ -154,7 +154,7 @@ def test_check_prints_whether_it_fits(capsys):
     lines = [line for line in capsys.readouterr().err.splitlines() if "memory " in line]
     assert len(lines) == 2, lines
     assert "MiB for each of 2 processes with micro-batches of 16: base " in lines[0]
-    assert "memory fits into the" in lines[1] and "micro-batches of up to 718 images do" in lines[1]
+    assert "memory fits into the" in lines[1] and "so do micro-batches of up to 718 images" in lines[1]
 
 
 def test_what_does_not_fit_says_what_does():

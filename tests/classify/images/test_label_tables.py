@@ -76,7 +76,7 @@ def test_a_separator_columns_and_lists_give_the_same_labels(root):
     short=(
         ["path,label", "a.png,red", "b.png"],
         ";",
-        "line 3: has no label (label, class); add the label, which",
+        "line 3: has no field label or class; add the field, which",
     ),
     none=(["path,label", "a.png,", "b.png,"], ";", "line 2: no image has a label; add labels to the table"),
     one=(
@@ -226,7 +226,7 @@ def test_mixup_mixes_the_labels():
     weights=(
         "focal",
         "balanced",
-        "class_weights: 'balanced': with several labels an image only the loss bce",
+        "class_weights: 'balanced': with data.several_labels, only the loss bce",
     ),
 )
 def test_a_loss_of_one_label_is_refused(choice, weights, line):

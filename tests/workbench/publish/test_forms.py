@@ -270,7 +270,7 @@ def test_a_truncated_changed_or_foreign_file_is_one_line(form, error):
     onnx_of_other_files=("onnx", move_weights_out, "describes (weights are in other files)"),
     onnx_of_one_image=("onnx", onnx_of_one_image, "is not the classifier that its JSON file describes ("),
     onnx_of_other_classes=("onnx", add_a_class, "is not the classifier that its JSON file describes (its input has the shape ["),
-    missing_onnx=("onnx", pathlib.Path.unlink, "net.onnx: cannot be used (["),
+    missing_onnx=("onnx", pathlib.Path.unlink, "net.onnx: no such file or folder; give"),
     missing_in_folder=("hf", pathlib.Path.unlink, "folder/model.safetensors: not a readable state_dict (["),
     undescribed_onnx=("onnx", remove_description, "net.onnx.json: is missing"),
     a_compressed_archive=("pt", compress, "net.pt: not a readable state_dict (its archive is compressed)"),
