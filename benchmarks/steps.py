@@ -89,7 +89,7 @@ def take_turns(
     """Return each contender's images a second in each repeat, after a repeat that warms up.
 
     Args:
-        contenders: the worker's contender and its request, by name.
+        contenders: by label, one of ``CONTENDERS`` and the request to the worker that runs it.
         processes: the number of processes of each contender.
         repeats: the number of repeats.
     """

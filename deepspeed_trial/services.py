@@ -66,7 +66,7 @@ class Services:
         return self.vote.is_last(step, meets)
 
     def stoppable(self) -> contextlib.AbstractContextManager[None]:
-        """During the block, let a request to stop end the training after a step."""
+        """During the block, a stop request ends the training after the current step."""
         return contextlib.nullcontext()
 
     def last_validation(self) -> int | None:

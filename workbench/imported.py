@@ -1,6 +1,6 @@
 """Turns a checkpoint of a Determined cluster into a run's folder, for ``train.py --resume latest``.
 
-This package or Determined's own trainer saved the checkpoint. A resume from a checkpoint of Determined's
+The checkpoint is from ``deepspeed_trial`` or from Determined's own trainer. A resume from a checkpoint of Determined's
 trainer needs the same number of processes and the same ZeRO stage.
 """
 

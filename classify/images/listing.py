@@ -162,7 +162,7 @@ class FileListing(Listing):
         paths: the path of each file.
         labels: the label of each image, (N,), or its labels, (N, C) of 0 and 1.
         classes: the class names; the fingerprint depends on them.
-        root: the prefix of the paths that the fingerprint ignores.
+        root: the common beginning of the paths; the fingerprint ignores it.
     """
 
     def __init__(

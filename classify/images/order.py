@@ -90,8 +90,8 @@ class Order:
     ``determined.pytorch``. The images of a step are therefore the same for any number of ranks and any
     accumulation, except at an uneven end of the epoch. Ranks see disjoint images unless ``labels`` are given.
     An epoch is a whole number of steps. The last step has the remaining images. If they are fewer than
-    a step's micro-batches, the last two steps share their images evenly. If micro-batches have one image, the
-    epoch leaves the remaining images out.
+    a step's micro-batches, the last two steps share their images evenly; with micro-batches of one image, the
+    epoch leaves them out.
 
     Args:
         size: the number of images.

@@ -279,8 +279,10 @@ class DataPlan:
 def devices(sizes: Sequence[int], settings: DataSettings, device: torch.device) -> list[torch.device]:
     """Return the device for each set of images, by ``data.device``.
 
+    With ``augment.transforms``, the training images stay on the host, which computes the transforms.
+
     Args:
-        sizes: the bytes of each set, training images first; images that the host transforms stay on the host.
+        sizes: the bytes of each set, training images first.
         settings: the checked ``data`` section.
         device: the training device.
 
