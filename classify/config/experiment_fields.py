@@ -9,6 +9,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from classify.config.hyperparameters import Hyperparameters
 from classify.config.metric_table import COMPARED, MAP_METRIC, SPEED_METRIC, is_metric
 from classify.config.rules import (
     ANY,
@@ -150,7 +151,8 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
     Raises:
         InvalidInput: with a line for each invalid field.
     """
-    errors = key_errors("", config, FIELDS, redaction.shown)
+    prefixes = dict.fromkeys(Hyperparameters.keys(), "hyperparameters.")
+    errors = key_errors("", config, FIELDS, redaction.shown, prefixes)
     sections = ("hyperparameters", *SECTIONS)
     wrong = [k for k in sections if config.get(k) is not None and not isinstance(config[k], Mapping)]
     errors += [f"{k}: {redaction.shown(k, config[k])}: must be a mapping, as in const.yaml" for k in wrong]

@@ -69,6 +69,7 @@ def unknown_keys(
     reason: str = "unknown key",
     shown: Callable[[str, Any], str] = plain,
     no_keys: str = "remove it",
+    prefixes: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Return a line for each unknown key of a section, with the nearest known key.
 
@@ -79,11 +80,13 @@ def unknown_keys(
         reason: the reason in the line.
         shown: a function that formats the value at a path.
         no_keys: the remedy if no key is known.
+        prefixes: the path of another section, by each of its keys.
     """
-    names = list(known)
+    names, others = list(known), prefixes or {}
     unknown = {key: value for key, value in section.items() if key not in names}
     return [
-        f"{path}{key}: {shown(f'{path}{key}', value)}: {reason}; {nearest(key, names) if names else no_keys}"
+        f"{path}{key}: {shown(f'{path}{key}', value)}: {reason};"
+        f" {nearest(key, [*names, *others], others) if names else no_keys}"
         for key, value in unknown.items()
     ]
 
@@ -93,6 +96,7 @@ def key_errors(
     section: Mapping[Any, Any],
     keys: Mapping[str, Key],
     shown: Callable[[str, Any], str] = plain,
+    prefixes: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Return a line for each unknown key of a section and for each invalid value.
 
@@ -101,8 +105,9 @@ def key_errors(
         section: the keys and their values.
         keys: the keys that the section may have.
         shown: a function that formats the value at a path.
+        prefixes: the path of another section, by each of its keys.
     """
-    return unknown_keys(path, section, keys, shown=shown) + [
+    return unknown_keys(path, section, keys, shown=shown, prefixes=prefixes) + [
         f"{path}{name}: {shown(f'{path}{name}', section[name])}: {key.rule.message}"
         for name, key in keys.items()
         if name in section and not key.rule.is_valid(section[name])

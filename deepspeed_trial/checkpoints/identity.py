@@ -99,8 +99,8 @@ def read(path: pathlib.Path, name: str) -> Identity:
 
 
 def _shown(value: Any, most: int = 500) -> str:
-    """Format a checkpoint's value for an error line, and shorten it."""
-    text = repr(value)
+    """Format a value for an error line, and shorten it; None stands for a default."""
+    text = "the default" if value is None else repr(value)
     return text if len(text) <= most else f"{text[:most]} ..."
 
 
@@ -140,7 +140,7 @@ def check(path: pathlib.Path, name: str, mine: Identity, trial_id: int) -> None:
             is_fixed = group != "mode" or key.endswith(("precision", "optimizer.type"))
             if value != was and (is_fixed or not converts):
                 made_with = f"checkpoint {name} was made with {_shown(was)}"
-                errors.append(f"{key}: {value!r}: {made_with}; use that value, or start a new run")
+                errors.append(f"{key}: {_shown(value)}: {made_with}; use that value, or start a new run")
     for key, needed in mine["states"].items():
         if needed and saved["states"].get(key) is False:
             errors.append(

@@ -182,7 +182,7 @@ ANOTHER = {
     "precision": (f"{DEEPSPEED}bf16__enabled", "true", ["precision: 'bfloat16'", "'float32'"]),
     "batch": (f"{DEEPSPEED}train_batch_size", 48, ["train_batch_size: 48", "made with 32"]),
     "inputs": ("data__normalize", "imagenet", ["data.normalize: [[0.485, 0.456, 0.406]", "made with [[0.5, 0.5, 0.5]"]),
-    "loss": ("hyperparameters__loss", "bce", ["hyperparameters.loss: 'bce'", "made with None"]),
+    "loss": ("hyperparameters__loss", "bce", ["hyperparameters.loss: 'bce'", "made with the default"]),
     "seed": ("reproducibility__experiment_seed", 9, ["experiment_seed: 9", "made with 0"]),
 }  # fmt: skip
 # The damage to the last checkpoint, further arguments, the words of the line

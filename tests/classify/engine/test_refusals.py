@@ -24,6 +24,7 @@ BAD = {
     "unknown key of a plain section": (["D.activation_checkpointing.profil=true"], 1, ["activation_checkpointing.profil", "'profile'"]),
     "unknown hyperparameter": (["hyperparameters.netw=1"], 1, ["hyperparameters.netw", "'hyperparameters.net'"]),
     "unknown network": (["hyperparameters.net=resnet81"], 1, ["hyperparameters.net: 'resnet81'", "did you mean 'resnet"]),
+    "a hyperparameter at the top": (["mixup=0.1"], 1, ["mixup: ", "unknown key; did you mean 'hyperparameters.mixup'?"]),
     "unknown inline": (["hyperparameters={label_smothing: 0.1, MORE"], 1, ["hyperparameters.label_smothing: 0.1: unknown key", "'hyperparameters.label_smoothing'"]),
     "unknown inline of ours": (["hyperparameters={net_arg: {}, MORE"], 1, ["hyperparameters.net_arg: {}: unknown key", "'hyperparameters.net_args'"]),
     "unknown inline of DeepSpeed's": (["hyperparameters={gradient_cliping: 1, MORE"], 1, ["hyperparameters.gradient_cliping: 1: unknown key", "'hyperparameters.gradient_clipping'"]),
