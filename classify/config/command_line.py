@@ -174,7 +174,7 @@ def add_experiment_options(
         default=[],
         metavar="PATH=VALUE",
         dest="overrides",
-        help="replace a value of the file",
+        help="replace or add a value of the file",
     )
 
 

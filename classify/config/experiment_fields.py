@@ -207,7 +207,7 @@ def cluster_notes(config: Mapping[str, Any]) -> list[str]:
     lines, searcher, data = [], config.get("searcher"), config.get("data")
     if isinstance(searcher, Mapping) and searcher.get("name") == "tpe":
         what = "a cluster has no such searcher; use random, with the same fields"
-        random = "--set searcher.name=random (det: --config searcher.name=random)"
+        random = "add --config searcher.name=random to det's command"
         lines.append(f"searcher.name: 'tpe': {what}: {random}")
     places = (
         {key: data[key] for key in ("root", "storage") if data.get(key)} if isinstance(data, Mapping) else {}
@@ -232,7 +232,7 @@ def _length_errors(length: Any, searcher: Mapping[str, Any], search: bool) -> li
     if metric != unit:
         return [f"searcher.time_metric: {metric!r}: {LENGTH} counts {unit}; use the same unit in both"]
     if longest != number:
-        return [f"searcher.max_time: {longest!r}: {LENGTH} is {number} {unit}; make them the same"]
+        return [f"searcher.max_time: {longest!r}: {LENGTH} is {number} {unit}; use the same number in both"]
     return []
 
 

@@ -135,7 +135,7 @@ def _override(config: dict[str, Any], override: str) -> None:
         value = _yaml(text)
     except YAML_ERRORS as error:
         shown = redaction.shown(path, text)
-        raise InvalidInput(f"--set {path}: {shown}: not YAML ({_reason(error)}); put it in quotes") from error
+        raise InvalidInput(f"--set {path}: {shown}: not YAML ({_reason(error)}); quote the value") from error
     inner = config
     for depth, key in enumerate(keys[:-1], 1):
         if inner.get(key) is None:

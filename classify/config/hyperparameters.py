@@ -110,7 +110,7 @@ class Hyperparameters(Keyed):
         optional(
             Rule(
                 _is_early_stopping,
-                "must be e.g. {patience: 3, min_improvement: 0.01}: validations to wait, minimum improvement",
+                "must be a mapping, e.g. {patience: 3, min_improvement: 0.01}; patience counts validations",
             )
         ),
         "Training ends after `patience` validations without an improvement of `searcher.metric` by more than"
@@ -129,7 +129,7 @@ class Hyperparameters(Keyed):
     hang_after: float = key(
         HANG_AFTER,
         Rule(lambda value: not hang_errors(value), "must be a number of seconds of at least 3"),
-        "The run ends after this time without progress of any rank.",
+        "The run ends after this time if no rank makes progress.",
         unit="seconds",
     )
 
@@ -148,7 +148,7 @@ class Hyperparameters(Keyed):
         "cross_entropy",
         elsewhere("cross_entropy, bce, focal or a loss of net.py, or {NAME: {ARGUMENT: VALUE}}"),
         "The training loss; validations report cross-entropy. With `data.several_labels` the default is"
-        " `bce`, and validations report it.",
+        " `bce`, and validations report `bce`.",
         repeated=True,
     )
     class_weights: str | Mapping[str, float] | None = key(
@@ -208,7 +208,7 @@ class Hyperparameters(Keyed):
     weight_decay_on: str = key(
         "all",
         one_of("all", "weights"),
-        "The parameters with weight decay; `weights` excludes biases, norms and others of one dimension.",
+        "The parameters with weight decay; `weights` excludes all of one dimension, e.g. biases and norms.",
     )
     layer_decay: float | None = key(
         None,
@@ -221,7 +221,7 @@ class Hyperparameters(Keyed):
         optional(
             Rule(_is_head_only, "must be true, or the length of a first phase, {epochs: N} or {batches: N}")
         ),
-        "Only the last layer is trained, in the whole training or in its first phase.",
+        "Only the last layer is trained, for the whole training or for a first phase.",
     )
     parameter_groups: tuple[Mapping[str, Any], ...] = key(
         (),
@@ -231,7 +231,9 @@ class Hyperparameters(Keyed):
     )
 
     channels_last: bool | None = key(
-        None, BOOL, "Whether images have the memory format channels_last; by default if it is faster."
+        None,
+        BOOL,
+        "Whether images have the memory format channels_last; by default only where that is faster.",
     )
     checkpoint_activations: bool = key(
         False, BOOL, "Activation checkpointing: the backward pass recomputes the blocks, which saves memory."

@@ -62,7 +62,7 @@ class TestTimeAugmentation(Section):
     shift: int = key(
         0,
         whole(0),
-        "Adds two views: the image shifted by this distance up and left, and down and right.",
+        "Adds two views: one is shifted by this distance up and left, the other down and right.",
         unit="pixels",
     )
 

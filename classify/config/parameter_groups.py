@@ -52,7 +52,7 @@ def _errors_of(path: str, entry: Any) -> list[str]:
     keys = ParameterGroup.keys()
     changes = ", ".join(name for name in keys if name != "match")
     if not isinstance(entry, Mapping):
-        return [f"{path}: {entry!r}: must be a mapping with match and {changes}"]
+        return [f"{path}: {entry!r}: must be a mapping with match and one or more of {changes}"]
     errors = key_errors(f"{path}.", entry, keys)
     given = [name for name in keys if name in entry]
     if "match" not in entry:
@@ -63,5 +63,5 @@ def _errors_of(path: str, entry: Any) -> list[str]:
             f"{path}.{name}: {entry[name]!r}: has no effect on frozen parameters; remove it" for name in idle
         ]
     elif given == ["match"] and not errors:
-        errors.append(f"{path}: {dict(entry)!r}: changes nothing; give {changes}")
+        errors.append(f"{path}: {dict(entry)!r}: changes nothing; give one or more of {changes}")
     return errors

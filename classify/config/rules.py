@@ -101,7 +101,9 @@ def list_of(rule: Rule, length: int | None = None) -> Rule:
     def is_valid(value: Any) -> bool:
         return isinstance(value, list) and length in (None, len(value)) and all(map(rule.is_valid, value))
 
-    return Rule(is_valid, f"must be a list{f' of {length}' if length else ''}; each value {rule.message}")
+    return Rule(
+        is_valid, f"must be a list{f' of {length} values' if length else ''}; each value {rule.message}"
+    )
 
 
 def mapping_of(rule: Rule) -> Rule:

@@ -90,7 +90,7 @@ def _cut_into_stages(net: nn.Module, config: TrialConfig, pipeline_loss: Pipelin
     if "dynamic_shape" not in inspect.signature(PipelineModule.__init__).parameters:
         raise InvalidInput(
             f"hyperparameters.pipe_parallel_size: {config.stages}: DeepSpeed {deepspeed.__version__} cannot"
-            " train an epoch's smaller last step in a pipeline; use the Dockerfile's image, or set it to 1"
+            " train an epoch's smaller last step in a pipeline; use the Dockerfile's image, or 1 stage"
         )
     layers = layers_of(net)
     assert layers  # combinations.py refuses other networks
@@ -186,5 +186,5 @@ def deepspeed_errors_as_invalid_input() -> Iterator[None]:
         if not str(error) or isinstance(error, KeyError):
             place = traceback.extract_tb(error.__traceback__)[-1]
             reason += f" in {place.name}, {place.filename}"
-        problem = f"DeepSpeed cannot build an engine from it ({reason})"
+        problem = f"DeepSpeed cannot build an engine ({reason})"
         raise InvalidInput(f"deepspeed_config: {problem}; change the key that the reason names") from error

@@ -77,7 +77,8 @@ def network_errors(hyper: Hyperparameters, processes: int) -> list[str]:
     errors = [f"{HYPER}{line}" for line in (*_net_errors(hyper), *_expert_errors(hyper, processes))]
     stages = hyper.pipe_parallel_size
     if processes % stages:
-        reason = f"does not divide {processes} processes; use a divisor"
+        reason = f"the number of processes, {processes}, is not a multiple of {stages}"
+        reason += f"; use a divisor of {processes}"
         errors.append(f"{HYPER}pipe_parallel_size: {stages}: {reason}")
     if hyper.channels_last and stages > 1:
         reason = "the stages of a pipeline exchange contiguous tensors; set it to false"
@@ -85,7 +86,7 @@ def network_errors(hyper: Hyperparameters, processes: int) -> list[str]:
     if stages > 1 and not errors:
         errors += _pipeline_errors(hyper, stages)
     if hyper.test_time_augmentation and stages > 1:
-        reason = "does not work with a pipeline; remove it, or set pipe_parallel_size: 1"
+        reason = "does not work with a pipeline; remove this key, or set pipe_parallel_size: 1"
         errors.append(f"{HYPER}test_time_augmentation: {hyper.test_time_augmentation}: {reason}")
     if hyper.teacher and stages > 1:
         reason = "does not work with a pipeline, whose last stage has no images; use pipe_parallel_size: 1"
@@ -127,13 +128,14 @@ def _expert_errors(hyper: Hyperparameters, processes: int) -> Iterator[str]:
         return
     ranks = hyper.ep_world_size
     if processes % ranks:
-        yield f"ep_world_size: {ranks}: does not divide {processes} processes; use a divisor"
+        reason = f"the number of processes, {processes}, is not a multiple of {ranks}"
+        yield f"ep_world_size: {ranks}: {reason}; use a divisor of {processes}"
     for experts in hyper.num_experts:
         if experts % ranks:
-            reason = f"does not divide among the {ranks} ranks of ep_world_size; use a multiple of {ranks}"
+            reason = f"is not a multiple of {ranks}, the value of ep_world_size; use e.g. {ranks}"
             yield f"num_experts: {experts}: {reason}"
         if experts < hyper.top_k:
-            yield f"top_k: {hyper.top_k}: more than num_experts {experts}; use 1"
+            yield f"top_k: {hyper.top_k}: num_experts has a layer with only {experts}; set top_k: 1"
     if hyper.pipe_parallel_size > 1:
         reason = "mixture of experts does not work with a pipeline; set pipe_parallel_size: 1 or moe: false"
         yield f"moe: true: {reason}"
@@ -146,9 +148,10 @@ def _pipeline_errors(hyper: Hyperparameters, stages: int) -> list[str]:
     except InvalidInput as error:
         return error.errors
     if layers is None:
-        return [f"{key} {net} is not a sequence of layers; use net, an nn.Sequential, alexnet, a vgg, or 1"]
+        other = "use the network net, alexnet, a vgg or an nn.Sequential, or set pipe_parallel_size: 1"
+        return [f"{key} {net} is not a sequence of layers; {other}"]
     if stages > len(layers):
-        return [f"{key} {net} has {len(layers)} layers; use at most {len(layers)}"]
+        return [f"{key} {net} has {len(layers)} layers; use at most {len(layers)} stages"]
     return []
 
 
@@ -175,18 +178,18 @@ def _stage_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator
     stage, pipeline = zero_stage(config), hyper.pipe_parallel_size > 1
     at = f"zero_optimization.stage: {stage}:"
     if pipeline and stage > 1:
-        yield f"{at} a pipeline works with ZeRO stage 0 or 1 only; set it to 1, or pipe_parallel_size to 1"
+        yield f"{at} a pipeline works only with ZeRO stage 0 or 1; use stage 1, or pipe_parallel_size: 1"
     if pipeline and stage == 0 and enabled(config, "fp16"):
-        yield f"{at} DeepSpeed does not scale the loss of an fp16 pipeline without ZeRO; set it to 1"
+        yield f"{at} DeepSpeed does not scale the loss of an fp16 pipeline without ZeRO; use stage 1"
     if offloads(config, "offload_param") and stage != 3:
-        yield f"{at} offload_param works with ZeRO stage 3 only; set it to 3 or remove offload_param"
+        yield f"{at} offload_param works only with ZeRO stage 3; use stage 3, or remove offload_param"
     if offloads(config, "offload_optimizer") and stage not in (2, 3):
         reason = "this project supports offload_optimizer only at ZeRO stage 2 or 3"
         yield f"{at} {reason}; set the stage to 2, or remove offload_optimizer"
     if hyper.has_experts and stage == 3:
-        yield f"{at} mixture of experts does not work with ZeRO stage 3; set it to 2 or less, or moe to false"
+        yield f"{at} mixture of experts does not work with ZeRO stage 3; use stage 2 or less, or moe: false"
     if hyper.has_experts and stage > 0 and not hyper.moe_param_group:
-        reason = f"ZeRO stage {stage} needs experts in separate parameter groups; set it to true"
+        reason = f"ZeRO stage {stage} needs experts in separate parameter groups; set moe_param_group: true"
         yield f"{HYPER}moe_param_group: False: {reason}"
 
 
@@ -195,14 +198,14 @@ def _group_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator
     name, stage, entries = _optimizer_name(config), zero_stage(config), hyper.parameter_groups or ()
     cls = optimizer_class(name)
     if not is_muon(config):
-        remedy = f"has no effect with {name}; use optimizer.type: Muon, or remove it"
+        remedy = f"has no effect with {name}; use optimizer.type: Muon, or remove this key"
         yield from _group_keys(entries, "muon", remedy)
     grouped = entries or hyper.weight_decay_on != "all" or hyper.layer_decay or hyper.head_only
     if stage and grouped and name.lower() == "adagrad":
         reason = f"at ZeRO stage {stage} DeepSpeed puts all parameters of Adagrad into one group"
         yield f"optimizer.type: {name!r}: {reason}; use stage 0, or another optimizer"
     if cls is not None and "weight_decay" not in rules(cls):
-        remedy = f"{name} has no weight decay; remove it, or use another optimizer"
+        remedy = f"{name} has no weight decay; remove this key, or use another optimizer"
         if hyper.weight_decay_on != "all":
             yield f"{HYPER}weight_decay_on: {hyper.weight_decay_on!r}: {remedy}"
         yield from _group_keys(entries, "weight_decay", remedy)
@@ -221,15 +224,15 @@ def _muon_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterator[
     stage, clipping = zero_stage(config), config.get("gradient_clipping", 0)
     if stage and clipping:
         reason = f"at ZeRO stage {stage} DeepSpeed would clip Muon's updates, not the gradients"
-        yield f"gradient_clipping: {clipping}: {reason}; set it to 0"
+        yield f"gradient_clipping: {clipping}: {reason}; set gradient_clipping: 0"
     if stage and hyper.has_experts:
-        reason = "DeepSpeed's Muon does not support experts with ZeRO; set it to 0, or use another optimizer"
+        reason = "DeepSpeed's Muon does not support experts with ZeRO; use stage 0, or another optimizer"
         yield f"zero_optimization.stage: {stage}: {reason}"
     if stage == 1 and dtype_name(config) == "bf16":
         reason = "at stage 1 DeepSpeed's Muon does not support bf16 convolutions; use stage 0, 2 or 3"
         yield f"zero_optimization.stage: 1: {reason}"
     if stage == 3 and section_at(config, "scheduler", "params").get("cycle_momentum"):
-        reason = "at ZeRO stage 3 a schedule cannot change Muon's momentum; set it to false"
+        reason = "at ZeRO stage 3 a schedule cannot change Muon's momentum; set cycle_momentum: false"
         yield f"scheduler.params.cycle_momentum: True: {reason}"
 
 
@@ -241,7 +244,7 @@ def _precision_errors(config: Mapping[str, Any]) -> Iterator[str]:
     if sums not in (None, *DTYPES):
         yield f"{at} must be one of {', '.join(DTYPES)}"
     elif sums is not None and stage == 0 and sums != dtype:
-        yield f"{at} without ZeRO it must be {dtype}; remove it"
+        yield f"{at} without ZeRO it must be the type of the weights, {dtype}; remove this key"
     if enabled(config, "fp16") and (enabled(config, "bf16") or enabled(config, "bfloat16")):
         yield "bf16.enabled: True: fp16 is enabled too; set one of them to false"
     if name.lower() == "adagrad" and stage < 2 and dtype in ("fp16", "bf16")[stage:]:
@@ -261,13 +264,13 @@ def _average_errors(config: Mapping[str, Any], hyper: Hyperparameters) -> Iterat
             yield f"{at} does not work with weight_average; use device: cpu"
     if section_at(zero, "offload_optimizer").get("super_offload"):
         at = "zero_optimization.offload_optimizer.super_offload"
-        yield f"{at}: True: does not work with weight_average; set it to false"
+        yield f"{at}: True: does not work with weight_average; set super_offload: false"
     if zero.get("zenflow"):
         yield "zero_optimization.zenflow: does not work with weight_average; remove one of them"
     for name in ("fp16", "bf16", "bfloat16"):
         key = f"{name.replace('bfloat', 'bf')}_master_weights_and_grads"
         if section_at(config, name).get(key):
-            yield f"{name}.{key}: True: weight_average needs fp32 weights; set it to false"
+            yield f"{name}.{key}: True: weight_average needs fp32 weights; set {key}: false"
 
 
 def _device_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: str) -> Iterator[str]:
@@ -276,7 +279,7 @@ def _device_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: st
         return
     for key in ("offload_optimizer", "offload_param"):
         if device == "mps" and offloads(config, key):
-            yield f"zero_optimization.{key}: a Mac's GPU shares the host's memory; remove it"
+            yield f"zero_optimization.{key}: a Mac's GPU shares the host's memory; remove this key"
     for path in FOR_GPUS:
         *sections, key = path.split(".")
         if value := section_at(config, *sections).get(key):
@@ -292,7 +295,7 @@ def _monitor_errors(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield an error for each monitor whose package is missing: DeepSpeed would end with a traceback."""
     for section, package in {"wandb": "wandb", "comet": "comet_ml"}.items():
         if enabled(config, section) and not is_installed(package):
-            yield f"{section}.enabled: True: needs a package; run `pip install {package}`, or set it to false"
+            yield f"{section}.enabled: True: needs a package; pip install {package}, or set enabled: false"
 
 
 def _nvme_errors(config: Mapping[str, Any]) -> Iterator[str]:
@@ -314,7 +317,7 @@ def _compile_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: s
         return
     at = f"{HYPER}compile: True:"
     if hyper.pipe_parallel_size > 1:
-        yield f"{at} does not work with a pipeline; set it to false, or pipe_parallel_size to 1"
+        yield f"{at} does not work with a pipeline; set compile: false or pipe_parallel_size: 1"
     if hyper.has_experts:
         yield f"{at} does not work with experts; set it to false"
     if hyper.checkpoint_activations:
@@ -322,7 +325,8 @@ def _compile_errors(config: Mapping[str, Any], hyper: Hyperparameters, device: s
     if zero_stage(config) == 3:
         yield f"{at} DeepSpeed's hooks of ZeRO stage 3 interrupt the code at every layer; use stage 2 or less"
     if "compile" not in vars(DeepSpeedEngine):  # nn.Module has a method of this name, too
-        yield f"{at} DeepSpeed {deepspeed.__version__} cannot compile; use the Dockerfile's image, or false"
+        remedy = "use the Dockerfile's image, or set compile: false"
+        yield f"{at} DeepSpeed {deepspeed.__version__} cannot compile; {remedy}"
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as torch chooses it
     if device == "cpu" and not shutil.which(compiler):
         yield f"{at} there is no C++ compiler {compiler!r} here; install it, or set the variable CXX"

@@ -304,11 +304,12 @@ def _indivisible(given: dict[str, int], replicas: int) -> str:
     factors += [f"{key} {value}" for key, value in others.items()]
     unit = replicas * math.prod(others.values())
     if len(given) == len(BATCH_KEYS):
-        reason = f"is not {' x '.join(factors)}; use {unit}, or leave one of the three out"
+        reason = f"{' x '.join(factors)} is {unit}; use {unit}, or remove one of the three keys"
         return f"{TOTAL_BATCH}: {total}: {reason}"
     below = total // unit * unit
     values = f"{below} or {below + unit}" if below else str(unit)
-    return f"{TOTAL_BATCH}: {total}: does not divide among {' x '.join(factors)}; use {values}"
+    product = f"{unit}, which is {' x '.join(factors)}" if others else factors[0]
+    return f"{TOTAL_BATCH}: {total}: is not a multiple of {product}; use {values}"
 
 
 # --------------------------------------------------------------------------- defaults other than DeepSpeed's

@@ -140,7 +140,7 @@ def schedule_errors(config: Mapping[str, Any]) -> list[str]:
         return _torch_errors(kind, params)
     if kind == "OneCycle" and params["cycle_min_lr"] > params["cycle_max_lr"]:
         low, high = params["cycle_min_lr"], params["cycle_max_lr"]
-        reason = f"is above cycle_max_lr ({high}); use less, e.g. {high / 10:g}"
+        reason = f"is above cycle_max_lr, which is {high}; use less, e.g. {high / 10:g}"
         return [f"scheduler.params.cycle_min_lr: {low}: {reason}"]
     if kind not in ("WarmupDecayLR", "WarmupCosineLR"):
         return []
@@ -162,7 +162,8 @@ def _torch_errors(kind: str, params: Mapping[str, Any]) -> list[str]:
         return [f"scheduler.params.{length}: missing; give it, or hyperparameters.max_length"]
     total, rise = params[length], params.get("pct_start", 0.3)
     if kind == "OneCycleLR" and _rises_in_one_step(params):
-        reason = f"is 1 of {total} steps, but torch needs 0 or more than 1; use {min(1.0, 2 / total):g}"
+        share = f"{min(1.0, 2 / total):g}"
+        reason = f"the rise takes 1 of {total} steps, but torch needs none, or more than 1; use {share}"
         return [f"scheduler.params.pct_start: {rise}: {reason}"]
     return []
 

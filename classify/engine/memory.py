@@ -261,7 +261,7 @@ def describe(config: TrialConfig, limit: int | None) -> list[str]:
     forecaster, micro_batch = Forecaster(config), config.micro_batch
     forecast = forecaster(micro_batch)
     parts = ", ".join(f"{name} {size / MIB:,.0f}" for name, size in forecast.parts.items() if size >= MIB / 2)
-    host = f", and {forecast.host / MIB:,.0f} MiB of the host" if forecast.host else ""
+    host = f", and {forecast.host / MIB:,.0f} MiB of host memory" if forecast.host else ""
     ranks = f"each of {config.processes} processes" if config.processes > 1 else "the process"
     size = f"{forecast.total / MIB:,.0f} MiB for {ranks} with micro-batches of {micro_batch}{host}"
     if forecast.note:
@@ -270,7 +270,8 @@ def describe(config: TrialConfig, limit: int | None) -> list[str]:
     if limit is not None:
         fits = "fits into" if forecast.total <= limit else "does not fit into"
         largest = forecaster.largest(limit)
-        can = f"so do micro-batches of up to {largest:,} images" if largest else "nor does a micro-batch of 1"
+        most = f"the largest micro-batch that fits has {largest:,} image{'s' * (largest != 1)}"
+        can = most if largest else "a micro-batch of 1 image does not fit either"
         lines.append(f"{fits} the {limit / MIB:,.0f} MiB that a process may use here; {can}")
     return lines
 
@@ -325,8 +326,8 @@ def advise(config: TrialConfig, engine: Any | None, images_on_gpu: int) -> str:
     if micro > 1 and training:
         part = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
         advice.append(
-            f"{MICRO_BATCH}: {part} with {ACCUMULATION}: {accumulation * micro // part} (now {micro} and"
-            f" {accumulation}; the same steps with the activations of {part} images)"
+            f"{MICRO_BATCH}: {part} with {ACCUMULATION}: {accumulation * micro // part} (instead of {micro}"
+            f" with {accumulation}; the same steps, with the activations of {part} images)"
         )
     if config.replicas > 1 and config.zero_stage < largest_stage:
         advice.append(_next_stage(config, largest_stage))

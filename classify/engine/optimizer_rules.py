@@ -240,5 +240,5 @@ def built_errors(config: Mapping[str, Any]) -> list[str]:
             at, name = f"scheduler.params: {section.get('params', {})!r}", section["type"]
             GroupSchedule(optimizer, optimizer.defaults["lr"], schedule_maker(config)).step()
     except Exception as error:
-        return [f"{at}: {name} refuses them ({one_line(error)}); change them"]
+        return [f"{at}: {name} refuses these parameters ({one_line(error)}); change them"]
     return []

@@ -56,7 +56,7 @@ class Group:
         if self.frozen:
             return f"{size}, frozen"
         decay = optimizer.get("weight_decay", 0) if self.weight_decay is None else self.weight_decay
-        factor = f" ({self.lr_factor:g} times)" if self.lr_factor != 1 else ""
+        factor = f" ({self.lr_factor:g} times the optimizer's)" if self.lr_factor != 1 else ""
         wait = f", after {self.starts_after:,} steps" if self.starts_after else ""
         rate = f"learning rate {optimizer['lr'] * self.lr_factor:g}{factor}{wait}"
         return f"{size}, {rate}, weight decay {decay:g}"
@@ -99,7 +99,7 @@ def assign(
         if parameter.requires_grad:
             index = matches[name][0] if matches[name] else -1
             if muon and index >= 0 and entries[index].get("muon") and parameter.dim() < 2:
-                reason = f"{name} has one dimension, and Muon takes matrices; set it to false"
+                reason = f"{name} has one dimension, and Muon takes matrices; set muon: false"
                 errors.append(f"{KEY}[{index}].muon: True: {reason}")
             place, settings_of_name = rules.apply(name, parameter, index)
             members.setdefault(place, []).append(name)
@@ -183,7 +183,7 @@ def _unmatched(entries: Sequence[Mapping[str, Any]], matches: Mapping[str, list[
     matched = {index for indices in matches.values() for index in indices}
     some = ", ".join([*matches][:2] + [*matches][-1:])
     return [
-        f"{KEY}[{index}].match: {entry['match']!r}: matches no parameter; their names are e.g. {some}"
+        f"{KEY}[{index}].match: {entry['match']!r}: matches no parameter; there are e.g. {some}"
         for index, entry in enumerate(entries)
         if index not in matched
     ]

@@ -271,7 +271,7 @@ class TrialConfig:
             return 0
         steps = length["batches"] if "batches" in length else length["epochs"] * self.epoch_steps
         if self.steps is not None and steps >= self.steps:
-            reason = f"is not shorter than the training ({self.steps:,} steps); use true, or less"
+            reason = f"the whole training has only {self.steps:,} steps; use fewer, or head_only: true"
             raise InvalidInput(f"hyperparameters.head_only: {dict(length)!r}: {reason}")
         return steps
 

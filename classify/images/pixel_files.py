@@ -150,7 +150,7 @@ class PixelFile:
         if whole is None:
             raise InvalidInput(f"{sidecar}: cannot be read back after writing; check the disk")
         where = f"{raw} ({in_bytes(whole[0].nbytes)})"
-        remove = f"{typed('checkpoint', 'caches', self.root, '--clear')} removes it"
+        remove = f"to remove this file: {typed('checkpoint', 'caches', self.root, '--clear')}"
         shown = f"{self._in_words(len(labels))} are stored decoded in {where}; {remove}"
         print(printable(shown), file=sys.stderr)
         return whole
@@ -180,7 +180,7 @@ class PixelFile:
                 " room, use a smaller data.image_size, or link data.root to a larger disk"
             )
         if needed > LARGE:
-            where = f"{printable(raw)} ({in_bytes(needed)} of {in_bytes(free)} free)"
+            where = f"{printable(raw)}: needs {in_bytes(needed)}, {in_bytes(free)} are free"
             print(f"decoding {images} into {where}", file=sys.stderr)
 
     def _in_words(self, count: int) -> str:
@@ -245,7 +245,9 @@ class GrowingFile:
                 self._complete()
         except OSError as error:
             self.has_room = False
-            reason = f"cannot store more decoded images ({one_line(error)}); each epoch decodes them again"
+            reason = (
+                f"cannot store more decoded images ({one_line(error)}); each epoch decodes the others again"
+            )
             print(printable(f"{self._path}: {reason}"), file=sys.stderr)
 
     def _complete(self) -> None:

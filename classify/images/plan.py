@@ -263,16 +263,18 @@ class DataPlan:
         if isinstance(settings.window, int) and not self.shards:
             errors.append(f"data.window: {settings.window}: the dataset has no shards; remove it")
         if self.window and settings.sampling == BALANCED:
-            reason = "takes images of all shards at any time; set data.window to all"
+            reason = "takes images of all shards at any time; set data.window: all"
             errors.append(f"data.sampling: {BALANCED!r}: {reason}")
         if self.streams and settings.device == "cuda":
             errors.append("data.device: 'cuda': images that are streamed are on the host; use auto")
         reason = ""
         if limit is not None and shards > limit:
-            reason = f"{in_bytes(shards)} of shards must be in the cache at a time; raise it"
+            reason = f"{in_bytes(shards)} of shards must be in the cache at a time; raise the limit"
             reason += ", or set a smaller data.window"
         elif limit is not None and settings.decode == ONCE and pixels > limit:
-            reason = f"the decoded images need {in_bytes(pixels)}; raise it, or set data.decode to stream"
+            reason = (
+                f"the decoded images need {in_bytes(pixels)}; raise the limit, or set data.decode: stream"
+            )
         return [*errors, f"data.cache.limit: {settings.cache.limit!r}: {reason}"] if reason else errors
 
 

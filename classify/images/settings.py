@@ -102,7 +102,7 @@ class CacheSettings(Section):
     EXAMPLE = "{folder: /mnt/cache, limit: 200GB}"
 
     folder: str | None = key(None, PATH, "The local folder for copies of remote shards.")
-    limit: str | None = key(None, SIZE, "The maximum bytes of shard copies, and of decoded images.")
+    limit: str | None = key(None, SIZE, "The maximum bytes of shard copies; the same for decoded images.")
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class DataSettings(Keyed):
     device: str = key(
         "auto",
         one_of("auto", "cpu", "cuda"),
-        "The memory for decoded images; `auto`: the GPU's, if they take less than half of its free memory.",
+        "The memory for decoded images; `auto`: the GPU's, if less than half of its free memory is enough.",
     )
     augment: Augmentation = key(
         Augmentation, elsewhere("a mapping"), "Random changes of training images.", section=Augmentation
@@ -189,8 +189,9 @@ class DataSettings(Keyed):
     validation: float | str | None = key(
         None,
         optional(_or(AUTO, SHARE)),
-        "The share of each class's training images that validations use; by default they use the folder"
-        f" `val`, or else the test images; `{AUTO}`: the folder `val`, or else a share of 0.1.",
+        "The share of each class's training images that validations use; by default validations use the"
+        f" folder `val`, or without it the test images; `{AUTO}`: the folder `val`, or without it 0.1 of the"
+        " training images.",
     )
     test: float | None = key(
         None,
@@ -327,10 +328,10 @@ class DataSettings(Keyed):
             errors.append(f"data.image_size: {section['image_size']!r}: {must}")
             sides = (IMAGE_SIZE, IMAGE_SIZE)
         if self.resize is not None and not (is_count(self.resize, min(sides)) and self.resize <= most):
-            must = f"must be a whole number of pixels from image_size ({min(sides)}) to {most:,}"
+            must = f"must be a whole number of pixels from {min(sides)}, as in image_size, to {most:,}"
             errors.append(f"data.resize: {self.resize!r}: {must}")
         if self.several_labels is not None and self.dataset != "table":
-            reason = f"{self.dataset} gives an image one label; set data.dataset to table, or remove it"
+            reason = f"{self.dataset} gives an image one label; set data.dataset: table, or remove this key"
             errors.append(f"data.several_labels: {self.several_labels!r}: {reason}")
         if self.several_labels is not None and self.sampling == BALANCED:
             reason = "needs one label for each image; use hyperparameters.class_weights: balanced"
@@ -349,4 +350,4 @@ def _left_out_errors(values: Mapping[str, Any]) -> list[str]:
     places = {"root": values.get("root"), **{f"storage.{name}": value for name, value in options.items()}}
     left_out = [name for name, value in places.items() if isinstance(value, str) and redaction.MARK in value]
     what = f"{redaction.MARK} stands for a secret"
-    return [f"data.{n}: {places[n]!r}: {what}; give it by --set data.{n}=VALUE" for n in left_out]
+    return [f"data.{n}: {places[n]!r}: {what}; give the secret by --set data.{n}=VALUE" for n in left_out]

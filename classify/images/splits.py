@@ -147,9 +147,10 @@ class Cut:
                 groups = len(np.unique(self.groups[is_of_class]))
                 what_of_class = "group" if self.group else "image"
                 has = f"the class {name!r} has {groups} {what_of_class}{'s' * (groups != 1)}"
-                reason = f"too few for {number} {what}; add some, or use fewer"
+                reason = f"too few for {number} {what}; add some, or use fewer {what}"
                 if groups >= number:
-                    reason = f"but not in each of {number} {what}; set another data.split_seed, or use fewer"
+                    reason = f"but not in each of {number} {what}; set another data.split_seed, or use"
+                    reason += f" fewer {what}"
                 key = f"data.group: {self.group!r}" if self.group else "data.root"
                 errors[name] = f"{key}: {has}, {reason}"
         if errors:
@@ -164,7 +165,9 @@ def groups_of(listing: Listing | None, settings: DataSettings) -> np.ndarray:
     """
     group, key = settings.group or "", f"data.group: {settings.group!r}"
     if listing is None or listing.shards:
-        raise InvalidInput(f"{key}: {settings.dataset} has no file for each image; split it beforehand")
+        raise InvalidInput(
+            f"{key}: {settings.dataset} has no file for each image; split the dataset beforehand"
+        )
     paths = [listing.name(index) for index in range(len(listing.labels))]
     paths = [path.removeprefix(settings.root).lstrip(os.sep) for path in paths]
     if listing.column is not None:
@@ -178,8 +181,9 @@ def groups_of(listing: Listing | None, settings: DataSettings) -> np.ndarray:
         names = [found[1] if (found := pattern.search(path)) else None for path in paths]
     without = [path for path, name in zip(paths, names, strict=True) if not name]
     if without:
-        reason = f"does not match the path {without[0]!r} and {len(without) - 1:,} others"
-        raise InvalidInput(f"{key}: {reason}; correct it, or rename the files")
+        more = f" and {len(without) - 1:,} others" if len(without) > 1 else ""
+        reason = f"does not match the path {without[0]!r}{more}"
+        raise InvalidInput(f"{key}: {reason}; correct the expression, or rename the files")
     return np.unique(np.array(names, object), return_inverse=True)[1]
 
 

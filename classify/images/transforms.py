@@ -99,7 +99,7 @@ def _entry(path: str, value: Any, size: tuple[int, int]) -> Entry:
     if name in INSTEAD:
         raise InvalidInput(f"{path}: does not work on a single uint8 image; {INSTEAD[name]}")
     if not isinstance(arguments, Mapping):
-        raise InvalidInput(f"{path}: {arguments!r}: must be a mapping of its arguments, or nothing")
+        raise InvalidInput(f"{path}: {arguments!r}: must be a mapping of arguments, or nothing")
     known, errors, checked = inspect.signature(TRANSFORMS[name]).parameters, ErrorList(), {}
     errors.lines += unknown_keys(f"{path}.", arguments, known, "no such argument", no_keys="it takes none")
     for key, argument in arguments.items():

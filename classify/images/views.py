@@ -68,7 +68,7 @@ def view_scores(
 def check_shift(path: str, chosen: TestTimeAugmentation, size: tuple[int, int]) -> None:
     """Raise ``InvalidInput`` if images of this height and width are too small for the shift."""
     if chosen.shift >= min(size):
-        reason = f"images have {min(size)} pixels; use at most {min(size) - 1}"
+        reason = f"the shorter side of the images has {min(size)} pixels; use at most {min(size) - 1}"
         raise InvalidInput(f"{path}.shift: {chosen.shift}: {reason}")
 
 

@@ -184,7 +184,7 @@ def test_a_trial_that_its_search_stops(tmp_path, slots):
 
 
 # The master lets these pass, by the trial's slots; the trial's log has the line
-UNEVEN = "train_batch_size: 15: does not divide among 2 processes; use 14 or 16"
+UNEVEN = "train_batch_size: 15: is not a multiple of 2 processes; use 14 or 16"
 WRONG: dict[int, tuple[dict, str]] = {
     1: ({"max_length": None}, "hyperparameters.max_length: None: must be"),
     2: ({"overwrite_deepspeed_args": {"train_batch_size": 15}}, UNEVEN),

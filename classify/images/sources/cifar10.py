@@ -87,7 +87,8 @@ def _on_disk(root: pathlib.Path, part: str) -> torchvision.datasets.CIFAR10 | No
 def _fetched(root: pathlib.Path, part: str, may_download: bool) -> torchvision.datasets.CIFAR10:
     """Download or unpack CIFAR-10 in a temporary folder, and move it to its final place when complete."""
     archive, unpacked, partial = root / _CIFAR.filename, root / _CIFAR.base_folder, root / ".cifar10-partial"
-    remedy = f"put {_CIFAR.filename} (MD5 {_CIFAR.tgz_md5}) there, or use data.dataset: imagefolder or digits"
+    file = f"{_CIFAR.filename} with the MD5 checksum {_CIFAR.tgz_md5}"
+    remedy = f"put {file} into {root}, or use data.dataset: imagefolder or digits"
     missing = f"{unpacked} is {'damaged' if unpacked.exists() else 'missing'}"
     usable = archive.exists() and torchvision.datasets.utils.check_integrity(str(archive), _CIFAR.tgz_md5)
     if archive.exists() and not usable:

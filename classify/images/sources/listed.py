@@ -162,7 +162,7 @@ def _separated(row: Mapping[str, Any], separator: str, where: str) -> tuple[str,
     labels = tuple(str(part).strip() for part in parts)
     shown = f"{where}: {name}: {str(value)[:50]!r}"
     if not all(isinstance(part, (str, int)) for part in parts) or isinstance(value, dict):
-        raise InvalidInput(f"{shown}: must be labels between {separator!r}, or a list of them")
+        raise InvalidInput(f"{shown}: must be labels separated by {separator!r}, or a list of labels")
     if not all(labels):
         raise InvalidInput(f"{shown}: has an empty label; remove the extra {separator!r}")
     if twice := next((label for label in labels if labels.count(label) > 1), None):
@@ -190,7 +190,7 @@ def _csv_rows(text: io.StringIO, file: str, label_columns: Sequence[tuple[str, .
             shown = ", ".join(column[:50] for column in columns[:20])
             others = f" (or {', '.join(names[1:])})" if names[1:] else ""
             reason = f"names {shown}, but no column {names[0]}{others}"
-            raise InvalidInput(f"{file}, line 1: {reason}; write the names of the columns there")
+            raise InvalidInput(f"{file}, line 1: {reason}; line 1 must name the columns")
         if len(set(named)) < len(named):
             raise InvalidInput(f"{file}, line 1: names the column {named[0]} twice; remove one of them")
     for row in rows:
@@ -210,7 +210,9 @@ def _value(row: Mapping[str, Any], kind: str, names: tuple[str, ...], where: str
     name = next((name for name in names if name in row), kind)
     value = row.get(name)
     if value is None or value == "":
-        raise InvalidInput(f"{where}: has no {kind} ({', '.join(names)}); add it, or remove the row")
+        raise InvalidInput(
+            f"{where}: has no {kind} in the field {' or '.join(names)}; add one, or remove the row"
+        )
     if not isinstance(value, (str, int)):
         raise InvalidInput(f"{where}: {name}: {str(value)[:50]}: must be a text or a whole number")
     return str(value)
@@ -253,8 +255,8 @@ def own_source(file: str, location: Location) -> Any:
         raise InvalidInput(f"{key}: source(root) returns the URL {urls[0]}; {_NO_URL}")
     known = (*PARTS, WHOLE)
     if not rows or not set(rows) <= set(known) or not all(rows.values()) or not {"train", "all"} & set(rows):
-        shown = ", ".join(f"{part} ({len(images)})" for part, images in rows.items())
-        needs = "return images of train, and of val or test; or of all"
+        shown = ", ".join(f"{len(images)} images of {part}" for part, images in rows.items())
+        needs = "return images of train and of val or test, or images of all only"
         raise InvalidInput(f"{key}: source(root) returns {shown or 'nothing'}; {needs}")
     return NamedFiles(location, rows)
 

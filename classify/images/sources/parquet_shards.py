@@ -49,7 +49,7 @@ class ParquetShards(ShardSource):
             ]
             if missing:
                 what = f"has no column of {' nor of '.join(missing)}; it has {', '.join(schema.names)}"
-                raise InvalidInput(f"{url}: {what}; rename them")
+                raise InvalidInput(f"{url}: {what}; rename the columns")
             twice = [each for each in (image, label) if schema.names.count(each) > 1]
             if twice:
                 raise InvalidInput(f"{url}: has the column {twice[0]!r} more than once; rename one of them")

@@ -241,7 +241,7 @@ class ShardCache:
             if self.limit is None:
                 place = f"{_KEY}: {self.folder}: has room for {in_bytes(limit)} of shards"
                 raise InvalidInput(f"{place}, but {what}; free some room, or give another folder")
-            raise InvalidInput(f"data.cache.limit: {in_bytes(limit)}: {what}; raise it")
+            raise InvalidInput(f"data.cache.limit: {in_bytes(limit)}: {what}; raise the limit")
         return True
 
     def _held(self, but: pathlib.Path) -> dict[pathlib.Path, tuple[int, int]]:
@@ -344,7 +344,7 @@ def _attempt(url: str, work: Callable[[], _Result]) -> _Result:
     except InvalidInput:
         raise
     except FileNotFoundError as error:
-        raise InvalidInput(f"{url}: no such file; correct data.root, or put it there") from error
+        raise InvalidInput(f"{url}: no such file; correct data.root, or put the file there") from error
     except Exception as error:  # each file system raises other classes
         if isinstance(error, PermissionError) or type(error).__name__ in _REFUSALS:
             what = f"is refused ({one_line(error)}); {_CREDENTIALS}"

@@ -204,7 +204,9 @@ def find(location: Location, ending: str) -> dict[str, list[Shard]]:
     root = location.root
     files = dict(sorted(_files(location, ending).items()))
     if not files:
-        needs = f"holds no *{ending}; give their folder, or their names, such as train-{{000..099}}{ending}"
+        needs = (
+            f"holds no *{ending}; give the folder of such files, or names such as train-{{000..099}}{ending}"
+        )
         raise InvalidInput(f"data.root: {root}: {needs}")
     parts: dict[str, list[Shard]] = {}
     for url, (size, version) in files.items():
@@ -216,7 +218,7 @@ def find(location: Location, ending: str) -> dict[str, list[Shard]]:
         return {WHOLE: next(iter(parts.values()))}
     if "train" not in parts or WHOLE in parts:
         shown = ", ".join(shards[0].url.rpartition("/")[2] for shards in parts.values())
-        needs = f"name the files *{ending} train-*, and val-* or test-*, or put them into such folders"
+        needs = "name all files train-*, val-* or test-*, or put them into folders train, val and test"
         raise InvalidInput(f"data.root: {root}: holds {shown}; {needs}")
     return {part: parts[part] for part in PARTS if part in parts}
 
@@ -269,7 +271,7 @@ def _files(location: Location, ending: str) -> dict[str, tuple[int, str]]:
             names = [files.unstrip_protocol(path) for name in names for path in files.glob(name)]
         return storage.about_all(names)
     if root.startswith(("http://", "https://")):
-        remedy = f"give their names, such as {join(root, 'train-{000..099}' + ending)}"
+        remedy = f"give the names, such as {join(root, 'train-{000..099}' + ending)}"
         remedy += ", or upload the folder of shards.py, with its index.npz" if ending == ".tar" else ""
         raise InvalidInput(f"data.root: {root}: a web server does not list its files; {remedy}")
     return {url: about for url, about in storage.find(root).items() if url.endswith(ending)}

@@ -154,7 +154,9 @@ def test_check_prints_whether_it_fits(capsys):
     lines = [line for line in capsys.readouterr().err.splitlines() if "memory " in line]
     assert len(lines) == 2, lines
     assert "MiB for each of 2 processes with micro-batches of 16: base " in lines[0]
-    assert "memory fits into the" in lines[1] and "so do micro-batches of up to 718 images" in lines[1]
+    assert (
+        "memory fits into the" in lines[1] and "the largest micro-batch that fits has 718 images" in lines[1]
+    )
 
 
 def test_what_does_not_fit_says_what_does():
@@ -163,7 +165,7 @@ def test_what_does_not_fit_says_what_does():
     limit = forecaster(20).total
     assert forecaster.largest(limit) == 20
     assert "does not fit" in memory.describe(config, limit)[1]
-    assert "nor does a micro-batch of 1" in memory.describe(config, 1)[1]
+    assert "a micro-batch of 1 image does not fit either" in memory.describe(config, 1)[1]
     whole, half = (machine.memory_limit(processes, "cpu") for processes in (1, 2))
     assert whole and half and 2 * half <= whole < 2 * half + 2
 

@@ -136,8 +136,8 @@ def test_shares_of_classes_deviate_no_more_than_scikit_learns():
 
 @table(
     "section, line",
-    one_side=({"group": "([abc])/"}, "data.group: '([abc])/': the class 'a' has 1 group, too few for 2 splits; add some, or use fewer"),
-    folds=({"group": PERSON, "fold": [1, 9]}, f"data.group: {PERSON!r}: the class 'a' has 8 groups, too few for 9 folds; add some, or use fewer"),
+    one_side=({"group": "([abc])/"}, "data.group: '([abc])/': the class 'a' has 1 group, too few for 2 splits; add some, or use fewer splits"),
+    folds=({"group": PERSON, "fold": [1, 9]}, f"data.group: {PERSON!r}: the class 'a' has 8 groups, too few for 9 folds; add some, or use fewer folds"),
     few=({"fold": [1, 90]}, "too few for 90 folds; add some, or use fewer folds"),
     no_match=({"group": "person([0-9])"}, "data.group: 'person([0-9])': does not match the path 'a/ax0-0.bmp' and "),
     column=({"group": "person"}, "data.group: 'person': imagefolder has no columns; give parent, or a regular expr"),
@@ -157,10 +157,10 @@ def test_splits_of_the_dataset_and_shards_have_no_groups(photos, written, tmp_pa
     line = "data.group: 'parent': the dataset has fixed splits, so none is drawn; set data.validation, or remove this key"
     assert error_line(lambda: opened(root, group="parent")) == line
     section = {"dataset": "webdataset", "validation": 0.3}
-    line = "data.group: '(.)': webdataset has no file for each image; split it beforehand"
+    line = "data.group: '(.)': webdataset has no file for each image; split the dataset beforehand"
     assert error_line(lambda: opened(written, group="(.)", **section)) == line
     (root / "train.csv").write_text("path,label\ntrain/cat/1.png,cat\ntrain/dog/1.png,dog\n")
-    line = f"{root}/train.csv, line 2: has no group (person); add it, or remove the row"
+    line = f"{root}/train.csv, line 2: has no group in the field person; add one, or remove the row"
     assert error_line(lambda: opened(root, dataset="table", group="person")) == line
 
 

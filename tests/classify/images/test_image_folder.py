@@ -82,7 +82,7 @@ def test_the_place_of_a_cache_is_shown_listed_and_cleared(folder, tmp_path, monk
     said = capsys.readouterr().err
     raw = folder / ".images-train-32x32.raw"
     clear = f"python3 checkpoint.py caches {folder} --clear"
-    assert said == f"4 images of 32x32 are stored decoded in {raw} (0.0 MiB); {clear} removes it\n"
+    assert said == f"4 images of 32x32 are stored decoded in {raw} (0.0 MiB); to remove this file: {clear}\n"
     kept = read(folder)
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

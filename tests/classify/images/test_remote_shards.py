@@ -241,7 +241,7 @@ def test_a_limit_has_to_hold_two_windows(written, tmp_path):
     with served(written) as (_, url):
         line = refused("webdataset", url, **section, cache={**folder, "limit": sizes[-1]})
         assert line.startswith(f"data.cache.limit: {sizes[-1]}: ")
-        assert "must be in the cache at a time; raise it" in line
+        assert "must be in the cache at a time; raise the limit" in line
         assert DataSettings.parse({"cache": {"limit": sum(sizes)}}).cache_limit == sum(sizes)
         assert load("webdataset", url, **section, cache={**folder, "limit": sum(sizes)}).is_streamed
 
@@ -269,7 +269,7 @@ def test_a_shard_of_unknown_size_counts_once_it_is_there(tmp_path):
     ShardCache(tmp_path, sized(300), LIMIT).file(unknown)
     assert held(tmp_path) == [103, 300]
     line = error_line(ShardCache(tmp_path, sized(500), LIMIT).file, replace(unknown, version="2"))
-    assert line == "data.cache.limit: 0.0 MiB: http://host/unknown has 0.0 MiB; raise it"
+    assert line == "data.cache.limit: 0.0 MiB: http://host/unknown has 0.0 MiB; raise the limit"
     assert held(tmp_path) == []
 
 
@@ -450,7 +450,7 @@ def test_ranks_end_with_one_line_for_a_lost_shard_or_a_missing_table(remote, tmp
     server.faults = {lost: ("404", 99)}
     failed = train(ROWS["windows"], 2, tmp_path / "run", files, tuple(limited))
     assert failed.code == 2
-    line = f"train.py: {files['shards']}/{lost}: no such file; correct data.root, or put it there"
+    line = f"train.py: {files['shards']}/{lost}: no such file; correct data.root, or put the file there"
     assert line in failed.stderr.splitlines(), failed.stderr
     table = overrides(data__dataset="table", data__root=files["shards"], data__cache__folder=files["cache"])
     refusal = run(["train.py", *DIGITS, *table], tmp_path, processes=2)

@@ -150,7 +150,7 @@ def test_a_web_server_has_files_by_their_names(photos, written, tmp_path, hurrie
         names = f"train-{{00000..{count:05d}}}-of-{count + 1:05d}.parquet"
     with served(root) as (_, url):
         found = load(dataset, f"{url}/{names}", validation=0.2, **kept)
-        assert "does not list its files; give their names" in refused(dataset, f"{url}/none", **kept)
+        assert "does not list its files; give the names" in refused(dataset, f"{url}/none", **kept)
     assert found.classes == CLASSES and len(found.images) == len(NAMES) * len(CLASSES)
 
 
@@ -307,7 +307,7 @@ def without_index(change, names=True):
     nested=(without_index(lambda tar: add(tar, png=b"x", json=b"[" * 50_000)), ["train-000000.tar: the sample cat/new has no label"]),
     long_label=(without_index(lambda tar: add(tar, png=b"x", cls=bytes(10**6))), ["train-000000.tar: the member cat/new.cls has 1,000,000 bytes, more than 65,536"]),
     negative=(without_index(lambda tar: add(tar, png=b"x", cls=b"-1"), names=False), ["train-000000.tar: the label -1: is not the number of a class"]),
-    empty=(lambda root: [each.unlink() for each in root.glob("*")], ["data.root: ", "holds no *.tar; give their folder"]),
+    empty=(lambda root: [each.unlink() for each in root.glob("*")], ["data.root: ", "holds no *.tar; give the folder of such files"]),
 )  # fmt: skip
 def test_damaged_shards_are_one_line(written, tmp_path, change, said):
     root = copied(written, tmp_path / "shards")
@@ -375,11 +375,11 @@ def rows(text: str | bytes, name: str = "train.csv"):
     label_digits=("parquet", lambda root: parquet_of(root, ["image", "label"], [GOOD, ["0", "1", "9" * 5000]]), ["train.parquet: the label '99999999999999999999'... has 5,000 characters"]),
     no_parquet=("parquet", lambda root: save(root / "x.png", 1).rename(root / "train.parquet"), ["train.parquet: not a readable Parquet file ("]),
     no_table=("table", lambda root: root.mkdir(), ["data.root: ", "holds no table of training images; it needs train.csv"]),
-    no_path=("table", rows("label\n1\n"), ["train.csv, line 1: names label, but no column path (or file_name, image, url); write the names of the columns there"]),
+    no_path=("table", rows("label\n1\n"), ["train.csv, line 1: names label, but no column path (or file_name, image, url); line 1 must name the columns"]),
     no_head=("table", rows("a.png,1\na.png,2\n"), ["train.csv, line 1: names a.png, 1, but no column path (or file_name, image, url); write"]),
     other_code=("table", rows("path,label\na.png,1\n".encode("utf-16")), ["train.csv, line 1: names ", "but no column path (or file_name"]),
     twice=("table", rows("path,label,label\na.png,1,2\n"), ["train.csv, line 1: names the column label twice; remove one of them"]),
-    short_row=("table", rows('path,label\n"a\n.png",1\na.png\n'), ["train.csv, line 4: has no label (label, class); add it, or remove the row"]),
+    short_row=("table", rows('path,label\n"a\n.png",1\na.png\n'), ["train.csv, line 4: has no label in the field label or class; add one, or remove the row"]),
     long_field=("table", rows("path,label\n" + "a" * 200_000 + ",1\n"), ["train.csv: not a readable table (field larger than field limit (131072)); write CSV in UTF-8, or JSON lines"]),
     long_label=("table", rows("path,label\na.png,1\na.png," + "9" * 5000 + "\n"), ["train.csv, line 3: the label '99999999999999999999'... has 5,000 characters, more than 255; give a shorter one"]),
     negative=("table", rows("path,label\na.png,0\na.png,1\na.png,-1\n"), ["train.csv, line 4: the label -1: is not the number of a class; give a number from 0 on or a name, or remove the row"]),
@@ -388,13 +388,13 @@ def rows(text: str | bytes, name: str = "train.csv"):
     nested=("table", rows("[" * 100_000, "train.jsonl"), ["train.jsonl, line 1: is not JSON (maximum recursion depth exceeded", "; write an object with path"]),
     digits=("table", rows('{"path": "a.png", "label": ' + "9" * 5000 + "}", "train.jsonl"), ["train.jsonl, line 1: is not JSON (Exceeds the limit", "; write an object with path"]),
     list_label=("table", rows('{"path": "a.png", "label": [1]}', "train.jsonl"), ["train.jsonl, line 1: label: [1]: must be a text or a whole number"]),
-    no_object=("table", rows("[1]\n", "train.jsonl"), ["train.jsonl, line 1: has no path (path, file_name"]),
+    no_object=("table", rows("[1]\n", "train.jsonl"), ["train.jsonl, line 1: has no path in the field path or file_name"]),
     no_json=("table", rows("{\n", "train.jsonl"), ["train.jsonl, line 1: is not JSON (Expecting property name", "; write an object with path and label"]),
     mixed=("table", rows("path,label\na.png,1\na.png,cat\n"), ["train.csv, line 2: the label '1' is not a class: other labels are names"]),
     no_file=("table", rows("path,label\na.png,1\na.png,1\na.png,0\nb.png,0\n"), ["b.png: ", "No such file"]),
     own_missing=("own.py", None, ["data.dataset: own.py: no such file"]),
     own_fails=("own.py", "def source(root):\n    return 1 / 0\n", ["data.dataset: own.py: fails in line 2 (ZeroDivisionError: division by zero); correct it"]),
-    own_empty=("own.py", "def source(root):\n    return {'train': []}\n", ["data.dataset: own.py: source(root) returns train (0); return images"]),
+    own_empty=("own.py", "def source(root):\n    return {'train': []}\n", ["data.dataset: own.py: source(root) returns 0 images of train; return images"]),
     own_other=("own.py", "def source(root):\n    return 5\n", ["data.dataset: own.py: source(root) returns int without classes, parts"]),
     own_none=("own.py", "def sauce(root):\n    return 5\n", ["data.dataset: own.py: has no source; define source(root)"]),
     unknown=("tfrecord", None, ["data.dataset: 'tfrecord': must be one of cifar10, digits, ", ", or a file FILE.py of yours"]),

@@ -111,7 +111,7 @@ def test_a_full_disk_ends_only_the_cache(photos, root, tmp_path, capfd):
     process.join(300)
     assert process.exitcode == 0
     (line,) = [each for each in capfd.readouterr().err.splitlines() if "growing" in each]
-    assert "cannot store more decoded images (" in line and "each epoch decodes them again" in line
+    assert "cannot store more decoded images (" in line and "each epoch decodes the others again" in line
 
 
 def test_no_room_for_a_cache_is_told_as_that(root, monkeypatch):
@@ -146,8 +146,8 @@ def test_an_unreadable_image_is_named_when_a_step_selects_it(root):
     "section, said",
     no_files=({"dataset": "digits", "decode": "stream"}, "data.decode: 'stream': digits has no image files; use once"),
     no_shards=({"window": 3}, "data.window: 3: the dataset has no shards; remove it"),
-    classes=({"dataset": "webdataset", "window": 2, "sampling": "balanced"}, "data.sampling: 'balanced': takes images of all shards at any time; set data.window to all"),
-    once=({"decode": "once", "cache": {"limit": "10KB"}}, "data.cache.limit: '10KB': the decoded images need 0.1 MiB; raise it, or set data.decode to stream"),
+    classes=({"dataset": "webdataset", "window": 2, "sampling": "balanced"}, "data.sampling: 'balanced': takes images of all shards at any time; set data.window: all"),
+    once=({"decode": "once", "cache": {"limit": "10KB"}}, "data.cache.limit: '10KB': the decoded images need 0.1 MiB; raise the limit, or set data.decode: stream"),
 )  # fmt: skip
 def test_settings_that_contradict_the_dataset_are_refused(photos, written, section, said):
     root = written if section.get("dataset") == "webdataset" else photos

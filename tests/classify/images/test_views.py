@@ -83,7 +83,7 @@ def test_the_scores_of_views(how, expected, count, form):
         "shift=-1": "--tta.shift: '-1': must be a whole number of at least 0",
         "shift=0": "--tta: adds no view to the image; ",
         "": "--tta.: True: unknown key; use one of mirror, shift",
-        "shift=8": "--tta.shift: 8: images have 8 pixels; use at most 7",
+        "shift=8": "--tta.shift: 8: the shorter side of the images has 8 pixels; use at most 7",
     }.items(),
 )
 def test_invalid_views_are_refused(text, said):
