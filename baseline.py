@@ -60,22 +60,39 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = command_line.parser(__doc__, "const.yaml", "the images and the seed")
     add = parser.add_argument
-    add("--output", type=pathlib.Path, metavar="FOLDER", help="the run's folder (runs/baseline-<time>)")
-    add("--epochs", type=int, default=2, help="(%(default)s)")
+    add(
+        "--output",
+        type=pathlib.Path,
+        metavar="FOLDER",
+        help="the run's folder (default: runs/baseline-<time>)",
+    )
+    add("--epochs", type=int, default=2, help="number of epochs (default: %(default)s)")
     add("--max-steps", type=int, help="stop after N optimizer steps", metavar="N")
-    add("--batch-size", type=int, default=4, help="images per step, over all processes (%(default)s)")
-    add("--accumulate", type=int, default=1, help="micro-batches per step in each process (%(default)s)")
-    add("--optimizer", choices=("SGD", "Adam"), default="SGD", help="(%(default)s)")
-    add("--lr", type=float, default=0.001, help="learning rate (%(default)s)")
-    add("--momentum", type=float, default=0.9, help="momentum of SGD (%(default)s)")
-    add("--schedule", choices=("constant", "step", "cosine"), default="constant", help="(%(default)s)")
+    add(
+        "--batch-size", type=int, default=4, help="images per step, over all processes (default: %(default)s)"
+    )
+    add(
+        "--accumulate",
+        type=int,
+        default=1,
+        help="micro-batches per step in each process (default: %(default)s)",
+    )
+    add("--optimizer", choices=("SGD", "Adam"), default="SGD", help="(default: %(default)s)")
+    add("--lr", type=float, default=0.001, help="learning rate (default: %(default)s)")
+    add("--momentum", type=float, default=0.9, help="momentum of SGD (default: %(default)s)")
+    add(
+        "--schedule",
+        choices=("constant", "step", "cosine"),
+        default="constant",
+        help="(default: %(default)s)",
+    )
     add("--amp", choices=tuple(DTYPES), help="mixed precision")
     add("--patience", type=int, help="stop after N epochs without a lower validation loss", metavar="N")
     add(
         "--min-improvement",
         type=float,
         default=0.0,
-        help="the smallest decrease of the loss that counts for --patience (%(default)s)",
+        help="the smallest decrease of the loss that counts for --patience (default: %(default)s)",
     )
     add("--weights", metavar="FILE", help="start from this state_dict")
     return parser.parse_args(argv)
@@ -175,8 +192,9 @@ def check(args: argparse.Namespace) -> tuple[Experiment, DataPlan, dict[str, Ten
             errors.lines.append(f"--{option.replace('_', '-')}: {value}: {rule.message}")
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     if not errors.lines and args.batch_size % (parts := world_size * args.accumulate):
-        factors = f"{world_size} processes x {args.accumulate} micro-batches; use a multiple of {parts}"
-        errors.lines.append(f"--batch-size: {args.batch_size}: does not divide among {factors}")
+        factors = f"{world_size} processes x {args.accumulate} micro-batches"
+        reason = f"is not a multiple of {parts}, which is {factors}; use e.g. {parts}"
+        errors.lines.append(f"--batch-size: {args.batch_size}: {reason}")
     label, weights = f"--weights: {args.weights}", None
     with errors.collecting():
         weights = state_dicts.read(args.weights, label) if args.weights else None

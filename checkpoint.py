@@ -57,8 +57,14 @@ def parser() -> argparse.ArgumentParser:
     add: Any = command.add_argument
     add("source", metavar="RUN_OR_CHECKPOINT", **path)
     add("target", metavar="FILE_OR_FOLDER", **path)
-    add("--format", choices=FORMATS, help="(by the ending, else pt); hf: a folder for the Hugging Face Hub")
-    meaning = "the run's checkpoint; final: the weights that predict, report and serve use (%(default)s)"
+    add(
+        "--format",
+        choices=FORMATS,
+        help="(default: by the ending, else pt); hf: a folder for the Hugging Face Hub",
+    )
+    meaning = (
+        "the run's checkpoint; final: the weights that predict, report and serve use (default: %(default)s)"
+    )
     add("--checkpoint", default="final", metavar="final|latest|best|UUID", help=meaning)
     add("--int8", action="store_true", help="write the ONNX file in 8-bit integers")
     command_line.add_experiment_options(command, CONFIG, "the training images for --int8")
@@ -69,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     add("images", metavar="IMAGE_OR_FOLDER", nargs="+", **path)
     add("--json", action="store_true", help="print a JSON list with the probability of every class")
     meaning = "answer unknown for an image whose highest probability is below THRESHOLD"
-    meaning += " (a threshold that 99 %% of the validation images reach)"
+    meaning += " (default: the threshold that 99 %% of the validation images reach)"
     add("--unknown", nargs="?", const="", metavar="THRESHOLD", help=meaning)
     meaning = "write each image's class and the probability of every class, e.g. answers.csv"
     add("--csv", metavar="FILE", help=meaning, **path)
@@ -79,20 +85,30 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("serve", help="serve a local web page that classifies dropped images")
     add = command.add_argument
     add("net", metavar="NET", help="the folder of a run, or a network's file", **path)
-    add("--port", type=int, default=7860, metavar="N", help="port of 127.0.0.1 (%(default)s); 0: a free port")
+    add(
+        "--port",
+        type=int,
+        default=7860,
+        metavar="N",
+        help="port of 127.0.0.1 (default: %(default)s); 0: a free port",
+    )
 
     command = commands.add_parser("evaluate", help="validate a network")
     add = command.add_argument
     add("net", metavar="NET", help="the folder of a run, or a network's file", **path)
     _add_tta(command)
-    add("--split", choices=("train", "val", "test"), help="the images to validate on (test, else val)")
+    add(
+        "--split",
+        choices=("train", "val", "test"),
+        help="the images to validate on (default: test, else val)",
+    )
     command_line.add_experiment_options(command, CONFIG)
     add("--json", action="store_true", help="print the validation in the form of summary.json")
 
     command = commands.add_parser("report", help="write an HTML page about runs, or about a search")
     add = command.add_argument
     add("runs", metavar="RUN", nargs="+", **path)
-    add("--output", metavar="FILE", help="the page (report.html in the first run's folder)", **path)
+    add("--output", metavar="FILE", help="the page (default: report.html in the first run's folder)", **path)
     add("--follow", action="store_true", help="write the page again every 5 seconds while a run trains")
     _add_commands_of_images(commands)
 
@@ -114,7 +130,7 @@ def _add_commands_of_images(commands: Any) -> None:
         "--output",
         default="runs/audit",
         metavar="FOLDER",
-        help="the folder for the page and the lists (%(default)s)",
+        help="the folder for the page and the lists (default: %(default)s)",
         **path,
     )
     command_line.add_experiment_options(command, CONFIG, "the images to audit")
@@ -129,11 +145,11 @@ def _add_commands_of_images(commands: Any) -> None:
     add = command.add_argument
     folders = "data.root or data.cache.folder of a run; default: data/, and the user's cache"
     add("folders", metavar="FOLDER", nargs="*", help=folders, **path)
-    add("--clear", action="store_true", help="remove them")
+    add("--clear", action="store_true", help="remove the listed files")
 
 
 def _add_tta(parser: argparse.ArgumentParser) -> None:
-    meaning = "average the scores of several views of each image: mirrored, shifted by N pixels"
+    meaning = "average the scores of each image, its mirror image, and the image shifted by N pixels"
     parser.add_argument("--tta", metavar="mirror,shift=N", help=meaning)
 
 
@@ -178,7 +194,7 @@ def export(args: argparse.Namespace) -> None:
         )
     ending = forms.FORMS[form].ending
     if ending and args.target.suffix != ending:  # the reader chooses the format by the ending
-        raise InvalidInput(f"{args.target}: must end in {ending}, as --format {form} does; rename it")
+        raise InvalidInput(f"{args.target}: must end in {ending} for --format {form}; give another name")
     if args.int8 and form != forms.OF_INT8:
         raise InvalidInput(f"--int8: does not work with {form}; give a file that ends in .onnx")
     if not args.int8 and (args.overrides or args.config != CONFIG):
@@ -258,7 +274,9 @@ def predict(args: argparse.Namespace) -> None:
     elif files:
         _print_predictions(files, found, classes)
         if asks:
-            print(f"unknown: {int(found.unknown.sum()):,} of {len(files):,} images, below {threshold:.3f}")
+            print(
+                f"unknown: {int(found.unknown.sum()):,} of {len(files):,} images; threshold {threshold:.3f}"
+            )
         if how:
             print(f"scores are means over several views of each image (test-time augmentation: {how})")
     errors.raise_any()

@@ -44,10 +44,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--output",
         type=command_line.folder,
         metavar="FOLDER",
-        help="the search's folder (runs/<config>-<time>)",
+        help="the search's folder (default: runs/<config>-<time>)",
     )
     parser.add_argument(
-        "--parallel", type=int, metavar="N", help="trials at a time (1; with --on ray: all that fit)"
+        "--parallel", type=int, metavar="N", help="trials at a time (default: 1; with --on ray: all that fit)"
     )
     parser.add_argument("--on", choices=["ray"], help="run the trials on the nodes of a Ray cluster")
     return parser.parse_args(argv)

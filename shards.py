@@ -32,8 +32,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     write = commands.add_parser("write", help="write a folder of images as shards")
     write.add_argument("folder", metavar="FOLDER", type=pathlib.Path)
     write.add_argument("target", metavar="TARGET", type=pathlib.Path)
-    write.add_argument("--size-limit", metavar="SIZE", default="100MB", help="a shard's maximum (100MB)")
-    write.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the images' order (0)")
+    write.add_argument(
+        "--size-limit", metavar="SIZE", default="100MB", help="a shard's maximum size (default: 100MB)"
+    )
+    write.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="seed of the images' order (default: 0)"
+    )
     return parser.parse_args(argv)
 
 

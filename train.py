@@ -53,17 +53,39 @@ def parser() -> argparse.ArgumentParser:
     parser = command_line.parser(__doc__, "const.yaml")
     add = parser.add_argument
     command_line.add_short_forms(parser)
-    add("--resume", metavar="latest|auto|UUID", help="continue the run in --output; auto: or start it")
-    add("--output", type=command_line.folder, metavar="FOLDER", help="run's folder (runs/<config>-<time>)")
+    add(
+        "--resume",
+        metavar="latest|auto|UUID",
+        help="continue the run in --output; auto: start a run if there is none",
+    )
+    add(
+        "--output",
+        type=command_line.folder,
+        metavar="FOLDER",
+        help="run's folder (default: runs/<config>-<time>)",
+    )
     add("--test", action="store_true", help="train on one batch, validate on one, save a checkpoint")
     meaning = "check, print the DeepSpeed configuration, train nothing; images: open every image, too"
     add("--check", nargs="?", const="settings", choices=("settings", "images"), help=meaning)
     forms = ("text", "markdown", "json")
     add("--keys", nargs="?", const="text", choices=forms, help="print every key of an experiment file")
     add("--profile", action="store_true", help="record a few steps with torch's profiler")
-    add("--tune", action="store_true", help="benchmark ZeRO stages and micro-batches, and write the fastest")
-    add("--find-lr", action="store_true", help="train a short ramp of the learning rate, and write one rate")
-    add("--folds", type=int, metavar="K", help="cross-validate: train K times, each on all but one K-th")
+    add(
+        "--tune",
+        action="store_true",
+        help="find the fastest ZeRO stage and micro-batch, and write a file with them",
+    )
+    add(
+        "--find-lr",
+        action="store_true",
+        help="train briefly at rising learning rates, and write a file with a good rate",
+    )
+    add(
+        "--folds",
+        type=int,
+        metavar="K",
+        help="cross-validate: split the images into K folds, train K times without one",
+    )
     add("--slots", type=int, metavar="N", help="the number of processes for --check, --tune or --folds")
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # the deepspeed launcher gives it
     return parser

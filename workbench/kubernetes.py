@@ -80,20 +80,20 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = command_line.parser(__doc__, "const.yaml")
     add = parser.add_argument
-    add("--kind", choices=KINDS, default="job", help="(%(default)s)")
-    add("--name", help="name of the Kubernetes objects (the experiment's name)")
+    add("--kind", choices=KINDS, default="job", help="(default: %(default)s)")
+    add("--name", help="name of the Kubernetes objects (default: the experiment's name)")
     add("--image", required=True, help="container image with the project and its packages")
     add(
         "--workdir",
         default="/workspace",
         metavar="FOLDER",
-        help="folder of the project in the image (%(default)s)",
+        help="folder of the project in the image (default: %(default)s)",
     )
     add(
         "--nodes",
         default="1",
         metavar="N|MIN:MAX",
-        help="number of pods; with MIN:MAX, fewer may continue (%(default)s)",
+        help="number of pods; MIN:MAX: at least MIN train if pods are lost (default: %(default)s)",
     )
     add("--claim", default="", metavar="NAME", help=f"PersistentVolumeClaim, mounted at {SHARED}")
     add("--secret", default="", metavar="NAME", help="Secret with credentials as environment variables")
@@ -134,17 +134,18 @@ def request_of(args: argparse.Namespace, experiment: Experiment) -> Request:
     if not 1 <= least <= most:
         errors.lines.append(f"--nodes: {args.nodes!r}: must be N or MIN:MAX, each at least 1")
     elif slots % most:
-        what = f"does not divide resources.slots_per_trial, {slots}"
-        errors.lines.append(f"--nodes: {args.nodes}: {what}; change one of them")
+        what = f"resources.slots_per_trial is {slots}, not a multiple of {most}"
+        errors.lines.append(f"--nodes: {args.nodes}: {what}; change one of the two")
     if args.kind == "trainjob" and least < most:
         what = "a TrainJob has a fixed number of pods"
-        errors.lines.append(f"--nodes: {args.nodes}: {what}; give {most}, or --kind job")
+        errors.lines.append(f"--nodes: {args.nodes}: {what}; give --nodes {most}, or --kind job")
     if most > 1 and not args.claim:
         what = f"{most} pods need a folder that all share"
         errors.lines.append(f"--claim: {args.claim!r}: {what}; give a claim with access mode ReadWriteMany")
     for path in _credentials(experiment.config):
-        what = "may be a credential, and the manifest shows it"
-        errors.lines.append(f"{path}: {redaction.MARK}: {what}; remove it, and give it by --secret NAME")
+        what = "may be a credential, which the manifest would show"
+        remedy = "remove this key, and give the credential by --secret NAME"
+        errors.lines.append(f"{path}: {redaction.MARK}: {what}; {remedy}")
     restarts = experiment.config.get("max_restarts")
     restarts = RESTARTS if restarts is None else restarts
     if type(restarts) is not int or restarts < 0:

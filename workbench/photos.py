@@ -64,12 +64,19 @@ def parser() -> argparse.ArgumentParser:
     command_line.add_experiment_options(parser, None, "experiment file, in place of the chosen settings")
     command_line.add_short_forms(parser)
     parser.add_argument(
-        "--minutes", metavar="N", help=f"the maximum length of the training ({defaults.MINUTES:g})"
+        "--minutes", metavar="N", help=f"the maximum length of the training (default: {defaults.MINUTES:g})"
     )
     parser.add_argument(
-        "--output", type=command_line.folder, metavar="RUN", help="the run's folder (runs/FOLDER-<time>)"
+        "--output",
+        type=command_line.folder,
+        metavar="RUN",
+        help="the run's folder (default: runs/FOLDER-<time>)",
     )
-    parser.add_argument("--resume", metavar="latest|auto|UUID", help="continue the run in --output")
+    parser.add_argument(
+        "--resume",
+        metavar="latest|auto|UUID",
+        help="continue the run in --output; auto: start a run if there is none",
+    )
     meaning = "check the settings, train nothing; images: open every image, too"
     parser.add_argument("--check", nargs="?", const="settings", metavar="images", help=meaning)
     return parser

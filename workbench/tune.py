@@ -84,13 +84,15 @@ def write_experiment(file: pathlib.Path, config: Mapping[str, Any], slots: int) 
         command = f"{launch} {script}" if script != command else f"{launch} -m {command}"
     print(f"train:   {command}")
     if redaction.MARK in str(shared):
-        what = "hides a possible credential; give it again, by --set or in the file"
+        what = "hides a possible credential; give the credential again, by --set or in the file"
         print(f"{called('train')}: note: {file.name}: {redaction.MARK} {what}", file=sys.stderr)
 
 
 def _tell(tried: Try, config: TrialConfig) -> None:
     stage, micro_batch, accumulation, more = _cells(tried, config)[:4]
-    which = f"ZeRO {stage}, micro-batch {micro_batch} x {accumulation}{', ' if more else ''}{more}"
+    which = (
+        f"ZeRO {stage}, micro-batch {micro_batch}, accumulation {accumulation}{', ' if more else ''}{more}"
+    )
     print(printable(f"{which}: {tried.outcome}"), flush=True)
 
 

@@ -166,7 +166,7 @@ def add_experiment_options(
 ) -> None:
     """Add ``--config FILE`` and ``--set PATH=VALUE``; the texts of ``--set`` become ``overrides``."""
     parser.add_argument(
-        "--config", default=config, metavar="FILE", help=what + " (%(default)s)" * bool(config)
+        "--config", default=config, metavar="FILE", help=what + " (default: %(default)s)" * bool(config)
     )
     parser.add_argument(
         "--set",

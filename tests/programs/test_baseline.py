@@ -159,7 +159,7 @@ def test_bad_input(tmp_path, capsys):
         (["--weights", str(tmp_path / "none.pt")], "none.pt"),
         (["--weights", str(truncated)], "truncated.pt"),
         (["--weights", str(other)], "conv1.weight is (6, 3, 3, 3), but (6, 3, 5, 5)"),
-        (["--batch-size", "6", "--accumulate", "4"], "use a multiple of 4"),
+        (["--batch-size", "6", "--accumulate", "4"], "is not a multiple of 4, which is"),
         (["--epochs", "0"], "--epochs"),
         (["--lr", "-1"], "--lr: -1.0: must be a number from 0"),
         (["--momentum", "-1"], "--momentum: -1.0:"),

@@ -166,7 +166,7 @@ def test_unknown_images_are_those_below_the_threshold(root, run, main, tmp_path)
     plain = main("predict", net, root / "test", "--json")
     assert plain == [{key: row[key] for key in row if key != "unknown"} for row in validated]
     said = main("predict", net, root / "test/digit 2/119.png", "--unknown", "1")
-    assert " unknown " in said and "unknown: 1 of 1 images, below 1.000" in said
+    assert " unknown " in said and "unknown: 1 of 1 images; threshold 1.000" in said
     main("predict", net, root / "test/digit 2/119.png", "--unknown", "1", "--csv", tmp_path / "answers.csv")
     assert "/119.png,unknown,0." in (tmp_path / "answers.csv").read_text()
     logits = forms.read(net).classify

@@ -100,7 +100,7 @@ REFUSED = {
     "nodes": (["--nodes", "0"], ["--nodes: '0': must be N or MIN:MAX"]),
     "no division": (
         ["--nodes", "3", "--claim", "c"],
-        ["--nodes: 3: does not divide resources.slots_per_trial, 1"],
+        ["--nodes: 3: resources.slots_per_trial is 1, not a multiple of 3"],
     ),
     "no claim": (["--nodes", "2"], ["--claim: '': 2 pods need a folder that all share"]),
     "elastic": (["--nodes", "1:1", "--kind", "trainjob", "--set", "max_restarts=-1"], ["max_restarts: -1"]),

@@ -197,7 +197,7 @@ def _range_errors(path: str, spec: Mapping[str, Any], grid: bool) -> list[str]:
     if kind == "log":
         base: Any = spec.get("base")
         if not is_finite(base) or base <= 0 or base == 1:
-            rule = "must be a number above 0, except 1, e.g. 10; the values are its powers"
+            rule = "must be a number above 0, except 1, e.g. 10; the range has powers of this base"
             errors.append(f"{path}.base: {said.get('base', 'missing')}: {rule}")
         elif not errors and not _finite(base, low, high):
             errors.append(f"{path}.maxval: {high!r}: too large; minval and maxval are exponents of the base")

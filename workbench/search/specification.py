@@ -228,7 +228,9 @@ def _searcher_errors(searcher: Mapping[str, Any]) -> list[str]:
         return unknown_searcher(name)
     found = unknown_keys("searcher.", searcher, SEARCHERS[name], f"{name} has no such field")
     missing = [key for key in NEEDED.get(name, ()) if searcher.get(key) is None]
-    return found + [f"searcher.{key}: missing: {name} needs it; {EXAMPLES[key]}" for key in missing]
+    return found + [
+        f"searcher.{key}: missing: the searcher {name} needs it; {EXAMPLES[key]}" for key in missing
+    ]
 
 
 def _notes(experiment: Experiment, parallel: int | None) -> list[str]:
@@ -237,7 +239,7 @@ def _notes(experiment: Experiment, parallel: int | None) -> list[str]:
     most, divisor = searcher.get("max_concurrent_trials"), searcher.get("divisor")
     notes = dict[str, str]()
     if most and parallel and most > parallel:
-        notes["max_concurrent_trials"] = f"{parallel} at a time here; --parallel N runs more"
+        notes["max_concurrent_trials"] = f"this machine runs {parallel} at a time; --parallel N runs more"
     elif most and parallel and most < parallel:
         notes["max_concurrent_trials"] = f"runs fewer trials at a time than --parallel {parallel}"
     if searcher.get("stop_once") is False:

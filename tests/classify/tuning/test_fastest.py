@@ -130,7 +130,7 @@ def test_tuning_writes_its_tries_and_the_fastest_file(tmp_path, monkeypatch, cap
     assert "train.py: note: tuned.yaml: *** hides a possible credential; " in noted
     assert "planted_" not in (tmp_path / "t" / tune.TUNED).read_text()
     assert f"\nfastest: {STAGE} 2, {MICRO} 8, gradient_accumulation_steps 2\n" in shown
-    assert "\nZeRO 2, micro-batch 8 x 2: 30 images/s, 100 MiB\n" in shown
+    assert "\nZeRO 2, micro-batch 8, accumulation 2: 30 images/s, 100 MiB\n" in shown
     tried = json.loads((tmp_path / "t" / tune.TRIED).read_text())
     found = {(each["changes"].get(STAGE, 0), each["micro_batch"]): each for each in tried}
     assert {key: each["images_per_second"] for key, each in found.items()} == pytest.approx(RATES)

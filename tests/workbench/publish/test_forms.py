@@ -286,7 +286,7 @@ def test_another_or_a_missing_file_is_one_line(form, damage, line, error):
     int8=(["net.pt", "--int8", *DIGITS], "--int8: does not work with pt; give a file that ends in .onnx"),
     alone=(["net.onnx", *DIGITS], "--config, --set: are only for the images of --int8; add"),
     unknown=(["net.tflite"], "net.tflite: unknown ending; use .pt, .safetensors or .onnx, or add --format pt"),
-    ending=(["net.pt", "--format", "onnx"], "net.pt: must end in .onnx, as --format onnx does"),
+    ending=(["net.pt", "--format", "onnx"], "net.pt: must end in .onnx for --format onnx"),
     full=(["full", "--format", "hf"], "full: is not an empty folder; give another"),
     a_file=(["full/kept", "--format", "hf"], "full/kept: is not an empty folder; give another"),
     a_folder=(["full"], "full: must be the name of a file"),

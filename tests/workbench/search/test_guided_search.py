@@ -118,7 +118,7 @@ def test_a_constant_is_no_range():
 
 def test_fields_of_tpe_are_checked_and_a_note_says_that_clusters_have_none(capsys):
     assert error_line(tpe, "searcher.max_trials=null").startswith(
-        "searcher.max_trials: missing: tpe needs it;"
+        "searcher.max_trials: missing: the searcher tpe needs it;"
     )
     assert error_line(tpe, "searcher.num_rungs=2").startswith("searcher.num_rungs: 2: tpe has no such field;")
     tpe()

@@ -42,7 +42,7 @@ def quiet():
     unknown_searcher=(GRID, "searcher.name=grit", "searcher.name: 'grit': unknown searcher; did you mean 'grid'?"),
     unknown_field=(GRID, "searcher.max_trials=3", "searcher.max_trials: 3: grid has no such field;"),
     mode=(ASHA, "searcher.mode=quick", "searcher.mode: 'quick': must be one of aggressive, standard, conservative"),
-    no_trials=(ASHA, "searcher.max_trials=null", "searcher.max_trials: missing: adaptive_asha needs it;"),
+    no_trials=(ASHA, "searcher.max_trials=null", "searcher.max_trials: missing: the searcher adaptive_asha needs it;"),
     unknown_type=(GRID, f"{LR}={{type: loq, base: 10, minval: -4, maxval: -1}}", f"{LR}.type: 'loq': unknown hyperparameter type; did you mean 'log'?"),
     min_above_max=(GRID, f"{LR}={{type: double, minval: 2, maxval: 1, count: 2}}", f"{LR}.minval: 2: must be below maxval, which is 1; exchange them"),
     no_name=(GRID, "searcher.name=[]", "searcher.name: []: must be one of single, random, "),
@@ -116,7 +116,7 @@ def test_notes_name_settings_that_this_machine_ignores(capsys):
     specification.load(ASHA, changes, 2)
     notes = capsys.readouterr().err
     assert "searcher.smaller_is_better: not given, so a smaller accuracy is better" in notes
-    assert "searcher.max_concurrent_trials: 4: 2 at a time here" in notes
+    assert "searcher.max_concurrent_trials: 4: this machine runs 2 at a time" in notes
     assert "searcher.divisor: 2.5: here one in 2 trials continues" in notes
 
 
