@@ -207,7 +207,7 @@ def cluster_notes(config: Mapping[str, Any]) -> list[str]:
     lines, searcher, data = [], config.get("searcher"), config.get("data")
     if isinstance(searcher, Mapping) and searcher.get("name") == "tpe":
         what = "a cluster has no such searcher; use random, with the same fields"
-        random = "add --config searcher.name=random to det's command"
+        random = "--set searcher.name=random here, --config searcher.name=random for det"
         lines.append(f"searcher.name: 'tpe': {what}: {random}")
     places = (
         {key: data[key] for key in ("root", "storage") if data.get(key)} if isinstance(data, Mapping) else {}
