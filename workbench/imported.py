@@ -1,7 +1,7 @@
 """Turns a checkpoint of a Determined cluster into a run's folder, for ``train.py --resume latest``.
 
-The checkpoint is from ``deepspeed_trial`` or from Determined's own trainer. A resume from a checkpoint of Determined's
-trainer needs the same number of processes and the same ZeRO stage.
+The checkpoint is from ``deepspeed_trial`` or from Determined's own trainer. A resume from a checkpoint of
+Determined's trainer needs the same number of processes and the same ZeRO stage.
 """
 
 from __future__ import annotations
