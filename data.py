@@ -107,7 +107,10 @@ class Images:
         return as_inputs(images.center_crop(images.select(chosen)).cpu(), *self.normalization)
 
     def _spread(self, most: int) -> Tensor:
-        """Return indices (N,) int64 of at most ``most`` images, evenly spaced in the first window."""
+        """Return indices (N,) int64 of at most ``most`` evenly spaced training images.
+
+        With a window of shards, they are images of the first window.
+        """
         windows = self.plan.windows("train")
         indices = torch.from_numpy(windows.first()) if windows else torch.arange(len(self.train))
         return indices[:: -(-len(indices) // most)].to(self.train.device)

@@ -132,7 +132,9 @@ class Saving:
                     state.check(engine, shards.folder_of(path, index), self.hooks.layer_names())
 
     def load_budget(self, path: pathlib.Path, name: str, steps: int, budget: TimeBudget) -> None:
-        """Restore the plan of a length in minutes. Call it before ``load``: the schedules follow the plan.
+        """Restore the plan of a training whose length is in minutes.
+
+        Call it before ``load``: the schedules follow the plan.
 
         Raises:
             InvalidInput: if the checkpoint has no plan for minutes, or a damaged one.

@@ -156,7 +156,7 @@ def choose(rates: np.ndarray, losses: np.ndarray) -> float:
         TrainingStopped: if the loss does not fall, or is not finite in one of the first 12 steps.
     """
     if len(losses) < 3 * WIDTH:
-        why = f"the loss is not finite after {len(losses)} steps, at a rate of {LEAST:g}"
+        why = f"the loss is not finite after {len(losses)} steps, at rates from {LEAST:g}"
         raise TrainingStopped(f"--find-lr: {why}; change the network, its weights or the precision")
     curve = smoothed(losses)
     if curve.min() > FALL * curve[0]:

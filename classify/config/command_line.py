@@ -123,7 +123,7 @@ def called(program: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the option that was probably meant by an unknown one."""
+    """A parser that prints an error as one line; for an unknown option, with the nearest known option."""
 
     def error(self, message: str) -> NoReturn:
         """Print an error and exit with code 2."""

@@ -163,7 +163,7 @@ def _torch_errors(kind: str, params: Mapping[str, Any]) -> list[str]:
     total, rise = params[length], params.get("pct_start", 0.3)
     if kind == "OneCycleLR" and _rises_in_one_step(params):
         share = f"{min(1.0, 2 / total):g}"
-        reason = f"the rise takes 1 of {total} steps, but torch needs none, or more than 1; use {share}"
+        reason = f"the rise takes 1 of {total} steps, and torch then divides by zero; use {share}"
         return [f"scheduler.params.pct_start: {rise}: {reason}"]
     return []
 

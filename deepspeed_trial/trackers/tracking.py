@@ -114,7 +114,7 @@ def _report(tracking: Tracking, report: Callable[..., Any], group: str, *given: 
 
 
 def tracking_here(experiment: Experiment, is_chief: bool, output: pathlib.Path, resumes: bool) -> Tracking:
-    """Return the tracking of a local run; a file in its folder stores the key."""
+    """Return the tracking of a local run; a file in the run's folder stores its ``key``."""
     if not (experiment.trackers and is_chief):
         return Tracking(experiment)
     file = output / FILE
