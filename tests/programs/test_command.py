@@ -271,6 +271,7 @@ def test_a_refused_training_leaves_no_folder(home):
 def test_a_decoding_that_is_ended_leaves_no_folder(home, tmp_path, monkeypatch, capsys, number, code, said):
     """A signal to a decoder, as the system sends when memory runs out, or to the command."""
     process, decode = os.getpid(), pixels.decode
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without it
 
     def ended(*args: Any) -> Any:
         os.kill(process if number == signal.SIGINT else os.getpid(), number)

@@ -84,7 +84,11 @@ def test_a_separator_columns_and_lists_give_the_same_labels(root):
         ";",
         "line 2: there is only the class 'red'; give two or more",
     ),
-    column=(["path,red", "a.png,1"], COLUMNS, "line 1: names path, red, but no column round; write the"),
+    column=(
+        ["path,red", "a.png,1"],
+        COLUMNS,
+        "line 1: names path, red, but no column round; line 1 must name the columns",
+    ),
     again=(["path,red,round,red", "a.png,1,0,1"], COLUMNS, "line 1: names the column red twice; remove one"),
     number=(["path,red,round", "a.png,2,0"], COLUMNS, "line 2: red: '2': must be 0, 1 or empty; correct it"),
     missing=(["path,red,round", "a.png,1"], COLUMNS, "line 2: has no round; add 0 or 1"),
