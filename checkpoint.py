@@ -69,8 +69,27 @@ def parser() -> argparse.ArgumentParser:
     add("--int8", action="store_true", help="write the ONNX file in 8-bit integers")
     command_line.add_experiment_options(command, CONFIG, "the training images for --int8")
 
-    command = commands.add_parser("predict", help="classify image files")
+    _add_commands_of_networks(commands)
+
+    command = commands.add_parser("report", help="write an HTML page about runs, or about a search")
     add = command.add_argument
+    add("runs", metavar="RUN", nargs="+", **path)
+    add("--output", metavar="FILE", help="the page (default: report.html in the first run's folder)", **path)
+    add("--follow", action="store_true", help="write the page again every 5 seconds while a run trains")
+    _add_commands_of_images(commands)
+
+    command = commands.add_parser("import", help="create a run from a Determined cluster's checkpoint")
+    add = command.add_argument
+    add("source", metavar="CHECKPOINT", help="a folder written by det checkpoint download", **path)
+    add("output", metavar="RUN", help="the new run's folder", **path)
+    return parser
+
+
+def _add_commands_of_networks(commands: Any) -> None:
+    """Add the subcommands that use a trained network."""
+    path = {"type": pathlib.Path}
+    command = commands.add_parser("predict", help="classify image files")
+    add: Any = command.add_argument
     add("net", metavar="NET", help="the folder of a run, or a network's file", **path)
     add("images", metavar="IMAGE_OR_FOLDER", nargs="+", **path)
     add("--json", action="store_true", help="print a JSON list with the probability of every class")
@@ -104,19 +123,6 @@ def parser() -> argparse.ArgumentParser:
     )
     command_line.add_experiment_options(command, CONFIG)
     add("--json", action="store_true", help="print the validation in the form of summary.json")
-
-    command = commands.add_parser("report", help="write an HTML page about runs, or about a search")
-    add = command.add_argument
-    add("runs", metavar="RUN", nargs="+", **path)
-    add("--output", metavar="FILE", help="the page (default: report.html in the first run's folder)", **path)
-    add("--follow", action="store_true", help="write the page again every 5 seconds while a run trains")
-    _add_commands_of_images(commands)
-
-    command = commands.add_parser("import", help="create a run from a Determined cluster's checkpoint")
-    add = command.add_argument
-    add("source", metavar="CHECKPOINT", help="a folder written by det checkpoint download", **path)
-    add("output", metavar="RUN", help="the new run's folder", **path)
-    return parser
 
 
 def _add_commands_of_images(commands: Any) -> None:
