@@ -50,7 +50,8 @@ def import_checkpoint(source: pathlib.Path, output: pathlib.Path) -> int:
         partial = output / "checkpoints" / f".partial-{name}"
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(source, partial, ignore=lambda folder, names: {files.METADATA} & {*names})
-        (partial / "trial_state.pkl").write_bytes(pickle.dumps({**asdict(state), "trial_id": 0}))
+        changes = {"trial_id": 0, "last_val": 0}  # the new run has no validation yet, so its end validates
+        (partial / "trial_state.pkl").write_bytes(pickle.dumps({**asdict(state), **changes}))
         if not (partial / identity.FILE).exists():
             identity.write(partial, _identity_of(partial), {identity.IMPORTED: True})
         files.write_metadata(partial, {"steps_completed": state.batches_trained})

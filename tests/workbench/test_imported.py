@@ -92,6 +92,11 @@ def test_a_cluster_s_checkpoint_continues_to_the_same_bits(tmp_path):
     straight, _ = fit(tmp_path / "straight")
     assert all(torch.equal(*pair) for pair in zip(trial.weights(), straight.weights(), strict=True))
     assert "holds a run" in error_line(import_checkpoint, saved, tmp_path / "run")
+    import_checkpoint(saved, tmp_path / "finished")
+    _, fitted = fit(
+        tmp_path / "finished", resumes=True, latest_checkpoint=saved.name, max_length=pytorch.Batch(10)
+    )
+    assert fitted.steps == 10 and fitted.validation  # the new run's own
 
 
 def test_no_other_folder_is_imported(tmp_path, capsys):
