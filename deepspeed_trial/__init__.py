@@ -102,6 +102,7 @@ def choose_accelerator() -> None:
 
 # Hides warnings of torch's C++ code: each warning of its store about a lost rank is a page of stack frames
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic sums of cuBLAS: random_state.py
 os.environ.setdefault("PYTORCH_ENABLE_MPS_FALLBACK", "1")  # a Mac's CPU computes what its GPU cannot
 sys.meta_path.insert(0, NoMLflowInAutotuner())
 sleep_while_waiting()

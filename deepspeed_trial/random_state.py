@@ -14,10 +14,18 @@ State = tuple[Any, ...]
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy and torch, with the same seed on every rank."""
+    """Seed Python, NumPy and torch with the same seed on every rank, and let GPUs compute deterministically.
+
+    By default sums of a GPU depend on the order in which its threads end. torch warns of an operation that
+    has no deterministic form. A trial may call ``torch.use_deterministic_algorithms(False)``.
+    Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
+    """
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def random_state(device: torch.device) -> State:

@@ -165,7 +165,7 @@ AIRBENCH: dict[str, Any] = {
         "normalize": "dataset",
         "augment": {"crop": 2, "edge": "reflection", "flip": "alternating"},
     },
-    "net_args": {"width": 4},
+    "net_args": {"width": 4, "eps": 1e-3, "bf16_whitening": True},  # the digits are grey
     "progressive_resizing": {"scale": 0.75, "until": 0.7},
     "ds_torch_autocast": "null",
     "ds_scheduler": LINE,

@@ -179,8 +179,11 @@ def test_a_run_leaves_its_network_and_its_figures(runs: Runs, name, ranks, tmp_p
         # The run gathers its network; an export takes it from the checkpoint's parts
         assert found["checkpoint"] == summary["checkpoint"]
         assert found["weights_sha256"] == summary["weights_sha256"]
-        assert found["per_class_accuracy"] == validation["per_class_accuracy"]
-        tolerance = 1e-5 if summary["dtype"] == "float32" else 1e-2
+        # A file is evaluated without autocast, so images on the border of two classes change sides
+        autocasts = "torch_autocast={" in str(TRAINED[name].arguments)
+        per_class = pytest.approx(validation["per_class_accuracy"], abs=0.1 if autocasts else 0)
+        assert found["per_class_accuracy"] == per_class
+        tolerance = 1e-5 if summary["dtype"] == "float32" and not autocasts else 1e-2
         assert found["loss"] == pytest.approx(validation["loss"], rel=tolerance)
     events = EventAccumulator(str(made.output), size_guidance={"scalars": 0}).Reload()
     assert set(events.Tags()["scalars"]) >= SCALARS

@@ -171,8 +171,15 @@ def choose(images: Images, minutes: float = MINUTES, net: str | None = None) -> 
         passes=planned,
         metric="macro_recall" if images.is_skewed else plain,
         net=net if is_other else None,
-        bf16=torch.cuda.is_available() or has_bf16_instructions(),
+        bf16=_has_bf16(),
     )
+
+
+def _has_bf16() -> bool:
+    """Return whether the GPU, or without a GPU the processor, computes bf16 products in hardware."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_capability() >= (8, 0)
+    return has_bf16_instructions()
 
 
 def images_a_second() -> float:

@@ -316,18 +316,19 @@ def _indivisible(given: dict[str, int], replicas: int) -> str:
 
 
 def _avoid_compiling(config: dict[str, Any], device: str) -> None:
-    """Select torch's Adam on a device without CUDA: DeepSpeed would first compile a kernel for a minute.
+    """Select torch's Adam, on a GPU in its fused form: DeepSpeed would first compile its own for a minute.
 
-    Also let ZeRO accept torch's optimizers.
+    To compile it for a GPU, DeepSpeed needs nvcc, which torch's wheels lack. Also let ZeRO accept torch's
+    optimizers.
     """
-    optimizer = config["optimizer"]
+    optimizer, offload = config["optimizer"], offloads(config, "offload_optimizer")
     if optimizer["type"].lower() in ("adam", "adamw", "muon"):  # Muon includes an Adam
         params = optimizer.setdefault("params", {})
-        if device != "cuda":
-            params.setdefault("torch_adam", True)
-        elif not params.get("torch_adam"):
+        if not params.setdefault("torch_adam", True):
             params.pop("fused", None)  # DeepSpeed's own Adam is always fused
-    if device == "cpu" and offloads(config, "offload_optimizer"):
+        elif device == "cuda" and not (is_muon(config) or offload or params.get("foreach")):
+            params.setdefault("fused", True)
+    if offload and (device == "cpu" or optimizer.get("params", {}).get("torch_adam")):
         config.setdefault("zero_force_ds_cpu_optimizer", False)
     if optimizer["type"].lower() not in DEEPSPEED_OPTIMIZERS:
         config.setdefault("zero_allow_untested_optimizer", True)

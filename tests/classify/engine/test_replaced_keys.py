@@ -162,3 +162,26 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 def test_published_examples_load(tmp_path, name):
     resolved = resolve(EXAMPLES[name], tmp_path)
     assert resolved["train_batch_size"] == EXAMPLES[name]["train_batch_size"]
+
+
+OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("device", "params", "zero", "expected"),
+    [
+        ("cpu", {}, {"stage": 0}, {"torch_adam": True}),
+        ("cuda", {}, {"stage": 0}, {"torch_adam": True, "fused": True}),
+        ("cuda", {"foreach": True}, {"stage": 0}, {"torch_adam": True, "foreach": True}),
+        ("cuda", {"torch_adam": False, "fused": True}, {"stage": 0}, {"torch_adam": False}),
+        ("cuda", {}, OFFLOAD, {"torch_adam": True}),
+        ("cuda", {"torch_adam": False}, OFFLOAD, {"torch_adam": False}),
+    ],
+)
+def test_adam_is_torchs_unless_the_file_says_otherwise(tmp_path, device, params, zero, expected):
+    """DeepSpeed's own Adam would need nvcc, which torch's wheels lack."""
+    optimizer = {"type": "Adam", "params": {"lr": 0.01, **params}}
+    found = resolve({**BASE, "optimizer": optimizer, "zero_optimization": zero}, tmp_path, device)
+    assert found["optimizer"]["params"] == {"lr": 0.01, **expected}
+    offloads_torchs = zero is OFFLOAD and expected["torch_adam"]
+    assert found.get("zero_force_ds_cpu_optimizer", True) is not offloads_torchs
