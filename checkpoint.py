@@ -48,9 +48,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all subcommands."""
     parser = command_line.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="export|predict|serve|evaluate|report|audit|head|import|caches"
-    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     path = {"type": pathlib.Path}
 
     command = commands.add_parser("export", help="write a network that plain PyTorch loads")

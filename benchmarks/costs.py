@@ -20,9 +20,9 @@ def measure(config: str, overrides: Sequence[str], repeats: int) -> dict[str, An
     """Measure every cost in new processes.
 
     Returns:
-        ``start``: for each repeat, three pairs of wall seconds and processor seconds. ``libraries``: a
-        process that only imports the libraries. ``imports``: ``train.py`` until the end of its imports.
-        ``first_step``: ``train.py`` until the end of its first step. No compiled operators are cached.
+        ``start``: for each repeat, the wall and processor seconds of three durations: ``libraries`` (a
+        process that only imports the libraries), ``imports`` (``train.py`` until the end of its imports) and
+        ``first_step`` (``train.py`` until the end of its first step, without cached compiled operators).
         ``validation``: the seconds of the trial's validations, and of bare forward passes by batch size.
         ``images``: the bytes of the ``files`` of decoded images (0 without files), and the ranks'
         proportional set size of them (``held``).

@@ -21,7 +21,7 @@ from classify.config import command_line
 
 
 def main(request: dict[str, Any], answer: pathlib.Path) -> int:
-    """Write both times, in wall seconds since the command and in processor seconds; return the exit code."""
+    """Write wall seconds since the command and processor seconds of both ends; return the exit code."""
     ends: dict[str, tuple[float, float]] = {}
     importing = command_line.importing
 

@@ -57,7 +57,7 @@ def measure(
     repeats: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Time every contender with a number of processes, a ZeRO stage and a micro-batch.
+    """Time every contender at one number of processes, one ZeRO stage and one micro-batch.
 
     Returns:
         These three and the ``steps`` of a segment; the ``rates`` of each contender in images a second, for

@@ -150,7 +150,7 @@ class Patience:
         return self.patience is not None and self.waited >= self.patience
 
     def update(self, value: float) -> bool:
-        """Count a validation's metric and return whether to stop."""
+        """Record the metric of a validation, and return whether to stop the training."""
         gain = (
             0.0 if self.best is None else self.best - value if self.smaller_is_better else value - self.best
         )

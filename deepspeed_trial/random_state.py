@@ -16,7 +16,7 @@ State = tuple[Any, ...]
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy and torch with the same seed on every rank, and let GPUs compute deterministically.
 
-    By default sums of a GPU depend on the order in which its threads end. torch warns of an operation that
+    By default sums of a GPU depend on the order of its threads. torch warns of an operation that
     has no deterministic form. A trial may call ``torch.use_deterministic_algorithms(False)``.
     Source: https://docs.pytorch.org/docs/stable/notes/randomness.html
     """

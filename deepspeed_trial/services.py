@@ -32,7 +32,7 @@ logger = logging.getLogger("deepspeed_trial")
 class Services:
     """Metrics, checkpoints, stops and progress of a training.
 
-    ``core`` has the interface of Determined's Core API in both cases; the methods add the rest.
+    ``core`` has the interface of Determined's Core API, on a cluster and locally; the methods add the rest.
 
     Args:
         core_context: context of the Core API, for reports and checkpoints.

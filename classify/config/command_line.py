@@ -123,13 +123,17 @@ def called(program: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that prints an error as one line; for an unknown option, with the nearest known option."""
+    """A parser that prints an error as one line; an unknown option or choice with the nearest known one."""
 
     def error(self, message: str) -> NoReturn:
         """Print an error and exit with code 2."""
         from deepspeed_trial.errors import nearest, printable  # here: the import takes seconds
 
         unknown = message.partition("unrecognized arguments: ")[2].split(" ")[0]
+        if choice := re.fullmatch(r"argument (.*): invalid choice: '(.*)' \(choose from (.*)\)", message):
+            name, value, known = choice.groups()
+            remedy = nearest(value, re.findall(r"[\w-]+", known))
+            self.exit(2, printable(f"{self.prog}: {name}: {value!r}: unknown; {remedy}") + "\n")
         if not unknown:
             self.exit(2, printable(f"{self.prog}: {message.removeprefix('argument ')}") + "\n")
         if re.match(r"[a-z][\w.]*=", unknown):

@@ -124,7 +124,9 @@ SECTIONS = {
             4,
         ),
         num_rungs=_key(whole(1), "The number of lengths at which the search compares trials."),
-        max_rungs=_key(whole(1), "The largest number of lengths at which the search compares trials.", 5),
+        max_rungs=_key(
+            whole(1), "The largest number of rungs: training lengths at which the search compares trials.", 5
+        ),
         mode=_key(one_of(*MODES), "How many trials stop early.", "standard"),
         bracket_rungs=_key(
             Rule(

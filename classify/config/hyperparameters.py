@@ -268,7 +268,7 @@ class Hyperparameters(Keyed):
     mlp_type: str = key(
         "standard",
         one_of("standard", "residual"),
-        "`residual` adds a fixed layer to the experts' output (https://arxiv.org/abs/2201.05596).",
+        "`residual` adds a dense layer to the experts' output (https://arxiv.org/abs/2201.05596).",
     )
     top_k: int = key(1, one_of(1, 2), "The number of experts that process an image.")
     min_capacity: int = key(0, whole(0), "The minimum capacity of an expert in a micro-batch.", unit="images")

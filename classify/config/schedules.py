@@ -1,4 +1,4 @@
-"""The parameter that sets each schedule's peak; other schedules scale the optimizer's learning rate."""
+"""Schedules with a parameter for their peak; all other schedules scale the optimizer's learning rate."""
 
 PEAK_KEYS = {
     "WarmupLR": "warmup_max_lr",

@@ -90,7 +90,7 @@ def merge(hyper: Hyperparameters) -> Merged:
 def asks_for_tries(hyper: Hyperparameters) -> bool:
     """Return whether benchmarks choose the micro-batch: it is ``auto``, and only the total batch is fixed.
 
-    The function needs no merge, because the batch sizes are top-level keys.
+    The function reads the file without merging the overrides, because the batch sizes are top-level keys.
 
     Raises:
         InvalidInput: if the file cannot be read.

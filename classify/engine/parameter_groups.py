@@ -50,7 +50,7 @@ class Group:
     muon: bool | None = None
 
     def describe(self, optimizer: Mapping[str, Any]) -> str:
-        """Return a line with the group's learning rate and decay, given the optimizer's parameters."""
+        """Return a line with the group's learning rate and decay, given ``optimizer.params``."""
         count = len(self.parameters)
         size = f"{self.name}: {count:,} parameter{'s' * (count != 1)}, {self.weights:,} weights"
         if self.frozen:
@@ -154,7 +154,7 @@ class _Rules:
         layer = self.layers.get(name, 0)
         if hyper.layer_decay and self.layers:
             factor *= hyper.layer_decay ** (self.last - layer)
-            marks.append(f"layer {layer} of 0 to {self.last}")
+            marks.append(f"layer {layer}, the last is {self.last}")
         is_matrix = sum(size > 1 for size in parameter.shape) > 1
         decays = hyper.weight_decay_on == "all" or is_matrix or "weight_decay" in entry
         if not decays:

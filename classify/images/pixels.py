@@ -230,7 +230,7 @@ def file_of(source: ListedSource, part: str, settings: DataSettings) -> PixelFil
 
 
 def fingerprint_of(listing: Listing, settings: DataSettings) -> str:
-    """Return the fingerprint of decoded images in their file."""
+    """Return the fingerprint that the file of decoded images stores: listing and size of the images."""
     return f"{_FILE_FORMAT} {settings.stored_size} {listing.fingerprint}"
 
 

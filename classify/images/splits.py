@@ -65,7 +65,7 @@ class Cut:
 
         Args:
             split: the name of a split.
-            labels: the labels of the part's images, int64 (N,), or uint8 (N, C) of 0 and 1.
+            labels: the labels of all images that are split, int64 (N,), or uint8 (N, C) of 0 and 1.
             classes: the number of classes.
         """
         if self.groups is not None:

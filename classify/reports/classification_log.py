@@ -75,7 +75,7 @@ class ClassificationLog(Callback):
         self._write(self.output)
 
     def _is_best(self, score: Any, output: pathlib.Path) -> bool:
-        """Return whether a validation is better than the one in the file; a resumed run reads the file."""
+        """Return whether a validation is better than the best one before, whose score the run's file has."""
         self._read(output)
         best = self._log.get("score")
         return best is None or (score < best if self.experiment.smaller_is_better else score > best)

@@ -132,7 +132,7 @@ def _of_flat(
 
     Args:
         members: the parameters.
-        owner: this rank's part.
+        owner: the tensor with this rank's part of the concatenated parameters.
         group: the index of the parameter group.
         rank: the index of this rank's part; None if every rank holds all parameters.
         offsets: the index of each parameter's first element, if there is padding between parameters.

@@ -45,7 +45,7 @@ class State:
 
 
 def _member_of_zero_stage(enum: Any, name: str) -> ZeroStageEnum:
-    """Replace ``getattr``, which Python 3.11.2 calls to unpickle a member of an enumeration."""
+    """Return a member of DeepSpeed's enumeration of stages, pickled by Python 3.11.2 as a ``getattr``."""
     if enum is not ZeroStageEnum:
         raise pickle.UnpicklingError(f"getattr of {enum} is not allowed in a checkpoint")
     return ZeroStageEnum[name]

@@ -7,6 +7,7 @@ import datetime
 import itertools
 import os
 import pathlib
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -65,7 +66,7 @@ def _has_checkpoints(output: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def locked_folder(output: pathlib.Path, writer: str) -> Iterator[None]:
-    """Create a folder, and lock it during the block.
+    """Create a folder, and lock it during the block; at the end, remove it if it is new and still empty.
 
     Args:
         output: the folder.
@@ -77,6 +78,7 @@ def locked_folder(output: pathlib.Path, writer: str) -> Iterator[None]:
     lock = filelock.FileLock(output / LOCK)
     if str(output).encode(errors="replace") != os.fsencode(output):
         raise InvalidInput(f"--output: {str(output)!r}: is not UTF-8; give another folder")
+    is_new = not os.path.lexists(output)
     try:
         output.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
@@ -90,6 +92,9 @@ def locked_folder(output: pathlib.Path, writer: str) -> Iterator[None]:
     try:
         yield
     finally:
+        with contextlib.suppress(OSError):
+            if is_new and os.listdir(output) == [LOCK]:
+                shutil.rmtree(output)
         lock.release()
 
 

@@ -42,6 +42,14 @@ def test_a_run_is_not_replaced(two_checkpoints, tmp_path, capsys):
     assert contents(tmp_path / "again") == before
 
 
+def test_a_refused_run_leaves_no_empty_folder(tmp_path, capsys):
+    """A folder that was there before stays."""
+    (tmp_path / "old").mkdir()
+    for name in ("new/run", "old"):
+        assert program.main([*TWO, "--resume", "no-such-uuid", "--output", str(tmp_path / name)]) == 2
+    assert (tmp_path / "old").exists() and not (tmp_path / "new/run").exists()
+
+
 class Judged(LineTrial):
     """A trial whose validations, one a step, give the errors in ``errors``."""
 

@@ -69,11 +69,8 @@ def test_a_note_tells_that_checkpoints_end_with_the_pod(capsys):
         assert ("deletes the checkpoints" in capsys.readouterr().err) == noted
 
 
-def test_the_image_copies_files_that_exist_and_pytorch_s_base_has_the_pinned_torch():
+def test_the_image_copies_files_that_exist():
     text = (PROJECT / "examples/kubernetes.Dockerfile").read_text()
-    (version,) = re.findall(r"BASE=pytorch/pytorch:([\d.]+)-cuda[\d.]+-cudnn\d+-devel$", text, re.MULTILINE)
-    assert f"torch=={version}" in (PROJECT / "requirements.txt").read_text().splitlines()
-    assert f"pytorch:{version}-" in (PROJECT / "docs/kubernetes.md").read_text()
     for line in re.findall("^COPY (.*) .*$", text, re.MULTILINE):
         assert all(any(PROJECT.glob(source)) for source in line.split())
 

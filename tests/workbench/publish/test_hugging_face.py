@@ -73,9 +73,14 @@ def test_a_net_of_the_working_directory_is_published_beside_the_project_s(tmp_pa
     assert_card_predicts(tmp_path / "folder", tmp_path, capsys)
 
 
-def assert_card_predicts(folder, tmp_path, capsys):
+@pytest.mark.parametrize("published", ["airbench"], indirect=True)
+def test_the_code_of_the_card_decodes_a_large_jpeg_as_predict_does(published, tmp_path, capsys):
+    assert_card_predicts(published[0], tmp_path, capsys, size=(401, 903))
+
+
+def assert_card_predicts(folder, tmp_path, capsys, size=(40, 90)):
     here = shutil.copytree(folder, tmp_path / "here")
-    pixels = np.random.default_rng(0).integers(0, 256, (40, 90, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(here / "photo.jpg")
     blocks = re.findall(r"```python\n(.*?)```", (here / "README.md").read_text(), re.DOTALL)
     made = run(["-c", "\n".join([ALONE, *blocks, SHOW])], here, cwd=here)
