@@ -26,6 +26,8 @@ WHOLE = "all"  # the part of a dataset without parts
 SHOWN = 20  # error lines; a line about the others follows
 NOT_THERE = "files are not readable; replace or remove these first"
 NOT_READABLE = f"{NOT_THERE}, or set data.unreadable to skip"
+Rows = np.ndarray | slice  # some images of a part: their indices, sorted, int64 (M,); or ``ALL``
+ALL = slice(None)
 EXTENSIONS = (
     ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .tga .jp2 .avif .heic .heif .hif"
 ).split()
@@ -145,6 +147,18 @@ class Listing(abc.ABC):
     @functools.cached_property
     def _starts(self) -> np.ndarray:
         return np.array([shard.start for shard in self.shards])
+
+    def shards_with(self, rows: Rows) -> Sequence[Shard]:
+        """Return the shards that have these images, in order."""
+        if isinstance(rows, slice) or not self.shards:
+            return self.shards
+        return [self.shards[number] for number in np.unique(self.shards_of(self.places_of(rows))).tolist()]
+
+    def digest(self, rows: Rows) -> str:
+        """Return the fingerprint of these images; raise the errors of ``fingerprint``."""
+        if isinstance(rows, slice):
+            return self.fingerprint
+        return hashlib.sha256(self.fingerprint.encode() + rows.tobytes()).hexdigest()
 
     def local_file(self, shard: Shard) -> pathlib.Path:
         """Return the file of a shard, fetched if it is remote.

@@ -1,7 +1,8 @@
 """Decoded images in files, which the ranks of a host map into memory, so that they share one copy.
 
-``PixelFile`` is a complete file: ``.NAME.raw`` has the images one after the other. Its sidecar ``.NAME.pt``
-has their labels and the fingerprint of their source, and is written last.
+``PixelFile`` is a complete file: ``.NAME.raw`` has the images at their positions, with holes for images that
+a run leaves out. Its sidecar ``.NAME.pt`` has their labels and the fingerprint of their source, and is
+written last.
 
 ``GrowingFile`` fills up during a training and then becomes a ``PixelFile``. ``.NAME.growing`` has the images
 at their positions, with holes for missing images. ``.NAME.filled`` has a header and a mark (one byte) for
@@ -24,7 +25,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 
 import filelock
@@ -34,6 +35,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from classify.config.command_line import typed
+from classify.images.listing import Rows
 from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line, printable
 from deepspeed_trial.host_lock import host_lock, lock_of, stand_in
 from deepspeed_trial.input_files import refused, regular_file
@@ -109,7 +111,7 @@ class PixelFile:
         return (images, labels) if is_same else None
 
     def write(
-        self, folder: pathlib.Path, count: int, fill: Callable[[pathlib.Path], tuple[str, Tensor]]
+        self, folder: pathlib.Path, count: int, fill: Callable[[pathlib.Path], tuple[str, Tensor, int]]
     ) -> tuple[Tensor, Tensor]:
         """Write the file with at most ``count`` images, and return the same as ``read``.
 
@@ -118,7 +120,8 @@ class PixelFile:
         Args:
             folder: the folder that ``lock`` yields.
             count: the number of images to check the disk space for.
-            fill: writes images into an empty file; returns the fingerprint of their source, and their labels.
+            fill: writes images into an empty file; returns the fingerprint of their source, their labels, and
+                the number of images in the file, which may have holes for others.
 
         Raises:
             InvalidInput: if the disk has too little room or refuses the file, or an image cannot be decoded.
@@ -134,7 +137,7 @@ class PixelFile:
                 file.unlink(missing_ok=True)  # an old file, whose room the new images may need
             self._check_room(raw, count)
             partial.write_bytes(b"")
-            fingerprint, labels = fill(partial)
+            fingerprint, labels, count = fill(partial)
             with open(partial, "rb+") as written:
                 os.fsync(written.fileno())
             self.adopt(partial, fingerprint, labels)
@@ -149,9 +152,9 @@ class PixelFile:
         whole = self.read(fingerprint, labels)
         if whole is None:
             raise InvalidInput(f"{sidecar}: cannot be read back after writing; check the disk")
-        where = f"{raw} ({in_bytes(whole[0].nbytes)})"
+        where = f"{raw} ({in_bytes(self._bytes(count))})"
         remove = f"to remove this file: {typed('checkpoint', 'caches', self.root, '--clear')}"
-        shown = f"{self._in_words(len(labels))} are stored decoded in {where}; {remove}"
+        shown = f"{self._in_words(count)} are stored decoded in {where}; {remove}"
         print(printable(shown), file=sys.stderr)
         return whole
 
@@ -172,7 +175,7 @@ class PixelFile:
 
     def _check_room(self, raw: pathlib.Path, count: int) -> None:
         """Raise ``InvalidInput`` if the disk has too little room; print a note about a large file."""
-        needed, free = count * 3 * math.prod(self.size), shutil.disk_usage(raw.parent).free
+        needed, free = self._bytes(count), shutil.disk_usage(raw.parent).free
         images = self._in_words(count)
         if needed > free:
             raise InvalidInput(
@@ -182,6 +185,9 @@ class PixelFile:
         if needed > LARGE:
             where = f"{printable(raw)}: needs {in_bytes(needed)}, {in_bytes(free)} are free"
             print(f"decoding {images} into {where}", file=sys.stderr)
+
+    def _bytes(self, count: int) -> int:
+        return count * 3 * math.prod(self.size)
 
     def _in_words(self, count: int) -> str:
         return f"{count:,} images of {self.size[0]}x{self.size[1]}"
@@ -194,6 +200,7 @@ class GrowingFile:
         whole: the complete file that this file will become.
         fingerprint: the fingerprint of the images' source.
         labels: int64 (N,), or uint8 (N, C) of 0 and 1.
+        rows: the images that the file needs; all others are marked as if it had them.
 
     Attributes:
         has_room: whether all writes have succeeded; if False, this process writes no more images.
@@ -202,10 +209,12 @@ class GrowingFile:
         InvalidInput: if the files cannot be created.
     """
 
-    def __init__(self, whole: PixelFile, fingerprint: str, labels: Tensor) -> None:
+    def __init__(self, whole: PixelFile, fingerprint: str, labels: Tensor, rows: Rows) -> None:
         self._whole, self._fingerprint, self._labels = whole, fingerprint, labels
         shape = (len(labels), 3, *whole.size)
         self._bytes = math.prod(shape[1:])
+        marks = np.ones(len(labels), np.uint8)
+        marks[rows] = 0
         head: dict[str, object] = {"fingerprint": fingerprint, "shape": list(shape), "boot": _boot()}
         with whole.lock() as folder:
             endings = ("growing", "filled", "begun")
@@ -217,7 +226,7 @@ class GrowingFile:
                         file.unlink(missing_ok=True)  # another run may still have these open
                     with open(self._path, "wb") as created:
                         os.truncate(created.fileno(), math.prod(shape))
-                    begun.write_bytes(json.dumps(head).encode().ljust(_HEAD, b" ") + bytes(len(labels)))
+                    begun.write_bytes(json.dumps(head).encode().ljust(_HEAD, b" ") + marks.tobytes())
                     os.replace(begun, self._marks_path)
                 self._file = os.open(self._path, os.O_RDWR)
             self._images = np.memmap(self._path, np.uint8, "r", shape=shape)
@@ -290,20 +299,6 @@ def write_resized(images: Tensor, size: tuple[int, int], target: pathlib.Path) -
                 part = functional.resize(part, [max(size)], antialias=True)
                 part = functional.center_crop(part, list(size))
             file.write(part.contiguous().numpy().data)
-
-
-def remove_images(file: pathlib.Path, count: int, rows: Sequence[int]) -> None:
-    """Remove images from a file of ``count`` images, in place; later images move forward."""
-    if not rows:
-        return
-    size = file.stat().st_size // count
-    kept = np.delete(np.arange(count), rows)
-    images = np.memmap(file, np.uint8, "r+", shape=(count, size))
-    for start in range(0, len(kept), CHUNK):
-        part = kept[start : start + CHUNK]
-        images[start : start + len(part)] = images[part]
-    images.flush()
-    os.truncate(file, len(kept) * size)
 
 
 def in_bytes(count: int) -> str:

@@ -6,6 +6,8 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
+import math
 import multiprocessing
 import os
 import pathlib
@@ -28,7 +30,7 @@ from tqdm import tqdm
 
 from classify.config.rules import CROP
 from classify.images.decode import MissingPackage, decode
-from classify.images.listing import NOT_READABLE, ListedSource, Listing, raise_some
+from classify.images.listing import ALL, NOT_READABLE, ListedSource, Listing, Rows, Shard, raise_some
 from classify.images.pixel_files import GrowingFile, PixelFile
 from classify.images.settings import DataSettings
 from classify.images.sources.remote import AHEAD, ShardsAhead
@@ -46,24 +48,26 @@ class Streamed:
         listing: the images to decode.
         settings: the settings that give the images' size and fit.
         file: the file that stores decoded images; None to decode them again in each epoch.
+        shards: the shards of the images that the run uses.
     """
 
     listing: Listing
     settings: DataSettings
     file: GrowingFile | None
+    shards: Sequence[Shard]
 
     @functools.cached_property
     def shards_ahead(self) -> ShardsAhead:
         """The prefetcher of the images' shards."""
         return ShardsAhead(self.listing.local_file)
 
-    def fetch(self, shards: Sequence[int], indices: np.ndarray) -> None:
+    def fetch(self, numbers: Sequence[int], indices: np.ndarray) -> None:
         """Fetch shards, without a shard whose images, among the given int64 (N,), are all decoded."""
+        shards = [self.shards[number] for number in numbers]
         if self.file is not None:
-            places = self.listing.places_of(indices[~self.file.has(indices)])
-            needed = np.unique(self.listing.shards_of(places)).tolist()
+            needed = self.listing.shards_with(indices[~self.file.has(indices)])
             shards = [shard for shard in shards if shard in needed]
-        self.shards_ahead.fetch([self.listing.shards[number] for number in shards])
+        self.shards_ahead.fetch(shards)
 
     def select(self, indices: Tensor) -> Tensor:
         """Return images (B, 3, h, w) uint8 by their indices, int64 (B,).
@@ -190,13 +194,14 @@ class ImageSet:
 
 
 def open_pixels(
-    source: ListedSource, part: str, settings: DataSettings, streams: bool, keeps: bool
+    source: ListedSource, part: str, rows: Rows, settings: DataSettings, streams: bool, keeps: bool
 ) -> Tensor | Streamed:
-    """Return the images of a part; they are mapped if the part has been decoded before.
+    """Return the images of a part; they are mapped if they have been decoded before.
 
     Args:
         source: the dataset.
         part: the name of a part.
+        rows: the images to decode; a file has holes for the others.
         settings: the settings that give the images' size and fit.
         streams: whether images are decoded when a step needs them, instead of all now.
         keeps: whether to store streamed images in a file.
@@ -206,21 +211,22 @@ def open_pixels(
         TrainingStopped: if the system kills a process that decodes.
     """
     listing = source.listing(part)
-    file, fingerprint = file_of(source, part, settings), fingerprint_of(listing, settings)
+    file, fingerprint = file_of(source, part, settings), fingerprint_of(listing, rows, settings)
+    count = len(listing.labels[rows])
 
-    def fill(target: pathlib.Path) -> tuple[str, Tensor]:
-        errors = try_all(listing, settings, part, target)
+    def fill(target: pathlib.Path) -> tuple[str, Tensor, int]:
+        errors = try_all(listing, settings, part, target, rows)
         raise_some([line for error in errors.values() for line in error.errors], NOT_READABLE)
-        return fingerprint, listing.labels
+        return fingerprint, listing.labels, count
 
     whole = file.read(fingerprint, listing.labels)
     if whole is None and not streams:
         with file.lock() as folder:  # another process may have been first
-            whole = file.read(fingerprint, listing.labels) or file.write(folder, len(listing.labels), fill)
+            whole = file.read(fingerprint, listing.labels) or file.write(folder, count, fill)
     if whole is not None:
         return whole[0]
-    growing = GrowingFile(file, fingerprint, listing.labels) if keeps else None
-    return Streamed(listing, settings, growing)
+    growing = GrowingFile(file, fingerprint, listing.labels, rows) if keeps else None
+    return Streamed(listing, settings, growing, listing.shards_with(rows))
 
 
 def file_of(source: ListedSource, part: str, settings: DataSettings) -> PixelFile:
@@ -229,13 +235,13 @@ def file_of(source: ListedSource, part: str, settings: DataSettings) -> PixelFil
     return PixelFile(source.location.folder, name, settings.stored_size)
 
 
-def fingerprint_of(listing: Listing, settings: DataSettings) -> str:
-    """Return the fingerprint that the file of decoded images stores: listing and size of the images."""
-    return f"{_FILE_FORMAT} {settings.stored_size} {listing.fingerprint}"
+def fingerprint_of(listing: Listing, rows: Rows, settings: DataSettings) -> str:
+    """Return the fingerprint that the file of decoded images stores: identity and size of the images."""
+    return f"{_FILE_FORMAT} {settings.stored_size} {listing.digest(rows)}"
 
 
 def try_all(
-    listing: Listing, settings: DataSettings, name: str, target: pathlib.Path | None
+    listing: Listing, settings: DataSettings, name: str, target: pathlib.Path | None, rows: Rows = ALL
 ) -> dict[int, InvalidInput]:
     """Decode images on all cores, with a progress bar; return the errors by index.
 
@@ -243,14 +249,15 @@ def try_all(
         listing: the encoded images.
         settings: the settings that give the images' size and fit.
         name: the images' name in the progress bar and in errors.
-        target: an empty file for the images; None to decode them without a file.
+        target: an empty file for the images of the part; None to decode them without a file.
+        rows: the images to decode; the file has holes for the others, and for unreadable images.
 
     Raises:
         InvalidInput: if a shard cannot be fetched, or a package is missing.
         TrainingStopped: if the system kills a process that decodes.
     """
-    count = len(listing.labels)
-    order = listing.places_of(np.arange(count)).argsort()
+    order = np.arange(len(listing.labels))[rows]
+    order, count = order[listing.places_of(order).argsort()], len(order)
     # A fork copies nothing. It is safe despite the threads of this process: a worker computes with one thread
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
     workers = min(joblib.cpu_count(), -(-count // CHUNK))
@@ -270,6 +277,8 @@ def try_all(
             if isinstance(error, BrokenProcessPool):
                 raise TrainingStopped(_why_broken(processes, name)) from error
             raise
+    if target:
+        os.truncate(target, len(listing.labels) * 3 * math.prod(settings.stored_size))
     return errors
 
 
@@ -280,11 +289,11 @@ def _submitted(
 
     Threads fetch the next shards meanwhile. So the decoding needs few local shards at a time.
     """
-    shards, before = listing.shards, list[concurrent.futures.Future[dict[int, InvalidInput]]]()
+    shards, before = listing.shards_with(order), list[concurrent.futures.Future[dict[int, InvalidInput]]]()
     with ThreadPoolExecutor(AHEAD) as threads:
         fetched = collections.deque(threads.submit(listing.local_file, each) for each in shards[:AHEAD])
-        bounds = [(shard.start, shard.stop) for shard in shards] or [(0, len(order))]
-        for number, (start, stop) in enumerate(bounds):
+        ends = np.searchsorted(listing.places_of(order), [shard.stop for shard in shards]).tolist()
+        for number, (start, stop) in enumerate(itertools.pairwise([0, *(ends or [len(order)])])):
             if shards:
                 fetched.popleft().result()
             fetched.extend(threads.submit(listing.local_file, each) for each in shards[number + AHEAD :][:1])
@@ -325,13 +334,12 @@ def _decode_chunk(indices: np.ndarray) -> dict[int, InvalidInput]:
     errors: dict[int, InvalidInput] = {}
     with open(target or os.devnull, "rb+") as written:
         for index in indices.tolist():
-            image = np.zeros((3, *settings.stored_size), dtype=np.uint8)
             try:
                 image = _decoded(listing, index, settings)
+                written.seek(index * image.nbytes)
+                written.write(image.data)
             except MissingPackage:
                 raise  # one line stands for all images of the format
             except InvalidInput as error:
                 errors[index] = error
-            written.seek(index * image.nbytes)
-            written.write(image.data)
     return errors

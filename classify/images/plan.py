@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,9 @@ from classify.images.listing import (
     ListedSource,
     Listing,
     Location,
+    Rows,
     Shard,
+    counts_of,
     is_remote,
     raise_some,
 )
@@ -30,7 +31,7 @@ from classify.images.pixel_files import in_bytes
 from classify.images.pixels import ImageSet, open_pixels
 from classify.images.settings import AUTO, BALANCED, MOST_WORKERS, ONCE, SKIP, STREAM, DataSettings
 from classify.images.sources import Source
-from classify.images.sources.left_out import excluding, unreadable, without_unreadable
+from classify.images.sources.left_out import excluding, labels_of, unreadable, without_unreadable
 from classify.images.sources.remote import AHEAD
 from classify.images.splits import Cut, groups_of
 from deepspeed_trial.errors import InvalidInput
@@ -54,24 +55,29 @@ class DataPlan:
     Attributes:
         settings: the checked ``data`` section.
         source: the dataset.
+        kept: the images of each part that ``data.exclude`` and ``data.unreadable`` do not leave out.
+        labels: the labels of these images; see ``labels_of``.
         cut: the splits that are held out of the training part.
         streams: whether images are decoded when a step needs them, instead of all before the first step.
         keeps: whether a file stores streamed images after their first decoding.
         window: the number of shards that are shuffled together; None for all.
         excluded_identity: the record of the images that ``data.exclude`` names, in checkpoints; None if there
             are none.
-        unreadable: the images of each part that ``data.unreadable: skip`` leaves out: their indices, and an
-            error line for each.
+        left_out: an error line for each unreadable image that ``data.unreadable: skip`` leaves out.
+        left_out_identity: the record of these images in checkpoints; None if there are none.
     """
 
     settings: DataSettings
     source: Source
+    kept: Mapping[str, Rows]
+    labels: Mapping[str, Tensor]
     cut: Cut
     streams: bool
     keeps: bool
     window: int | None
     excluded_identity: str | None
-    unreadable: Mapping[str, Mapping[int, str]]
+    left_out: Sequence[str]
+    left_out_identity: str | None
 
     @classmethod
     def resolve(cls, settings: DataSettings) -> DataPlan:
@@ -81,19 +87,26 @@ class DataPlan:
             InvalidInput: if the data is missing, damaged or not usable; if settings do not fit the dataset,
                 with a line for each.
         """
-        source, excluded, left_out = _open(settings)
-        cut = _cut(source, settings)
-        pixels = 3 * math.prod(settings.stored_size) * sum(source.count(part) for part in source.parts)
-        remote = [e.size for e in dict.fromkeys(_shards(source, source.parts)) if is_remote(e.url)]
-        streams = isinstance(source, ListedSource) and _is_streamed(source, settings)
+        source = settings.kind.open(_location(settings))
+        shares = _shares(source, settings)
+        every, excluded = excluding(source, settings)
+        keeps = not _is_streamed(source, every, settings)
+        kept, left_out, left_out_identity = without_unreadable(source, settings, every, keeps)
+        labels = {part: labels_of(source, part, rows, settings) for part, rows in kept.items()}
+        part = _training_part(source)
+        cut = _cut(source, shares, kept[part], labels[part], settings)
+        pixels = 3 * math.prod(settings.stored_size) * sum(map(len, labels.values()))
+        remote = [e.size for e in dict.fromkeys(_shards(source, kept)) if is_remote(e.url)]
+        streams = _is_streamed(source, kept, settings)
         window = WINDOW if settings.window is None and streams and remote else settings.window
-        if not isinstance(window, int) or len(_shards(source, [_training_part(source)])) <= window:
+        if not isinstance(window, int) or len(_shards(source, {part: kept[part]})) <= window:
             window = None
         needed = sum(remote)  # bytes of shards that must be local at a time
         if window or not streams:  # a window, and the next one, which is fetched meanwhile
             needed = sum(sorted(remote)[-2 * max(window or 0, AHEAD) :])
         keeps = streams and _has_room(source, settings, pixels + needed)
-        plan = cls(settings, source, cut, streams, keeps, window, excluded, left_out)
+        others = excluded, left_out, left_out_identity
+        plan = cls(settings, source, kept, labels, cut, streams, keeps, window, *others)
         if errors := plan._setting_errors(needed, pixels):
             raise InvalidInput(errors)
         return plan
@@ -135,34 +148,21 @@ class DataPlan:
         return self.source.passed_over if isinstance(self.source, ListedSource) else {}
 
     @property
-    def left_out(self) -> list[str]:
-        """An error line for each unreadable image that ``data.unreadable: skip`` leaves out."""
-        return [line for lines in self.unreadable.values() for line in lines.values()]
-
-    @property
-    def left_out_identity(self) -> str | None:
-        """The record of the left-out images in checkpoints; None if there are none."""
-        if not self.left_out:
-            return None
-        indices = {part: list(lines) for part, lines in self.unreadable.items()}
-        digest = hashlib.sha256(repr(indices).encode()).hexdigest()[:8]
-        return f"left out: {len(self.left_out):,}, digest {digest}"
-
-    @property
     def shards(self) -> list[Shard]:
-        """The shards of all parts."""
-        return _shards(self.source, self.source.parts)
+        """The shards of all parts that have kept images."""
+        return _shards(self.source, self.kept)
 
     def count(self, split: str) -> int:
         """Return the number of images in a split."""
         part = self.part_of(split)
-        return self.cut.count(split, self._sizes) if self._is_cut(part) else self.source.count(part)
+        return self.cut.count(split, self._sizes) if self._is_cut(part) else len(self.labels[part])
 
     def class_counts(self, split: str) -> list[int]:
         """Return the number of a split's images in each class."""
         part = self.part_of(split)
-        is_cut = self._is_cut(part)
-        return self.cut.class_counts(split, self._sizes) if is_cut else list(self.source.class_counts(part))
+        if self._is_cut(part):
+            return self.cut.class_counts(split, self._sizes)
+        return counts_of(self.labels[part], len(self.classes))
 
     def file_names(self, split: str, indices: Sequence[int]) -> list[str | None]:
         """Return the names of a split's images in error lines; all None if the source decodes its images."""
@@ -188,7 +188,7 @@ class DataPlan:
         """
         part, settings = self.part_of(split), self.settings
         if isinstance(self.source, ListedSource):
-            pixels = open_pixels(self.source, part, settings, self.streams, self.keeps)
+            pixels = open_pixels(self.source, part, self.kept[part], settings, self.streams, self.keeps)
             labels = self.source.listing(part).labels
         else:
             pixels, labels = self.source.load(part, settings.stored_size)
@@ -200,12 +200,14 @@ class DataPlan:
     def windows(self, split: str) -> Windows | None:
         """Return the windows of a split's shards; None if all its shards are shuffled together."""
         listing = self.listing(split)
-        if not self.window or listing is None or len(listing.shards) <= self.window:
+        shards = listing.shards_with(self.kept[self.part_of(split)]) if listing else ()
+        if not self.window or listing is None or len(shards) <= self.window:
             return None
         rows = self._rows(split, listing.labels)
         places = listing.places_of(np.arange(len(listing.labels)) if rows is None else rows.numpy())
-        are_remote = any(is_remote(shard.url) for shard in listing.shards)
-        return Windows(places, listing.shards_of(places).astype(np.int32), self.window, are_remote)
+        numbers = np.searchsorted([shard.start for shard in shards], places, side="right") - 1
+        are_remote = any(is_remote(shard.url) for shard in shards)
+        return Windows(places, numbers.astype(np.int32), self.window, are_remote)
 
     def workers(self, images: ImageSet, has_transforms: bool = False) -> int:
         """Return the number of processes of this rank that prepare images; see ``data.workers``."""
@@ -222,13 +224,13 @@ class DataPlan:
                 out.
         """
         if isinstance(self.source, ListedSource) and self.settings.unreadable != SKIP:
-            left_out = unreadable(self.source, self.settings).values()
+            left_out = unreadable(self.source, self.settings, self.kept).values()
             raise_some([line for lines in left_out for line in lines.values()], NOT_READABLE)
 
     @functools.cached_property
     def _sizes(self) -> Sequence[int]:
         """The number of images per class in the training part."""
-        return self.source.class_counts(_training_part(self.source))
+        return counts_of(self.labels[_training_part(self.source)], len(self.classes))
 
     def part_of(self, split: str) -> str:
         """Return the part of the source that a split is in."""
@@ -243,8 +245,11 @@ class DataPlan:
 
     def _rows(self, split: str, labels: Tensor) -> Tensor | None:
         """Return the indices of a split's images in its part with these labels; None for the whole part."""
-        is_cut = self._is_cut(self.part_of(split))
-        return self.cut.rows(split, labels, len(self.classes)) if is_cut else None
+        part = self.part_of(split)
+        rows = torch.arange(len(labels))[self.kept[part]]
+        if self._is_cut(part):
+            rows = rows[self.cut.rows(split, labels[rows], len(self.classes))]
+        return rows if len(rows) < len(labels) else None
 
     def _setting_errors(self, shards: int, pixels: int) -> list[str]:
         """Return a line for each setting that does not fit the dataset.
@@ -306,14 +311,9 @@ def devices(sizes: Sequence[int], settings: DataSettings, device: torch.device) 
     return chosen
 
 
-def _open(settings: DataSettings) -> tuple[Source, str | None, dict[str, dict[int, str]]]:
-    """Open the dataset without the images that ``data.exclude`` and ``data.unreadable`` leave out.
-
-    Returns:
-        The source, and ``excluded_identity`` and ``unreadable`` of the plan.
-    """
+def _location(settings: DataSettings) -> Location:
     folder, limit = settings.cache.folder, settings.cache_limit
-    location = Location(
+    return Location(
         settings.root,
         settings.download,
         settings.storage,
@@ -322,22 +322,16 @@ def _open(settings: DataSettings) -> tuple[Source, str | None, dict[str, dict[in
         settings.group_column,
         settings.several_labels,
     )
-    source, excluded = settings.kind.open(location), None
-    if settings.exclude is not None:
-        source, excluded = excluding(source, settings.exclude, settings.stored_size)
-    if settings.unreadable != SKIP:
-        return source, excluded, {}
-    if not isinstance(source, ListedSource):
-        raise InvalidInput(f"data.unreadable: 'skip': {settings.dataset} has no image files; remove it")
-    readable, left_out = without_unreadable(source, settings, keeps=not _is_streamed(source, settings))
-    return readable, excluded, left_out
 
 
-def _is_streamed(source: ListedSource, settings: DataSettings) -> bool:
+def _is_streamed(source: Source, kept: Mapping[str, Rows], settings: DataSettings) -> bool:
     """Return whether images are decoded when a step needs them."""
+    if not isinstance(source, ListedSource):
+        return False
     if settings.decode is not None:
         return settings.decode == STREAM
-    pixels = 3 * math.prod(settings.stored_size) * sum(source.count(part) for part in source.parts)
+    counts = [len(source.listing(part).labels[rows]) for part, rows in kept.items()]
+    pixels = 3 * math.prod(settings.stored_size) * sum(counts)
     return pixels > (LARGE if settings.cache_limit is None else min(LARGE, settings.cache_limit))
 
 
@@ -345,37 +339,38 @@ def _training_part(source: Source) -> str:
     return "train" if "train" in source.parts else source.parts[0]
 
 
-def _shards(source: Source, parts: Sequence[str]) -> list[Shard]:
-    """Return the shards of the given parts."""
-    listings = [source.listing(part) for part in parts] if isinstance(source, ListedSource) else []
-    return [shard for listing in listings for shard in listing.shards]
+def _shards(source: Source, kept: Mapping[str, Rows]) -> list[Shard]:
+    """Return the shards of the given images."""
+    if not isinstance(source, ListedSource):
+        return []
+    return [shard for part, rows in kept.items() for shard in source.listing(part).shards_with(rows)]
 
 
-def _cut(source: Source, settings: DataSettings) -> Cut:
-    """Return the splits that are held out of the training part.
+def _cut(
+    source: Source, shares: Mapping[str, float], rows: Rows, labels: Tensor, settings: DataSettings
+) -> Cut:
+    """Return the splits of the training part's images with these rows and labels.
 
     Raises:
-        InvalidInput: if a share conflicts with the dataset's parts; if classes have too few images or groups,
-            with a line for each.
+        InvalidInput: if classes have too few images or groups, with a line for each.
     """
-    part, shares = _training_part(source), _shares(source, settings)
-    labels = groups = None
-    if settings.group and not shares:
-        reason = "the dataset has fixed splits, so none is drawn; set data.validation, or remove this key"
-        raise InvalidInput(f"data.group: {settings.group!r}: {reason}")
-    if settings.group or settings.several_labels:
-        listing = source.listing(part) if isinstance(source, ListedSource) else None
-        groups = groups_of(listing, settings) if settings.group else None
-        assert listing is not None
-        labels = listing.labels.numpy()
-        groups = np.arange(len(labels)) if groups is None else groups
-    cut = Cut(shares, settings.split_seed, settings.fold, labels, groups, settings.group)
-    cut.check(source.classes, source.class_counts(part))
+    groups, part = None, _training_part(source)
+    if settings.group:
+        groups = groups_of(source.listing(part) if isinstance(source, ListedSource) else None, rows, settings)
+    elif settings.several_labels:
+        groups = np.arange(len(labels))
+    of_groups = None if groups is None else labels.numpy()
+    cut = Cut(shares, settings.split_seed, settings.fold, of_groups, groups, settings.group)
+    cut.check(source.classes, counts_of(labels, len(source.classes)))
     return cut
 
 
 def _shares(source: Source, settings: DataSettings) -> dict[str, float]:
-    """Return the share of each split that is held out of the training part."""
+    """Return the share of each split that is held out of the training part.
+
+    Raises:
+        InvalidInput: if a share conflicts with the dataset's parts, or there are groups but no share.
+    """
     shares: dict[str, float] = {}
     validation, test = settings.validation, settings.test
     if settings.fold:
@@ -400,6 +395,9 @@ def _shares(source: Source, settings: DataSettings) -> dict[str, float]:
         raise InvalidInput(f"data.validation: {validation}: {reason}")
     if validation is not None:
         shares["val"] = float(validation)
+    if settings.group and not shares:
+        reason = "the dataset has fixed splits, so none is drawn; set data.validation, or remove this key"
+        raise InvalidInput(f"data.group: {settings.group!r}: {reason}")
     return shares
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from classify.images.listing import Listing, counts_of
+from classify.images.listing import Listing, Rows, counts_of
 from classify.images.settings import PARENT, DataSettings
 from deepspeed_trial.errors import InvalidInput
 
@@ -157,8 +157,8 @@ class Cut:
             raise InvalidInput(errors.values())
 
 
-def groups_of(listing: Listing | None, settings: DataSettings) -> np.ndarray:
-    """Return the group of each image by ``data.group``, int64 (N,).
+def groups_of(listing: Listing | None, kept: Rows, settings: DataSettings) -> np.ndarray:
+    """Return the group of each of the kept images by ``data.group``, int64 (N,).
 
     Raises:
         InvalidInput: if the images have no paths or no such column, or a path does not match the pattern.
@@ -168,10 +168,11 @@ def groups_of(listing: Listing | None, settings: DataSettings) -> np.ndarray:
         raise InvalidInput(
             f"{key}: {settings.dataset} has no file for each image; split the dataset beforehand"
         )
-    paths = [listing.name(index) for index in range(len(listing.labels))]
+    rows = np.arange(len(listing.labels))[kept].tolist()
+    paths = [listing.name(row) for row in rows]
     paths = [path.removeprefix(settings.root).lstrip(os.sep) for path in paths]
     if listing.column is not None:
-        names: Sequence[str | None] = listing.column
+        names: Sequence[str | None] = [listing.column[row] for row in rows]
     elif group == PARENT:
         names = [os.path.basename(os.path.dirname(path)) for path in paths]
     elif not (pattern := re.compile(group)).groups:

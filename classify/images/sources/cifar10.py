@@ -61,9 +61,9 @@ class Cifar10:
             images = torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous()
             about = f"{_fingerprint(self.root)} {size}", torch.tensor(dataset.targets)
 
-            def fill(target: pathlib.Path) -> tuple[str, Tensor]:
+            def fill(target: pathlib.Path) -> tuple[str, Tensor, int]:
                 write_resized(images, size, target)
-                return about
+                return *about, len(images)
 
             with file.lock() as folder:  # another process may have been first
                 return file.read(*about) or file.write(folder, len(images), fill)

@@ -12,6 +12,7 @@ from support import DIGITS, overrides
 import train as program
 from classify.images.plan import DataPlan
 from classify.images.sources.left_out import image_names
+from workbench.audit.dataset import Dataset
 
 
 def listed(tmp_path: pathlib.Path, *names: str) -> str:
@@ -54,12 +55,15 @@ def test_an_image_of_a_shard_is_named_by_its_place(written, tmp_path):
     assert torch.equal(kept.load("train").labels, labels[rows])
     assert str(kept.excluded_identity).startswith("excluded: 2, digest ")
     assert every.excluded_identity is None
+    section = {"dataset": "webdataset", "root": str(written), "exclude": kept.settings.exclude}
+    assert Dataset.open(section).names[: len(rows)] == [names[row] for row in rows]  # as a second audit
 
 
 def test_an_image_of_a_decoded_source_is_named_by_its_index(tmp_path):
     images = load("digits", "data", image_size=8)
     kept = load("digits", "data", image_size=8, exclude=listed(tmp_path, "train/0", "train/1436", "test/3"))
-    assert torch.equal(kept.images, images.images[1:-1]) and torch.equal(kept.labels, images.labels[1:-1])
+    assert torch.equal(everything(kept), images.images[1:-1])
+    assert torch.equal(kept.labels, images.labels[1:-1])
 
 
 @table(
