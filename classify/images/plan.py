@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from classify.config.rules import CROP
 from classify.images.listing import (
+    ALL,
     NOT_READABLE,
     PARTS,
     ListedSource,
@@ -154,15 +155,11 @@ class DataPlan:
 
     def count(self, split: str) -> int:
         """Return the number of images in a split."""
-        part = self.part_of(split)
-        return self.cut.count(split, self._sizes) if self._is_cut(part) else len(self.labels[part])
+        return len(self._labels(split))
 
     def class_counts(self, split: str) -> list[int]:
         """Return the number of a split's images in each class."""
-        part = self.part_of(split)
-        if self._is_cut(part):
-            return self.cut.class_counts(split, self._sizes)
-        return counts_of(self.labels[part], len(self.classes))
+        return counts_of(self._labels(split), len(self.classes))
 
     def file_names(self, split: str, indices: Sequence[int]) -> list[str | None]:
         """Return the names of a split's images in error lines; all None if the source decodes its images."""
@@ -227,11 +224,6 @@ class DataPlan:
             left_out = unreadable(self.source, self.settings, self.kept).values()
             raise_some([line for lines in left_out for line in lines.values()], NOT_READABLE)
 
-    @functools.cached_property
-    def _sizes(self) -> Sequence[int]:
-        """The number of images per class in the training part."""
-        return counts_of(self.labels[_training_part(self.source)], len(self.classes))
-
     def part_of(self, split: str) -> str:
         """Return the part of the source that a split is in."""
         return split if split in self.source.parts else _training_part(self.source)
@@ -240,15 +232,19 @@ class DataPlan:
         """Return the images of the part that a split is in; None if the source decodes them."""
         return self.source.listing(self.part_of(split)) if isinstance(self.source, ListedSource) else None
 
-    def _is_cut(self, part: str) -> bool:
-        return part == _training_part(self.source) and bool(self.cut.shares)
+    def _labels(self, split: str) -> Tensor:
+        """Return the labels of a split, as ``labels`` has them."""
+        part = self.part_of(split)
+        return self.labels[part][self.cut.rows(split) if part == _training_part(self.source) else ALL]
 
     def _rows(self, split: str, labels: Tensor) -> Tensor | None:
         """Return the indices of a split's images in its part with these labels; None for the whole part."""
-        part = self.part_of(split)
+        part, cut = self.part_of(split), self.cut
         rows = torch.arange(len(labels))[self.kept[part]]
-        if self._is_cut(part):
-            rows = rows[self.cut.rows(split, labels[rows], len(self.classes))]
+        if part == _training_part(self.source):
+            if not isinstance(self.source, ListedSource):  # only its counts were known
+                cut = dataclasses.replace(cut, labels=labels[rows].numpy())
+            rows = rows[cut.rows(split)]
         return rows if len(rows) < len(labels) else None
 
     def _setting_errors(self, shards: int, pixels: int) -> list[str]:
@@ -359,9 +355,8 @@ def _cut(
         groups = groups_of(source.listing(part) if isinstance(source, ListedSource) else None, rows, settings)
     elif settings.several_labels:
         groups = np.arange(len(labels))
-    of_groups = None if groups is None else labels.numpy()
-    cut = Cut(shares, settings.split_seed, settings.fold, of_groups, groups, settings.group)
-    cut.check(source.classes, counts_of(labels, len(source.classes)))
+    cut = Cut(shares, labels.numpy(), settings.split_seed, settings.fold, groups, settings.group)
+    cut.check(source.classes)
     return cut
 
 

@@ -6,13 +6,12 @@ import functools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from classify.images.listing import Listing, Rows, counts_of
+from classify.images.listing import ALL, Listing, Rows, counts_of
 from classify.images.settings import PARENT, DataSettings
 from deepspeed_trial.errors import InvalidInput
 
@@ -26,19 +25,19 @@ class Cut:
     Attributes:
         shares: each held-out split's share of the images that the previous splits leave; ``train`` gets the
             rest.
+        labels: the labels of all images, int64 (N,), or uint8 (N, C) of 0 and 1.
         seed: the seed of the draw.
         fold: the number of a fold, from 1, and the number of folds; the fold is the first split.
-        labels: the labels of all images, if they are in groups: int64 (N,), or uint8 (N, C) of 0 and 1.
         groups: int64 (N,), the group of each image; all images of a group are in one split. None without
             groups. With several labels an image, each image is a group unless ``data.group`` names the
             groups.
         group: ``data.group``, for error lines.
     """
 
-    shares: Mapping[str, float] = field(default_factory=dict)
+    shares: Mapping[str, float]
+    labels: np.ndarray
     seed: int = 0
     fold: tuple[int, int] | None = None
-    labels: np.ndarray | None = None
     groups: np.ndarray | None = None
     group: str | None = None
 
@@ -47,49 +46,18 @@ class Cut:
         """The splits, the training images last."""
         return (*self.shares, "train")
 
-    def count(self, split: str, sizes: Sequence[int]) -> int:
-        """Return the number of a split's images; ``sizes`` has the part's number of images in each class."""
-        if self.groups is not None:
-            return int((self._assigned == self.splits.index(split)).sum())
-        return sum(self.class_counts(split, sizes))
+    def rows(self, split: str) -> Rows:
+        """Return the indices of a split's images."""
+        return np.flatnonzero(self._assigned == self.splits.index(split)) if self.shares else ALL
 
-    def class_counts(self, split: str, sizes: Sequence[int]) -> list[int]:
-        """Return a split's number of images in each class; ``sizes`` has the part's numbers."""
-        if self.groups is not None and self.labels is not None:
-            labels = self.labels[self._assigned == self.splits.index(split)]
-            return counts_of(torch.from_numpy(labels), len(sizes))
-        return [self._counts(size, label)[split] for label, size in enumerate(sizes)]
-
-    def rows(self, split: str, labels: Tensor, classes: int) -> Tensor:
-        """Return the indices of a split's images, sorted, int64 (M,).
-
-        Args:
-            split: the name of a split.
-            labels: the labels of all images that are split, int64 (N,), or uint8 (N, C) of 0 and 1.
-            classes: the number of classes.
-        """
-        if self.groups is not None:
-            return torch.from_numpy(np.flatnonzero(self._assigned == self.splits.index(split)))
-        random, chosen = np.random.default_rng((self.seed, _DRAW)), []
-        for label in range(classes):
-            places, start = random.permutation(np.flatnonzero(labels.numpy() == label)), 0
-            if self.fold:
-                is_held = np.arange(len(places)) % self.fold[1] == self._first_of_fold(label)
-                places = np.concatenate([places[is_held], places[~is_held]])
-            for name, size in self._counts(len(places), label).items():
-                if name == split:
-                    chosen.append(places[start : start + size])
-                start += size
-        return torch.from_numpy(np.sort(np.concatenate(chosen)))
-
-    def check(self, classes: Sequence[str], sizes: Sequence[int]) -> None:
+    def check(self, classes: Sequence[str]) -> None:
         """Check that every class has enough images or groups.
 
         Raises:
             InvalidInput: with a line for each class that has too few.
         """
         splits, folds = len(self.splits), self.fold[1] if self.fold else 0
-        errors = list[str]()
+        sizes, errors = counts_of(torch.from_numpy(self.labels), len(classes)), list[str]()
         for name, size in zip(classes, sizes, strict=True) if self.shares and self.group is None else ():
             has = f"the class {name!r} has {size} image{'s' * (size != 1)}, too few for"
             if not folds and size < splits:
@@ -102,29 +70,17 @@ class Cut:
         if self.groups is not None and self.shares:
             self._check_groups(classes)
 
-    def _first_of_fold(self, label: int) -> int:
-        """Return the fold's first index among a class's images; it grows by one from class to class."""
-        assert self.fold
-        return (self.fold[0] - 1 + label) % self.fold[1]
-
-    def _counts(self, size: int, label: int) -> dict[str, int]:
-        """Return the number of a class's images in each split."""
-        if self.fold is None:
-            return _divided(size, self.shares)
-        held = len(range(self._first_of_fold(label), size, self.fold[1]))
-        first, *others = self.shares
-        return {first: held, **_divided(size - held, {name: self.shares[name] for name in others})}
-
     @functools.cached_property
     def _folds(self) -> np.ndarray:
         """The fold of each image, int64 (N,), from 0."""
-        assert self.fold and self.labels is not None and self.groups is not None
+        assert self.fold and self.groups is not None
         return _assign(self.labels, self.groups, [1 / self.fold[1]] * self.fold[1], self.seed)
 
     @functools.cached_property
     def _assigned(self) -> np.ndarray:
         """The index of each image's split in ``splits``, int64 (N,)."""
-        assert self.labels is not None and self.groups is not None
+        if self.groups is None:
+            return self._drawn()
         if self.fold is None:
             return _assign(self.labels, self.groups, _parts_of_all(list(self.shares.values())), self.seed)
         assigned = np.zeros_like(self.groups)
@@ -133,8 +89,24 @@ class Cut:
         assigned[rest] = 1 + _assign(self.labels[rest], self.groups[rest], shares, self.seed)
         return assigned
 
+    def _drawn(self) -> np.ndarray:
+        """Draw each class's images, and assign them to the splits."""
+        random, assigned = np.random.default_rng((self.seed, _DRAW)), np.empty_like(self.labels)
+        shares = list(self.shares.values())
+        for label in np.unique(self.labels).tolist():
+            places, first = random.permutation(np.flatnonzero(self.labels == label)), 0
+            if self.fold:  # its first index grows by one from class to class
+                number, folds = self.fold
+                is_held = np.arange(len(places)) % folds == (number - 1 + label) % folds
+                assigned[places[is_held]] = 0
+                places, first = places[~is_held], 1
+            for split, size in enumerate(_divided(len(places), shares[first:]), first):
+                assigned[places[:size]] = split
+                places = places[size:]
+        return assigned
+
     def _check_groups(self, classes: Sequence[str]) -> None:
-        assert self.labels is not None and self.groups is not None
+        assert self.groups is not None
         parts = [(self._assigned, len(self.splits), "splits")]
         if self.fold:
             parts.insert(0, (self._folds, self.fold[1], "folds"))
@@ -188,15 +160,14 @@ def groups_of(listing: Listing | None, kept: Rows, settings: DataSettings) -> np
     return np.unique(np.array(names, object), return_inverse=True)[1]
 
 
-def _divided(size: int, shares: Mapping[str, float]) -> dict[str, int]:
-    """Return the number of a class's images in each split, at least one; ``train`` gets the rest."""
-    counts: dict[str, int] = {}
-    rest = size
-    for name, share in shares.items():
-        later = len(shares) - len(counts)  # the splits after this one, with ``train``, need an image each
-        counts[name] = max(1, min(round(rest * share), rest - later))
-        rest -= counts[name]
-    return {**counts, "train": rest}
+def _divided(rest: int, shares: Sequence[float]) -> list[int]:
+    """Return the number of a class's images in each split, at least one; the last split gets the rest."""
+    counts = list[int]()
+    for share in shares:
+        later = len(shares) - len(counts)  # the splits after this one need an image each
+        counts.append(max(1, min(round(rest * share), rest - later)))
+        rest -= counts[-1]
+    return [*counts, rest]
 
 
 def _parts_of_all(shares: Sequence[float]) -> list[float]:
