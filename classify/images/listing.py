@@ -225,6 +225,7 @@ class ListedSource(abc.ABC):
 
     def __init__(self, location: Location) -> None:
         self.location = location
+        self._listings = dict[str, Listing]()
 
     @property
     @abc.abstractmethod
@@ -236,13 +237,19 @@ class ListedSource(abc.ABC):
     def parts(self) -> tuple[str, ...]:
         """The names of the parts: ``train`` with ``test``, ``val`` or both; or only ``all``."""
 
-    @abc.abstractmethod
     def listing(self, part: str) -> Listing:
         """Return the images of a part; the first call lists them.
 
         Raises:
             InvalidInput: if the part is missing, damaged or not usable.
         """
+        if part not in self._listings:
+            self._listings[part] = self.list_part(part)
+        return self._listings[part]
+
+    @abc.abstractmethod
+    def list_part(self, part: str) -> Listing:
+        """List the images of a part; raise the errors of ``listing``."""
 
     @property
     def passed_over(self) -> Mapping[str, int]:

@@ -28,7 +28,6 @@ class ImageFolder(ListedSource):
     def __init__(self, location: Location) -> None:
         super().__init__(location)
         self.root = pathlib.Path(location.root)
-        self._parts: dict[str, FileListing] = {}
         self._passed_over: dict[str, collections.Counter[str]] = {}
 
     @functools.cached_property
@@ -43,18 +42,16 @@ class ImageFolder(ListedSource):
         with refused(f"data.root: {self.root}"):
             return _find_parts(self.root)
 
-    def listing(self, part: str) -> FileListing:
-        """Return the files of a part, sorted by their paths.
+    def list_part(self, part: str) -> FileListing:
+        """List the files of a part, sorted by their paths.
 
         Raises:
             InvalidInput: if a folder is missing or empty, or the parts' classes differ.
         """
-        if part not in self._parts:
-            folder = self.folder_of(part)
-            with refused(f"data.root: {self.root}"):
-                files, self._passed_over[part] = _find_files(folder, self.classes)
-            self._parts[part] = FileListing(list(files), list(files.values()), self.classes, str(folder))
-        return self._parts[part]
+        folder = self.folder_of(part)
+        with refused(f"data.root: {self.root}"):
+            files, self._passed_over[part] = _find_files(folder, self.classes)
+        return FileListing(list(files), list(files.values()), self.classes, str(folder))
 
     @property
     def passed_over(self) -> Mapping[str, int]:

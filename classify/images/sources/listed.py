@@ -55,7 +55,6 @@ class NamedFiles(ListedSource):
         if set(rows) == {"train"}:
             rows = {WHOLE: rows["train"]}
         self._rows = rows
-        self._listings: dict[str, FileListing] = {}
 
     @functools.cached_property
     def classes(self) -> tuple[str, ...]:
@@ -82,22 +81,20 @@ class NamedFiles(ListedSource):
         """The names of the parts: ``train`` with ``test``, ``val`` or both; or only ``all``."""
         return tuple(self._rows)
 
-    def listing(self, part: str) -> FileListing:
-        """Return the files of a part, in the order of the table's rows."""
-        if part not in self._listings:
-            rows, index = self._rows[part], {name: label for label, name in enumerate(self.classes)}
-            labels: Any = [[label_of(label, index) for label in row.labels] for row in rows]
-            if self.location.several_labels:
-                of_images, labels = labels, np.zeros((len(rows), len(index)), np.uint8)
-                for indicators, of_image in zip(labels, of_images, strict=True):
-                    indicators[of_image] = 1
-            else:
-                labels = [label for (label,) in labels]
-            listing = FileListing([row.path for row in rows], labels, self.classes, self.location.root)
-            if any(row.group for row in rows):
-                listing.column = [row.group for row in rows]
-            self._listings[part] = listing
-        return self._listings[part]
+    def list_part(self, part: str) -> FileListing:
+        """List the files of a part, in the order of the table's rows."""
+        rows, index = self._rows[part], {name: label for label, name in enumerate(self.classes)}
+        labels: Any = [[label_of(label, index) for label in row.labels] for row in rows]
+        if self.location.several_labels:
+            of_images, labels = labels, np.zeros((len(rows), len(index)), np.uint8)
+            for indicators, of_image in zip(labels, of_images, strict=True):
+                indicators[of_image] = 1
+        else:
+            labels = [label for (label,) in labels]
+        listing = FileListing([row.path for row in rows], labels, self.classes, self.location.root)
+        if any(row.group for row in rows):
+            listing.column = [row.group for row in rows]
+        return listing
 
 
 def table(location: Location) -> NamedFiles:

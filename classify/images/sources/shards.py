@@ -100,7 +100,6 @@ class ShardSource(ListedSource):
         super().__init__(location)
         fetch = Storage(location.storage).fetch
         self.cache = ShardCache(location.cache_folder / FOLDER, fetch, location.limit)
-        self._listings: dict[str, ShardListing] = {}
 
     @staticmethod
     @abc.abstractmethod
@@ -135,11 +134,9 @@ class ShardSource(ListedSource):
         """The names of the parts: ``train`` with ``test``, ``val`` or both; or only ``all``."""
         return tuple(self.index.parts)
 
-    def listing(self, part: str) -> ShardListing:
-        """Return the images of a part, in the order of the index."""
-        if part not in self._listings:
-            self._listings[part] = ShardListing(self.index.parts[part], self)
-        return self._listings[part]
+    def list_part(self, part: str) -> ShardListing:
+        """List the images of a part, in the order of the index."""
+        return ShardListing(self.index.parts[part], self)
 
     @functools.cached_property
     def index(self) -> Index:

@@ -88,7 +88,7 @@ def write(folder: pathlib.Path, target: pathlib.Path, limit: int, seed: int) -> 
 
 def _jobs(source: ImageFolder, part: str, target: pathlib.Path, limit: int, seed: int) -> list[_Job]:
     """Shuffle a part with a seed, and split it into shards of at most ``limit`` bytes."""
-    images, folder = source.listing(part), source.folder_of(part)
+    images, folder = source.list_part(part), source.folder_of(part)
     keys = _keys([os.path.relpath(path, folder) for path in images.paths])
     chosen, size = list[list[int]]([[]]), RECORDSIZE  # zeros fill a tar up to a multiple of this
     for index in np.random.default_rng((seed, len(part))).permutation(len(keys)).tolist():
