@@ -10,7 +10,7 @@ import pathlib
 import re
 import stat
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from classify.images.decode import content_of
+from classify.images.settings import DataSettings
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.host_lock import stand_ins
 
@@ -31,53 +32,6 @@ ALL = slice(None)
 EXTENSIONS = (
     ".jpg .jpeg .jpe .jfif .png .webp .bmp .gif .tif .tiff .ppm .pgm .pbm .tga .jp2 .avif .heic .heif .hif"
 ).split()
-
-
-@dataclass(frozen=True)
-class Location:
-    """The location of a dataset, and the options for reading it.
-
-    Attributes:
-        root: ``data.root``: a folder, a URL or a pattern of file names.
-        download: whether a missing dataset may be downloaded.
-        storage: fsspec's storage options.
-        cache: the folder for fetched shards and indices; None for the user's cache.
-        limit: the maximum bytes of the fetched shards on this machine; None for no limit.
-        column: the column of a table whose values group the images; None for no column.
-        several_labels: ``data.several_labels``: the separator or the columns of the labels in a table.
-    """
-
-    root: str
-    download: bool = True
-    storage: Mapping[str, Any] = field(default_factory=dict)
-    cache: str | None = None
-    limit: int | None = None
-    column: str | None = None
-    several_labels: str | tuple[str, ...] | None = None
-
-    @property
-    def is_pattern(self) -> bool:
-        """Whether the root names files, possibly with ``{0..9}`` and ``*``, instead of a folder."""
-        names = re.search(r"[{*]", self.root) or self.root.endswith((".tar", ".parquet"))
-        return bool(names) and not os.path.isdir(self.root)
-
-    @property
-    def base(self) -> str:
-        """The folder or prefix of the files."""
-        head = re.split(r"[{*]", self.root)[0]
-        return (head.rpartition("/")[0] or ".") if self.is_pattern else self.root
-
-    @property
-    def folder(self) -> pathlib.Path:
-        """The folder for decoded images and indices: the dataset's folder; for a remote one, in the cache."""
-        if is_remote(self.root):
-            return self.cache_folder / hashlib.sha256(self.root.encode()).hexdigest()[:16]
-        return pathlib.Path(self.base)
-
-    @property
-    def cache_folder(self) -> pathlib.Path:
-        """The folder for all remote data."""
-        return pathlib.Path(self.cache) if self.cache else stand_ins()
 
 
 @dataclass(frozen=True)
@@ -220,12 +174,39 @@ class ListedSource(abc.ABC):
     """A source that lists encoded images.
 
     Args:
-        location: the dataset's location.
+        settings: the settings of the dataset.
     """
 
-    def __init__(self, location: Location) -> None:
-        self.location = location
+    def __init__(self, settings: DataSettings) -> None:
+        self.settings = settings
         self._listings = dict[str, Listing]()
+
+    @property
+    def is_pattern(self) -> bool:
+        """Whether the root names files, possibly with ``{0..9}`` and ``*``, instead of a folder."""
+        root = self.settings.root
+        names = re.search(r"[{*]", root) or root.endswith((".tar", ".parquet"))
+        return bool(names) and not os.path.isdir(root)
+
+    @property
+    def base(self) -> str:
+        """The folder or prefix of the files."""
+        head = re.split(r"[{*]", self.settings.root)[0]
+        return (head.rpartition("/")[0] or ".") if self.is_pattern else self.settings.root
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """The folder for decoded images and indices: the dataset's folder; for a remote one, in the cache."""
+        root = self.settings.root
+        if is_remote(root):
+            return self.cache_folder / hashlib.sha256(root.encode()).hexdigest()[:16]
+        return pathlib.Path(self.base)
+
+    @property
+    def cache_folder(self) -> pathlib.Path:
+        """The folder for all remote data."""
+        folder = self.settings.cache.folder
+        return pathlib.Path(folder) if folder else stand_ins()
 
     @property
     @abc.abstractmethod

@@ -232,7 +232,7 @@ def open_pixels(
 def file_of(source: ListedSource, part: str, settings: DataSettings) -> PixelFile:
     """Return the file of a part's decoded images."""
     name = f"images-{part}" if settings.fit == CROP else f"images-{part}-{settings.fit}"
-    return PixelFile(source.location.folder, name, settings.stored_size)
+    return PixelFile(source.folder, name, settings.stored_size)
 
 
 def fingerprint_of(listing: Listing, rows: Rows, settings: DataSettings) -> str:

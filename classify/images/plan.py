@@ -20,7 +20,6 @@ from classify.images.listing import (
     PARTS,
     ListedSource,
     Listing,
-    Location,
     Rows,
     Shard,
     counts_of,
@@ -31,7 +30,7 @@ from classify.images.order import Windows
 from classify.images.pixel_files import in_bytes
 from classify.images.pixels import ImageSet, open_pixels
 from classify.images.settings import AUTO, BALANCED, MOST_WORKERS, ONCE, SKIP, STREAM, DataSettings
-from classify.images.sources import Source
+from classify.images.sources import Source, open_source
 from classify.images.sources.left_out import excluding, labels_of, unreadable, without_unreadable
 from classify.images.sources.remote import AHEAD
 from classify.images.splits import Cut, groups_of
@@ -88,7 +87,7 @@ class DataPlan:
             InvalidInput: if the data is missing, damaged or not usable; if settings do not fit the dataset,
                 with a line for each.
         """
-        source = settings.kind.open(_location(settings))
+        source = open_source(settings)
         shares = _shares(source, settings)
         every, excluded = excluding(source, settings)
         keeps = not _is_streamed(source, every, settings)
@@ -307,19 +306,6 @@ def devices(sizes: Sequence[int], settings: DataSettings, device: torch.device) 
     return chosen
 
 
-def _location(settings: DataSettings) -> Location:
-    folder, limit = settings.cache.folder, settings.cache_limit
-    return Location(
-        settings.root,
-        settings.download,
-        settings.storage,
-        folder,
-        limit,
-        settings.group_column,
-        settings.several_labels,
-    )
-
-
 def _is_streamed(source: Source, kept: Mapping[str, Rows], settings: DataSettings) -> bool:
     """Return whether images are decoded when a step needs them."""
     if not isinstance(source, ListedSource):
@@ -400,7 +386,7 @@ def _has_room(source: Any, settings: DataSettings, needed: int) -> bool:
     """Return whether ``data.cache.limit``, or else the disk, has room for decoded images and shards."""
     if settings.cache_limit is not None:
         return needed <= settings.cache_limit
-    folder = source.location.folder
+    folder = source.folder
     height, width = settings.stored_size
     if any(folder.glob(f".images-*-{height}x{width}.growing")):
         return True  # the disk had room when a run began the file

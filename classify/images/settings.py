@@ -32,10 +32,12 @@ from classify.config.rules import (
 )
 from classify.config.sections import Keyed, Section, key
 from classify.images.augment import Augmentation
-from classify.images.sources import SOURCES, Kind, kind_of
 from deepspeed_trial import redaction
 from deepspeed_trial.errors import ErrorList, InvalidInput
 
+DATASETS = ("cifar10", "digits", "imagefolder", "webdataset", "parquet", "table")
+OF_ONE_SIZE = ("cifar10", "digits")  # the datasets whose images have one size
+MOST_OF_DIGITS = 512  # pixels; they are enlarged in memory
 IMAGE_SIZE = 32  # pixels: the height and width for ``Net``
 MOST_WORKERS = 64  # for each rank
 NORMALIZATIONS = ("half", "dataset", "imagenet", "weights")
@@ -112,8 +114,8 @@ class DataSettings(Keyed):
     dataset: str = key(
         "cifar10",
         Rule(
-            lambda value: isinstance(value, str) and bool(kind_of(value)),
-            f"must be one of {', '.join(SOURCES)}, or a file FILE.py of yours",
+            lambda value: isinstance(value, str) and (value in DATASETS or value.endswith(".py")),
+            f"must be one of {', '.join(DATASETS)}, or a file FILE.py of yours",
         ),
         "The dataset.",
     )
@@ -268,11 +270,6 @@ class DataSettings(Keyed):
         return self.group if is_column else None
 
     @property
-    def kind(self) -> Kind:
-        """The kind of the dataset; for an unknown kind, the image folder."""
-        return kind_of(str(self.dataset)) or SOURCES["imagefolder"]
-
-    @property
     def cache_limit(self) -> int | None:
         """Maximum bytes of fetched shards and decoded images; None for no limit."""
         limit = self.cache.limit
@@ -299,7 +296,7 @@ class DataSettings(Keyed):
         values = cls.read("data.", {**section, "augment": None}, errors, redaction.shown)
         errors.lines += _left_out_errors(values)
         parsed = cls(**{**values, "augment": Augmentation()})
-        if net_size and "image_size" not in section and parsed.kind.of_any_size:
+        if net_size and "image_size" not in section and parsed.dataset not in OF_ONE_SIZE:
             parsed = dataclasses.replace(parsed, image_size=net_size)
         errors.lines += parsed._errors(section)
         sides = parsed.image_size
@@ -320,7 +317,8 @@ class DataSettings(Keyed):
 
     def _errors(self, section: Mapping[str, Any]) -> list[str]:
         """Return a line for each size that is invalid, and for each value that does not fit the others."""
-        errors, sides, most = [], self.image_size, self.kind.most_pixels
+        most = MOST_OF_DIGITS if self.dataset == "digits" else rules.MOST_PIXELS
+        errors, sides = [], self.image_size
         if self.device == "cuda" and not torch.cuda.is_available():
             errors.append("data.device: 'cuda': this machine has no GPU with CUDA; use auto")
         if not _are_sides(sides) or max(sides) > most:

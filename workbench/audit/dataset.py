@@ -114,7 +114,7 @@ class Dataset:
             or source.listing(self.plan.part_of(self.splits[index])).shards
         ):
             return None
-        return pathlib.Path(source.location.base, name).absolute().as_uri()
+        return pathlib.Path(source.base, name).absolute().as_uri()
 
     def digest(self) -> str:
         """Return the SHA-256 digest of the images, their size and their order; this reads all images."""

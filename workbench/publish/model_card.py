@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 from huggingface_hub import EvalResult, ModelCardData
 
-from classify.images.settings import DataSettings
+from classify.images.settings import OF_ONE_SIZE, DataSettings
 from deepspeed_trial.errors import printable
 from workbench.reports import recorded_run
 
@@ -36,7 +36,7 @@ def write(
     data = provenance.get("data")
     data = data if isinstance(data, dict) else {}
     dataset = str(data.get("dataset", DataSettings.dataset))
-    shown = str(data.get("root", dataset)) if DataSettings(dataset).kind.of_any_size else dataset
+    shown = str(data.get("root", dataset)) if dataset not in OF_ONE_SIZE else dataset
     results = recorded_run.results(run, provenance) if run else []
     title = str(provenance.get("experiment") or description["net"]["name"])
     head = ModelCardData(

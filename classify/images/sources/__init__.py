@@ -1,21 +1,19 @@
 """Sources of images: a class for each kind of dataset, by the name in ``data.dataset``.
 
-To add a kind, write a class in a module, and add a row to ``SOURCES``. The class derives from
-``ListedSource`` if its images are encoded (JPEG, PNG ...), or has the members of ``DecodedSource``. Every
-rank calls ``load``, which does long work once per host, under ``deepspeed_trial.host_lock``.
+To add a kind, write a class in a module, and add its name to ``SOURCES`` and ``DATASETS``. The class derives
+from ``ListedSource`` if its images are encoded (JPEG, PNG ...), or has the members of ``DecodedSource``.
+Every rank calls ``load``, which does long work once per host, under ``deepspeed_trial.host_lock``.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from classify.config import rules
-from classify.images.listing import ListedSource, Location
+from classify.images.listing import ListedSource
+from classify.images.settings import DataSettings
 from classify.images.sources.cifar10 import Cifar10
 from classify.images.sources.digits import Digits
 from classify.images.sources.image_folder import ImageFolder
@@ -51,42 +49,25 @@ class DecodedSource(Protocol):
 Source = ListedSource | DecodedSource
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of dataset.
-
-    Attributes:
-        open: a function that opens the source at a location.
-        of_any_size: whether its images may differ in size.
-        most_pixels: the maximum height and width of a decoded image.
-    """
-
-    open: Callable[[Location], Source]
-    of_any_size: bool = True
-    most_pixels: int = rules.MOST_PIXELS
-
-
-def _parquet(location: Location) -> Source:
+def _parquet(settings: DataSettings) -> Source:
     try:
         from classify.images.sources.parquet_shards import ParquetShards  # pyarrow takes a while to import
     except ImportError as error:
         reason = f"needs pyarrow ({one_line(error)}); pip install pyarrow"
         raise InvalidInput(f"data.dataset: 'parquet': {reason}") from error
-    return ParquetShards(location)
+    return ParquetShards(settings)
 
 
-SOURCES = {
-    "cifar10": Kind(Cifar10, of_any_size=False),
-    "digits": Kind(Digits, of_any_size=False, most_pixels=512),  # enlarged in memory
-    "imagefolder": Kind(ImageFolder),
-    "webdataset": Kind(TarShards),
-    "parquet": Kind(_parquet),
-    "table": Kind(table),
+SOURCES: dict[str, Callable[[DataSettings], Source]] = {
+    "cifar10": Cifar10,
+    "digits": Digits,
+    "imagefolder": ImageFolder,
+    "webdataset": TarShards,
+    "parquet": _parquet,
+    "table": table,
 }
 
 
-def kind_of(dataset: str) -> Kind | None:
-    """Return the kind for ``data.dataset``, a name in ``SOURCES`` or a user's file; None if unknown."""
-    if dataset.endswith(".py"):
-        return Kind(functools.partial(own_source, dataset))
-    return SOURCES.get(dataset)
+def open_source(settings: DataSettings) -> Source:
+    """Open the dataset of ``data.dataset``: a name in ``SOURCES``, or a user's file."""
+    return own_source(settings) if settings.dataset.endswith(".py") else SOURCES[settings.dataset](settings)

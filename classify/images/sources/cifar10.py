@@ -14,8 +14,8 @@ import torch
 import torchvision
 from torch import Tensor
 
-from classify.images.listing import Location
 from classify.images.pixel_files import PixelFile, write_resized
+from classify.images.settings import DataSettings
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.host_lock import host_lock
 from deepspeed_trial.input_files import refused
@@ -29,14 +29,14 @@ class Cifar10:
     If several ranks or trials of a host start together, one downloads the dataset and the others wait.
 
     Args:
-        location: the dataset's folder, and whether a missing dataset may be downloaded.
+        settings: the dataset's folder, and whether a missing dataset may be downloaded.
     """
 
     classes = tuple("airplane automobile bird cat deer dog frog horse ship truck".split())
     parts = ("train", "test")
 
-    def __init__(self, location: Location) -> None:
-        self.root, self.may_download = pathlib.Path(location.root), location.download
+    def __init__(self, settings: DataSettings) -> None:
+        self.root, self.may_download = pathlib.Path(settings.root), settings.download
 
     def count(self, part: str) -> int:
         """Return the number of images in a part."""

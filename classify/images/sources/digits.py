@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from classify.images.listing import Location
+from classify.images.settings import DataSettings
 
 TESTED = 360  # the number of test images, of 1,797 images
 
@@ -22,7 +22,7 @@ class Digits:
     classes = tuple("0123456789")
     parts = ("train", "test")
 
-    def __init__(self, location: Location) -> None:
+    def __init__(self, settings: DataSettings) -> None:
         pass
 
     def count(self, part: str) -> int:

@@ -9,7 +9,8 @@ import os
 import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 
-from classify.images.listing import EXTENSIONS, PARTS, WHOLE, FileListing, ListedSource, Location
+from classify.images.listing import EXTENSIONS, PARTS, WHOLE, FileListing, ListedSource
+from classify.images.settings import DataSettings
 from deepspeed_trial.errors import ErrorList, InvalidInput
 from deepspeed_trial.input_files import refused
 
@@ -21,13 +22,13 @@ class ImageFolder(ListedSource):
     """An image folder, listed once.
 
     Args:
-        location: a folder with the folder ``train``, and ``val``, ``test`` or both; or with a folder for each
-            class.
+        settings: ``root`` is a folder with the folder ``train``, and ``val``, ``test`` or both; or with a
+            folder for each class.
     """
 
-    def __init__(self, location: Location) -> None:
-        super().__init__(location)
-        self.root = pathlib.Path(location.root)
+    def __init__(self, settings: DataSettings) -> None:
+        super().__init__(settings)
+        self.root = pathlib.Path(settings.root)
         self._passed_over: dict[str, collections.Counter[str]] = {}
 
     @functools.cached_property

@@ -51,7 +51,7 @@ def image_names(source: Any, part: str) -> Iterator[str]:
     if not isinstance(source, ListedSource):
         yield from (f"{part}/{index}" for index in range(source.count(part)))
         return
-    listing, root = source.listing(part), os.path.join(source.location.base, "")
+    listing, root = source.listing(part), os.path.join(source.base, "")
     if not listing.shards:
         yield from (listing.name(index).removeprefix(root) for index in range(len(listing.labels)))
         return

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from classify.images.listing import PARTS, WHOLE, FileListing, ListedSource, Location, is_remote
+from classify.images.listing import PARTS, WHOLE, FileListing, ListedSource, is_remote
+from classify.images.settings import DataSettings
 from classify.images.sources.shard_index import classes_of, label_of
 from deepspeed_trial.errors import InvalidInput, nearest, one_line, printable
 from deepspeed_trial.input_files import parsed, refused
@@ -46,12 +47,12 @@ class NamedFiles(ListedSource):
     """Image files named one by one.
 
     Args:
-        location: the dataset's location.
+        settings: the settings of the dataset.
         rows: the rows of each part.
     """
 
-    def __init__(self, location: Location, rows: Mapping[str, list[Row]]) -> None:
-        super().__init__(location)
+    def __init__(self, settings: DataSettings, rows: Mapping[str, list[Row]]) -> None:
+        super().__init__(settings)
         if set(rows) == {"train"}:
             rows = {WHOLE: rows["train"]}
         self._rows = rows
@@ -62,7 +63,7 @@ class NamedFiles(ListedSource):
 
         If the labels are numbers, the class names are the numbers from 0.
         """
-        several = self.location.several_labels
+        several = self.settings.several_labels
         if isinstance(several, tuple):
             return several
         parts = list(self._rows.values())
@@ -85,19 +86,19 @@ class NamedFiles(ListedSource):
         """List the files of a part, in the order of the table's rows."""
         rows, index = self._rows[part], {name: label for label, name in enumerate(self.classes)}
         labels: Any = [[label_of(label, index) for label in row.labels] for row in rows]
-        if self.location.several_labels:
+        if self.settings.several_labels:
             of_images, labels = labels, np.zeros((len(rows), len(index)), np.uint8)
             for indicators, of_image in zip(labels, of_images, strict=True):
                 indicators[of_image] = 1
         else:
             labels = [label for (label,) in labels]
-        listing = FileListing([row.path for row in rows], labels, self.classes, self.location.root)
+        listing = FileListing([row.path for row in rows], labels, self.classes, self.settings.root)
         if any(row.group for row in rows):
             listing.column = [row.group for row in rows]
         return listing
 
 
-def table(location: Location) -> NamedFiles:
+def table(settings: DataSettings) -> NamedFiles:
     """Open the dataset of a table ``train.csv`` or ``train.jsonl``, and perhaps tables ``val`` and ``test``.
 
     Paths in a table are relative to its folder.
@@ -105,7 +106,7 @@ def table(location: Location) -> NamedFiles:
     Raises:
         InvalidInput: if there is no table, a table cannot be parsed, or a row has no path or label.
     """
-    root = location.root
+    root = settings.root
     if is_remote(root):
         raise InvalidInput(f"data.root: {root}: a table must be in a folder; {_NO_URL}")
     rows: dict[str, list[Row]] = {}
@@ -115,28 +116,28 @@ def table(location: Location) -> NamedFiles:
             with refused(f"data.root: {file}"):
                 content = pathlib.Path(file).read_bytes()
             with parsed(f"{file}: not a readable table", "write CSV in UTF-8, or JSON lines"):
-                rows[part] = _rows(content, file, location)
+                rows[part] = _rows(content, file, settings)
     if "train" not in rows and set(rows) != {WHOLE}:
         needs = "it needs train.csv or train.jsonl, and may have such files for val and test"
         raise InvalidInput(f"data.root: {root}: holds no table of training images; {needs}")
-    return NamedFiles(location, rows)
+    return NamedFiles(settings, rows)
 
 
-def _rows(content: bytes, file: str, location: Location) -> list[Row]:
+def _rows(content: bytes, file: str, settings: DataSettings) -> list[Row]:
     """Return the images of a table; raise ``InvalidInput`` with the first bad row."""
     text = io.StringIO(content.decode("utf-8-sig", errors="replace"), newline="")
-    several = location.several_labels
+    several = settings.several_labels
     columns = [(name,) for name in several] if isinstance(several, tuple) else [_LABELS]
     numbered = _csv_rows(text, file, columns) if file.endswith(".csv") else _json_rows(text, file)
     folder = os.path.dirname(file)
-    rows = [_row(row, f"{file}, line {number}", folder, location) for number, row in numbered]
+    rows = [_row(row, f"{file}, line {number}", folder, settings) for number, row in numbered]
     if not rows:
         raise InvalidInput(f"{file}: has no rows; add some, or remove it")
     return rows
 
 
-def _row(row: Mapping[str, Any], where: str, folder: str, location: Location) -> Row:
-    path, several = _value(row, "path", _PATHS, where), location.several_labels
+def _row(row: Mapping[str, Any], where: str, folder: str, settings: DataSettings) -> Row:
+    path, several = _value(row, "path", _PATHS, where), settings.several_labels
     if isinstance(several, tuple):
         labels = tuple(name for name in several if _is_one(row, name, where))
     elif several is not None:
@@ -145,7 +146,7 @@ def _row(row: Mapping[str, Any], where: str, folder: str, location: Location) ->
         labels = (_value(row, "label", _LABELS, where),)
     if is_remote(path):
         raise InvalidInput(f"{where}: {path}: is a URL; {_NO_URL}")
-    group = "" if location.column is None else _value(row, "group", (location.column,), where)
+    group = "" if settings.group_column is None else _value(row, "group", (settings.group_column,), where)
     return Row(os.path.join(folder, path), labels, where, group)
 
 
@@ -215,7 +216,7 @@ def _value(row: Mapping[str, Any], kind: str, names: tuple[str, ...], where: str
     return str(value)
 
 
-def own_source(file: str, location: Location) -> Any:
+def own_source(settings: DataSettings) -> Any:
     """Return the source that a user's file defines: the result of its function ``source(root)``.
 
     The result is {part: [(path, class), ...]}, a ``ListedSource``, or an object with the members of
@@ -224,6 +225,7 @@ def own_source(file: str, location: Location) -> Any:
     Raises:
         InvalidInput: if the file cannot be run, or returns anything else.
     """
+    file = settings.dataset
     key = f"data.dataset: {file}"
     path = pathlib.Path(file).absolute()
     if not path.is_file():
@@ -232,7 +234,7 @@ def own_source(file: str, location: Location) -> Any:
         make = runpy.run_path(str(path), run_name=f"own_source_{path.stem}").get("source")
         if not callable(make):
             raise InvalidInput(f"{key}: has no source; define source(root)")
-        result = make(location.root)
+        result = make(settings.root)
         if not isinstance(result, Mapping):
             return _checked(result, key)
         rows = {
@@ -255,7 +257,7 @@ def own_source(file: str, location: Location) -> Any:
         shown = ", ".join(f"{len(images)} images of {part}" for part, images in rows.items())
         needs = "return images of train and of val or test, or images of all only"
         raise InvalidInput(f"{key}: source(root) returns {shown or 'nothing'}; {needs}")
-    return NamedFiles(location, rows)
+    return NamedFiles(settings, rows)
 
 
 def _checked(source: Any, key: str) -> Any:

@@ -17,7 +17,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from classify.images.listing import PARTS, WHOLE, ListedSource, Listing, Location, Shard, is_remote
+from classify.images.listing import PARTS, WHOLE, ListedSource, Listing, Shard, is_remote
+from classify.images.settings import DataSettings
 from classify.images.sources import shard_index
 from classify.images.sources.remote import AHEAD, FOLDER, MOST_OF_A_FILE, ShardCache, Storage
 from classify.images.sources.shard_index import Index, Part, Scanned
@@ -96,10 +97,10 @@ class ShardSource(ListedSource):
 
     ending: str
 
-    def __init__(self, location: Location) -> None:
-        super().__init__(location)
-        fetch = Storage(location.storage).fetch
-        self.cache = ShardCache(location.cache_folder / FOLDER, fetch, location.limit)
+    def __init__(self, settings: DataSettings) -> None:
+        super().__init__(settings)
+        fetch = Storage(settings.storage).fetch
+        self.cache = ShardCache(self.cache_folder / FOLDER, fetch, settings.cache_limit)
 
     @staticmethod
     @abc.abstractmethod
@@ -145,7 +146,7 @@ class ShardSource(ListedSource):
         Raises:
             InvalidInput: if there are no shards, a shard cannot be read, or a label is not a class.
         """
-        parts = find(self.location, self.ending)
+        parts = find(self, self.ending)
         stamps = [
             (shard.url, shard.size, shard.version if is_remote(shard.url) else os.stat(shard.url).st_mtime_ns)
             for shards in parts.values()
@@ -153,7 +154,7 @@ class ShardSource(ListedSource):
         ]
         names = self.class_names()
         source = hashlib.sha256(repr((stamps, names)).encode()).hexdigest()
-        with host_lock(self.location.folder, "shards-index", "data.root") as folder:
+        with host_lock(self.folder, "shards-index", "data.root") as folder:
             file = folder / f".index-of{self.ending}.npz"
             with contextlib.suppress(OSError, InvalidInput, LookupError, ValueError):  # writes a new one
                 if (old := Index.read(small_file(file, MOST_OF_A_FILE), str(file))).source == source:
@@ -185,21 +186,21 @@ class ShardSource(ListedSource):
         return None
 
 
-def find(location: Location, ending: str) -> dict[str, list[Shard]]:
+def find(source: ListedSource, ending: str) -> dict[str, list[Shard]]:
     """Return the shards of each part, sorted by name; their ``start`` and ``stop`` are still 0.
 
     The name of a file, or of its folder, begins with the name of its part. If no name begins with a part, or
     all names begin with ``train``, the files are the part ``all``.
 
     Args:
-        location: a folder, a prefix, or file names with ``{000..099}``, ``{a,b}`` and ``*``.
+        source: its root is a folder, a prefix, or file names with ``{000..099}``, ``{a,b}`` and ``*``.
         ending: the ending of the files' names.
 
     Raises:
         InvalidInput: if there are no files, or no training images.
     """
-    root = location.root
-    files = dict(sorted(_files(location, ending).items()))
+    root = source.settings.root
+    files = dict(sorted(_files(source, ending).items()))
     if not files:
         needs = (
             f"holds no *{ending}; give the folder of such files, or names such as train-{{000..099}}{ending}"
@@ -210,7 +211,7 @@ def find(location: Location, ending: str) -> dict[str, list[Shard]]:
         if not size and not version and is_remote(url):
             reason = "the server reports no size, ETag or modification time, so a change would go unnoticed"
             raise InvalidInput(f"{url}: {reason}; use a server that reports one of them, or a folder")
-        parts.setdefault(_part(url, location), []).append(Shard(url, size, 0, 0, version=version))
+        parts.setdefault(_part(url, source), []).append(Shard(url, size, 0, 0, version=version))
     if len(parts) == 1 and parts.keys() <= {"train", WHOLE}:
         return {WHOLE: next(iter(parts.values()))}
     if "train" not in parts or WHOLE in parts:
@@ -248,20 +249,20 @@ def _with_urls(index: Index, urls: Mapping[str, Sequence[str]]) -> Index:
     return replace(index, parts=parts)
 
 
-def _files(location: Location, ending: str) -> dict[str, tuple[int, str]]:
+def _files(source: ListedSource, ending: str) -> dict[str, tuple[int, str]]:
     """Return the size and the version of each file."""
-    root, storage = location.root, Storage(location.storage)
+    root, storage = source.settings.root, Storage(source.settings.storage)
     if not is_remote(root):
-        remedy = "give the names of existing files" if location.is_pattern else "give another folder"
+        remedy = "give the names of existing files" if source.is_pattern else "give another folder"
         with refused(f"data.root: {root}", remedy):
-            if location.is_pattern:
+            if source.is_pattern:
                 paths = [path for name in expand(root) for path in glob.glob(name) or [name]]
             else:
                 folders = [root, *(entry.path for entry in os.scandir(root) if entry.is_dir())]
                 entries = (entry for folder in folders for entry in os.scandir(folder) if entry.is_file())
                 paths = [e.path for e in entries if e.name.endswith(ending) and not e.name.startswith(".")]
             return {path: (regular_file(path).stat().st_size, "") for path in paths}
-    if location.is_pattern:
+    if source.is_pattern:
         names = list(expand(root))
         if "*" in root:
             files = storage.filesystem(root)
@@ -274,13 +275,13 @@ def _files(location: Location, ending: str) -> dict[str, tuple[int, str]]:
     return {url: about for url, about in storage.find(root).items() if url.endswith(ending)}
 
 
-def _part(url: str, location: Location) -> str:
+def _part(url: str, source: ListedSource) -> str:
     """Return the part whose name begins a file's name, or else its folder's name; ``all`` without one."""
     folder, _, name = url.rpartition("/")
-    if location.is_pattern:
+    if source.is_pattern:
         within = folder.rpartition("/")[2]
     else:
-        within = folder.removeprefix(location.root.rstrip("/")).strip("/")
+        within = folder.removeprefix(source.settings.root.rstrip("/")).strip("/")
     match = _PART.match(name) or _PART.match(f"{within}/")
     part = match[1].lower() if match else WHOLE
     return _SYNONYMS.get(part, part)

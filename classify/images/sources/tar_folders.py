@@ -23,7 +23,8 @@ import joblib
 import numpy as np
 from tqdm import tqdm
 
-from classify.images.listing import Location, Shard
+from classify.images.listing import Shard
+from classify.images.settings import DataSettings
 from classify.images.sources.image_folder import ImageFolder
 from classify.images.sources.shard_index import FILE, Index, Part, replacing
 from classify.images.sources.tar_shards import TarShards
@@ -57,7 +58,7 @@ def write(folder: pathlib.Path, target: pathlib.Path, limit: int, seed: int) -> 
     Raises:
         InvalidInput: if the folder cannot be used, or one of its files changes during the writing.
     """
-    source = ImageFolder(Location(str(folder)))
+    source = ImageFolder(DataSettings("imagefolder", str(folder)))
     jobs = {part: _jobs(source, part, target, limit, seed) for part in source.parts}
     every = [job for of_part in jobs.values() for job in of_part]
     target.mkdir(parents=True, exist_ok=True)

@@ -110,10 +110,10 @@ class TarShards(ShardSource):
     @functools.cached_property
     def index(self) -> Index:
         """The index in the shards' folder; without an index there, the result of a scan."""
-        content = None if self.location.is_pattern else self._beside(FILE, MOST_OF_A_FILE)
+        content = None if self.is_pattern else self._beside(FILE, MOST_OF_A_FILE)
         if content is None:
             return super().index
-        file = join(self.location.root, FILE)
+        file = join(self.settings.root, FILE)
         index = Index.read(content, file)
         return replace(index, parts={name: self._placed(part, file) for name, part in index.parts.items()})
 
@@ -124,7 +124,7 @@ class TarShards(ShardSource):
             if os.path.basename(shard.url) != shard.url or "\0" in shard.url:
                 what = f"names the shard {shard.url!r}, which is not in its folder"
                 raise InvalidInput(f"{index}: {what}; do not use this file")
-            shard = replace(shard, url=join(self.location.root, shard.url))
+            shard = replace(shard, url=join(self.settings.root, shard.url))
             if not is_remote(shard.url):
                 with refused(f"data.root: {shard.url}", "put it there, or write the shards again"):
                     size = regular_file(shard.url).stat().st_size
@@ -140,7 +140,7 @@ class TarShards(ShardSource):
         if content is None:
             return None
         if content.count(b"\n") > MOST_CLASSES:
-            where = join(self.location.base, "classes.txt")
+            where = join(self.base, "classes.txt")
             raise InvalidInput(f"{where}: names more than {MOST_CLASSES:,} classes; name fewer")
         return [line.strip() for line in content.decode(errors="replace").split("\n") if line.strip()]
 
@@ -150,9 +150,9 @@ class TarShards(ShardSource):
         Raises:
             InvalidInput: if the file cannot be read, or has more than ``most`` bytes.
         """
-        file = join(self.location.base, name)
+        file = join(self.base, name)
         if is_remote(file):
-            return Storage(self.location.storage).read(file, most)
+            return Storage(self.settings.storage).read(file, most)
         with refused(f"data.root: {file}"):
             return small_file(file, most) if os.path.isfile(file) else None
 

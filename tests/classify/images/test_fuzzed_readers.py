@@ -23,8 +23,9 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from support import fork
 
-from classify.images.listing import ListedSource, Location
-from classify.images.sources import kind_of
+from classify.images.listing import ListedSource
+from classify.images.settings import CacheSettings, DataSettings
+from classify.images.sources import open_source
 from classify.images.sources.shard_index import ENTRY
 from deepspeed_trial.errors import InvalidInput
 
@@ -246,10 +247,9 @@ READERS = {
 
 def read_all(dataset: str, root: pathlib.Path) -> None:
     """Read all images of a dataset."""
-    kind = kind_of(dataset)
-    assert kind
+    settings = DataSettings(dataset, str(root), cache=CacheSettings(str(root / "cache")))
     try:
-        source = kind.open(Location(str(root), cache=str(root / "cache")))
+        source = open_source(settings)
         for part in source.parts:
             assert isinstance(source, ListedSource)
             images = source.listing(part)

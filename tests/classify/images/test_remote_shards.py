@@ -24,7 +24,7 @@ from sources import copied, everything, load, refused, served, write_parquet
 from support import DIGITS, all_at_once, error_line, fork, losses, overrides, run, wait_until
 
 import checkpoint
-from classify.images.listing import Location, Shard
+from classify.images.listing import Shard
 from classify.images.loader import MicroBatchLoader
 from classify.images.order import Order, Windows
 from classify.images.pixels import ImageSet, Streamed
@@ -396,7 +396,7 @@ def test_a_changed_shard_is_noticed(photos, tmp_path, about):
 
 def test_parquet_files_are_closed_after_each_row_group(photos, tmp_path):
     root = write_parquet(photos, tmp_path / "p")
-    shards = ParquetShards(Location(str(root)))
+    shards = ParquetShards(DataSettings("parquet", str(root)))
     images = shards.listing("train")
     assert len([images.read(index) for index in range(len(images.labels))]) == 18
     opened = [

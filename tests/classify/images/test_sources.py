@@ -37,8 +37,9 @@ from sources import (
 from support import contents
 
 import shards
-from classify.images.listing import ListedSource, Location
-from classify.images.sources import kind_of, remote
+from classify.images.listing import ListedSource
+from classify.images.settings import DATASETS, CacheSettings, DataSettings
+from classify.images.sources import SOURCES, open_source, remote
 from classify.images.sources.shards import expand
 
 
@@ -328,13 +329,16 @@ def parquet(folder: pathlib.Path, label=(0, 0, 1, 1), **columns) -> None:
     pyarrow.parquet.write_table(pyarrow.table(columns), folder / "train.parquet")
 
 
+def test_every_dataset_has_a_source():
+    assert (*SOURCES,) == DATASETS
+
+
 def test_a_replaced_parquet_file_is_read_again(tmp_path):
-    source = kind_of("parquet")
-    assert source
+    settings = DataSettings("parquet", str(tmp_path / "p"), cache=CacheSettings(str(tmp_path / "cache")))
     for images in ([b"a", b"b", b"c", b"d"], [b"e", b"f", b"g", b"h"]):
         shutil.rmtree(tmp_path / "p", ignore_errors=True)
         parquet(tmp_path / "p", image=images)
-        opened = source.open(Location(str(tmp_path / "p"), cache=str(tmp_path / "cache")))
+        opened = open_source(settings)
         assert isinstance(opened, ListedSource)
         assert [opened.listing("all").read(index) for index in range(4)] == images
 
