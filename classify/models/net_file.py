@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import pathlib
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -43,6 +42,7 @@ from deepspeed_trial.checkpoints import shards
 from deepspeed_trial.checkpoints.files import sha256
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.input_files import regular_file
+from deepspeed_trial.output_files import replacing
 
 NAMES = ("net.pt", "net.json")  # in a run's folder
 IN_A_FOLDER = ("model.safetensors", "config.json")  # the names of Hugging Face's libraries
@@ -138,19 +138,12 @@ def write_described(
     Raises:
         OSError: if a file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    text = partial.with_name(f"{partial.name}.json")
     described = redacted(description)
-    try:
+    with replacing(beside(path), shared=True) as text, replacing(path, shared=True) as partial:
         save_as(partial)
         if with_digest:
             described["provenance"][DIGEST] = sha256(partial)
         text.write_text(json.dumps(described, indent=2) + "\n")
-        os.replace(partial, path)
-        os.replace(text, beside(path))
-    finally:
-        partial.unlink(missing_ok=True)
-        text.unlink(missing_ok=True)
 
 
 def write_description(path: pathlib.Path, description: Mapping[str, Any]) -> None:

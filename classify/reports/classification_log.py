@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from classify.reports.summary import CLASSIFICATION
 from deepspeed_trial import redaction
 from deepspeed_trial.events import Callback
 from deepspeed_trial.experiment import Experiment
+from deepspeed_trial.output_files import replacing
 
 AS_PNG = 64  # maximum pixels of the longer side; larger images are JPEG files
 MOST_PIXELS = 2**20  # maximum pixels of all training images in the report together
@@ -101,9 +101,8 @@ class ClassificationLog(Callback):
             self._log = json.loads((output / CLASSIFICATION).read_text())
 
     def _write(self, output: pathlib.Path) -> None:
-        partial = output / f".{CLASSIFICATION}"
-        partial.write_text(json.dumps(self._log))
-        os.replace(partial, output / CLASSIFICATION)  # a report may read it meanwhile
+        with replacing(output / CLASSIFICATION) as partial:  # a report may read it meanwhile
+            partial.write_text(json.dumps(self._log))
 
     def _classified(self, images: ImageSet, split: str) -> dict[str, Any]:
         """Return the log's entries about the images that the metrics have just counted."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import sys
 import tempfile
@@ -13,6 +12,7 @@ from typing import Any
 from classify.config.metric_table import LABEL_THRESHOLD, MAP_METRIC, METRICS, OF_LABELS, TTA_METRIC
 from classify.models import net_file
 from deepspeed_trial.errors import one_line, printable
+from deepspeed_trial.output_files import replacing
 
 FILE, CLASSIFICATION = "summary.json", "classification.json"
 RUN_FILES = (*net_file.NAMES, CLASSIFICATION)  # in addition to the files of any `DeepSpeedTrial`
@@ -41,12 +41,8 @@ def write(output: pathlib.Path, summary: Mapping[str, Any], chosen: str = "accur
         summary: the summary.
         chosen: the metric that compares checkpoints; its line is last.
     """
-    partial = output / f".{FILE}"
-    try:
+    with replacing(output / FILE) as partial:
         partial.write_text(json.dumps(summary, indent=2) + "\n")
-        os.replace(partial, output / FILE)
-    finally:
-        partial.unlink(missing_ok=True)
     tested = scores(summary["test"], chosen, "test ") if "test" in summary else []
     validated = scores(summary["validation"], chosen, "validation " if tested else "")
     print(*tested, *validated, sep="\n")

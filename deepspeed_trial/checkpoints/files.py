@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.input_files import regular_file
 from deepspeed_trial.local import metrics_log
+from deepspeed_trial.output_files import sync
 
 METADATA = "metadata.json"
 NUMBER, OWN_DIGEST = "number", "sha256"  # keys in metadata.json
@@ -26,26 +26,14 @@ def write_metadata(folder: pathlib.Path, metadata: dict[str, Any]) -> None:
     and the SHA-256 of these values. The number orders checkpoints, because a clock may be set back.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    digests = {
-        str(path.relative_to(folder)): (path.stat().st_size, sha256(path, flush=True)) for path in files
-    }
+    digests = {str(path.relative_to(folder)): (path.stat().st_size, sha256(path)) for path in files}
     number = 1 + max((each[NUMBER] for each in known(folder.parent).values()), default=0)
     described = {**metadata, NUMBER: number, "files": digests}
-    with open(folder / METADATA, "w") as file:
-        json.dump({**described, OWN_DIGEST: _digest_of(described)}, file, indent=2)
-        file.flush()
-        os.fsync(file.fileno())
-    for each in [folder, *(path for path in folder.rglob("*") if path.is_dir())]:
-        sync(each)
-
-
-def sync(folder: pathlib.Path) -> None:
-    """Flush a folder's directory entries to the disk."""
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
+    text = json.dumps({**described, OWN_DIGEST: _digest_of(described)}, indent=2)
+    (folder / METADATA).write_text(text)
+    folders = [folder, *(path for path in folder.rglob("*") if path.is_dir())]
+    for each in (*files, folder / METADATA, *folders):
+        sync(each)  # before an older checkpoint is removed
 
 
 def read_metadata(checkpoint: pathlib.Path) -> dict[str, Any]:
@@ -127,14 +115,12 @@ def damage(folder: pathlib.Path) -> str | None:
     return None
 
 
-def sha256(path: pathlib.Path, flush: bool = False) -> str:
-    """Return the SHA-256 of a file in hexadecimal; with ``flush``, first flush the file to the disk."""
+def sha256(path: pathlib.Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
-        if flush:  # to the disk, before an older checkpoint is removed
-            os.fsync(file.fileno())
     return digest.hexdigest()
 
 

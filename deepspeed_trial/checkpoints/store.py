@@ -17,6 +17,7 @@ from deepspeed_trial.checkpoints import files
 from deepspeed_trial.checkpoints.uploads import Uploads
 from deepspeed_trial.errors import InvalidInput, TrainingStopped, one_line
 from deepspeed_trial.local.lost_disk import how_to_go_on, is_full_disk, is_gone
+from deepspeed_trial.output_files import sync
 
 _PARTIAL = ".partial-"  # begins the name of a checkpoint's folder while it is written or removed
 AUTO = "auto"  # the latest undamaged checkpoint
@@ -72,7 +73,7 @@ class LocalCheckpoints:
             if self._dist.rank == 0:
                 files.write_metadata(partial, metadata)
                 os.rename(partial, self.folder / name)
-                files.sync(self.folder)  # before an older checkpoint is removed
+                sync(self.folder)  # before an older checkpoint is removed
                 if self._uploads:
                     self._uploads.add(name)
                 self._prune()

@@ -21,6 +21,7 @@ from deepspeed_trial.checkpoints import files
 from deepspeed_trial.checkpoints.storage import OFF, SECTION, Storage, storage_of
 from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line
 from deepspeed_trial.local import metrics_log
+from deepspeed_trial.output_files import replacing, sync
 
 MOST_METADATA = 2**26  # bytes of a checkpoint's metadata.json
 MOST_METRICS = 2**30  # bytes of metrics.jsonl
@@ -86,16 +87,13 @@ class StoredRun:
 
     def put(self, file: pathlib.Path, name: str) -> None:
         """Upload a file atomically: on a disk, rename it once it is complete."""
-        target = self.at(name)
         if not self._is_disk:
-            self._files.put_file(str(file), target)
+            self._files.put_file(str(file), self.at(name))
             return
-        pathlib.Path(target).parent.mkdir(parents=True, exist_ok=True)
-        partial = f"{target}.partial"
-        shutil.copyfile(file, partial)
-        with open(partial, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(partial, target)
+        target = pathlib.Path(self.at(name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target, flush=True) as partial:
+            shutil.copyfile(file, partial)
 
     def remove(self, name: str) -> None:
         """Remove a checkpoint."""
@@ -163,7 +161,7 @@ class StoredRun:
                 shutil.rmtree(partial)
                 continue
             os.rename(partial, checkpoints / name)
-            files.sync(checkpoints)
+            sync(checkpoints)
             print(f"storage  {self.url}: step {metadata['steps_completed']:,} downloaded", flush=True)
         latest = next(iter(files.known(checkpoints)), None)
         if latest and latest not in here:

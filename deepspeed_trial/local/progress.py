@@ -19,6 +19,7 @@ from typing_extensions import override
 from deepspeed_trial import machine, redaction
 from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.local import metrics_log
+from deepspeed_trial.output_files import replacing
 from deepspeed_trial.time_budget import (
     STEP,
     VALIDATION,
@@ -218,15 +219,13 @@ class LocalMetrics(core.DummyTrainContext, Progress):
     def _forget_after(self, done: int) -> None:
         """Remove the metrics that an earlier run in the folder wrote after step ``done``."""
         (self.output / "summary.json").unlink(missing_ok=True)
-        rest = self.output / f".{metrics_log.FILE}"
-        with open(rest, "w") as file:
+        with replacing(self.output / metrics_log.FILE) as rest, open(rest, "w") as file:
             for entry in metrics_log.read(self.output) if done else ():
                 is_known = entry["group"] in ("training", "validation")  # the test runs again
                 if entry["steps_completed"] <= done and is_known:
                     file.write(json.dumps(entry) + "\n")
                     if entry["group"] == "validation":
                         self._remember(entry["steps_completed"], entry)
-        os.replace(rest, self.output / metrics_log.FILE)
 
     def _remember(self, step: int, validation: dict[str, Any]) -> None:
         self.validation = validation

@@ -11,10 +11,8 @@ import concurrent.futures
 import contextlib
 import hashlib
 import multiprocessing
-import os
 import pathlib
 import time
-import uuid
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +30,7 @@ from classify.models.heads import head_layers
 from classify.models.registry import logits
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.host_lock import stand_ins
+from deepspeed_trial.output_files import replacing
 from workbench.audit.dataset import Dataset
 from workbench.publish.scoring import inputs_of
 
@@ -231,13 +230,9 @@ def kept(
     start = time.monotonic()
     features = _computed(extractor, dataset, workers or joblib.cpu_count())
     seconds = time.monotonic() - start
-    partial = file.with_name(f".{uuid.uuid4().hex}.npy")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        np.save(partial, features)
-        os.replace(partial, file)
-    finally:
-        partial.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(file, shared=True) as partial, open(partial, "wb") as written:
+        np.save(written, features)
     return Features(features, seconds)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import csv
 import io
-import os
 import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from markupsafe import Markup
 from ruamel.yaml import YAML
 
 from deepspeed_trial.errors import InvalidInput, printable
+from deepspeed_trial.output_files import replacing
 
 BASE = pathlib.Path(__file__).with_name("page.html.jinja")
 
@@ -44,12 +44,8 @@ def write(page: str, target: pathlib.Path) -> None:
     """
     check_name(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    partial = target.with_name(f".{target.name}")
-    try:
+    with replacing(target) as partial:
         partial.write_text(page)
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def check_name(target: pathlib.Path, option: str = "--output", example: str = "report.html") -> None:

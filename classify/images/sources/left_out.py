@@ -21,6 +21,7 @@ from classify.images.settings import SKIP, DataSettings
 from deepspeed_trial.errors import InvalidInput, printable
 from deepspeed_trial.host_lock import stand_in
 from deepspeed_trial.input_files import parsed, refused, small_file
+from deepspeed_trial.output_files import replacing
 
 LONGEST = 2**26  # the maximum bytes of the file of ``data.exclude``
 
@@ -200,10 +201,8 @@ def _of_part(
             file.write(folder, len(images.labels[rows]), fill)
         else:
             fill(None)
-        with refused(str(target)):
-            partial = target.with_suffix(".partial")
+        with refused(str(target)), replacing(target) as partial:
             partial.write_text(json.dumps({"fingerprint": fingerprint, "lines": found}))
-            partial.replace(target)
     return found
 
 

@@ -6,16 +6,13 @@ part's shards. For each part it has an array of ``ENTRY``, in the order of the s
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
 import pathlib
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import BinaryIO
 
 import numpy as np
 from numpy.lib import format as npy
@@ -24,6 +21,7 @@ from classify.images.decode import MOST_BYTES
 from classify.images.listing import PARTS, WHOLE, Shard
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.input_files import parsed
+from deepspeed_trial.output_files import replacing
 
 FILE = "index.npz"
 FORMAT = 1
@@ -68,7 +66,7 @@ class Index:
         about = {"format": FORMAT, "source": self.source, "classes": self.classes, "parts": parts}
         text = np.frombuffer(json.dumps(about).encode(), dtype=np.uint8)
         arrays = {f"part-{name}": part.entries for name, part in self.parts.items()}
-        with replacing(target) as file:
+        with replacing(target, flush=True) as partial, open(partial, "xb") as file:
             np.savez(file, about=text, **arrays)  # type: ignore[arg-type]
 
     @classmethod
@@ -150,21 +148,6 @@ def _check(part: Part, classes: int) -> None:
             raise ValueError(f"it has an image beyond the end of {shard.url}")
     if stop != count:
         raise ValueError(f"its shards have {stop:,} images, its entries {count:,}")
-
-
-@contextlib.contextmanager
-def replacing(target: pathlib.Path) -> Iterator[BinaryIO]:
-    """Yield a new file; it replaces ``target`` if the block ends without an error."""
-    partial = target.with_name(f"{target.name}.partial")
-    partial.unlink(missing_ok=True)  # it may be a link
-    try:
-        with open(partial, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

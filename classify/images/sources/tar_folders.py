@@ -26,10 +26,11 @@ from tqdm import tqdm
 from classify.images.listing import Shard
 from classify.images.settings import DataSettings
 from classify.images.sources.image_folder import ImageFolder
-from classify.images.sources.shard_index import FILE, Index, Part, replacing
+from classify.images.sources.shard_index import FILE, Index, Part
 from classify.images.sources.tar_shards import TarShards
 from deepspeed_trial.checkpoints.files import sha256
 from deepspeed_trial.errors import InvalidInput, one_line, printable
+from deepspeed_trial.output_files import replacing
 
 _SAFE = string.punctuation.replace("%", "").replace("\\", "")
 
@@ -75,8 +76,8 @@ def write(folder: pathlib.Path, target: pathlib.Path, limit: int, seed: int) -> 
     for part, of_part in jobs.items():
         shards, entries, _ = zip(*[written[job.target] for job in of_part], strict=True)
         parts[part] = Part(shards, np.concatenate(entries))
-    with replacing(target / "classes.txt") as file:
-        file.write("".join(f"{name}\n" for name in source.classes).encode(errors="replace"))
+    with replacing(target / "classes.txt", flush=True) as partial:
+        partial.write_bytes("".join(f"{name}\n" for name in source.classes).encode(errors="replace"))
     Index(source.classes, parts).save(target / FILE)
     for job in every:
         _stamp(job.target).unlink(missing_ok=True)
@@ -140,8 +141,8 @@ def _write_shard(job: _Job) -> tuple[Shard, np.ndarray, bool]:
             raise InvalidInput(
                 f"{job.target}: could not be written ({one_line(error)}); remove the cause"
             ) from error
-        with replacing(stamp) as file:
-            file.write(f"{wanted} {digest}".encode())
+        with replacing(stamp, flush=True) as partial:
+            partial.write_bytes(f"{wanted} {digest}".encode())
     entries = TarShards.scan(job.target, str(job.target)).entries
     entries["label"], entries["position"] = job.labels, job.positions
     size, stop = job.target.stat().st_size, job.start + len(entries)
@@ -150,8 +151,8 @@ def _write_shard(job: _Job) -> tuple[Shard, np.ndarray, bool]:
 
 def _write_tar(job: _Job) -> None:
     with (
-        replacing(job.target) as file,
-        tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as tar,
+        replacing(job.target, flush=True) as partial,
+        tarfile.open(partial, "x", format=tarfile.GNU_FORMAT) as tar,
     ):
         for path, key, label in zip(job.paths, job.keys, job.labels, strict=True):
             label_key = f"{os.path.splitext(key)[0]}.cls"
