@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -14,7 +15,7 @@ import pathlib
 import signal
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -258,14 +259,12 @@ def try_all(
     """
     order = np.arange(len(listing.labels))[rows]
     order, count = order[listing.places_of(order).argsort()], len(order)
-    # A fork copies nothing. It is safe despite the threads of this process: a worker computes with one thread
-    context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
+    start = "fork" if sys.platform == "linux" else None
     workers = min(joblib.cpu_count(), -(-count // CHUNK))
     bar = tqdm(total=count, desc=f"decoding {name}", unit=" images", disable=not sys.stderr.isatty())
-    pool = concurrent.futures.ProcessPoolExecutor(workers, context, _start, (listing, settings, target))
+    decode_chunk = functools.partial(_decode_chunk, listing, settings, target)
     errors: dict[int, InvalidInput] = {}
-    with bar, pool, warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork despite threads
+    with bar, workers_for(decode_chunk, workers, start) as pool:
         pool.submit(int).result()  # starts all workers, before a thread fetches
         processes = multiprocessing.active_children()
         try:
@@ -298,7 +297,7 @@ def _submitted(
                 fetched.popleft().result()
             fetched.extend(threads.submit(listing.local_file, each) for each in shards[number + AHEAD :][:1])
             chunks = (order[begin : min(begin + CHUNK, stop)] for begin in range(start, stop, CHUNK))
-            running = [pool.submit(_decode_chunk, chunk) for chunk in chunks]
+            running = [pool.submit(work_on, chunk) for chunk in chunks]
             yield from before
             before = running
         yield from before
@@ -318,19 +317,10 @@ def _why_broken(processes: Iterable[multiprocessing.process.BaseProcess], name: 
     return f"data.root: a process that decoded the images of {name} {reason}; {remedy}"
 
 
-_task: tuple[Listing, DataSettings, pathlib.Path | None]  # the arguments of this worker
-
-
-def _start(*task: Any) -> None:
-    """Store the arguments that all chunks share; a forked worker inherits them without a copy."""
-    global _task
-    _task = task
-    torch.set_num_threads(1)
-
-
-def _decode_chunk(indices: np.ndarray) -> dict[int, InvalidInput]:
+def _decode_chunk(
+    listing: Listing, settings: DataSettings, target: pathlib.Path | None, indices: np.ndarray
+) -> dict[int, InvalidInput]:
     """Decode images, write them to a file if there is one, and return the errors of unreadable images."""
-    listing, settings, target = _task
     errors: dict[int, InvalidInput] = {}
     with open(target or os.devnull, "rb+") as written:
         for index in indices.tolist():
@@ -343,3 +333,34 @@ def _decode_chunk(indices: np.ndarray) -> dict[int, InvalidInput]:
             except InvalidInput as error:
                 errors[index] = error
     return errors
+
+
+_work: Callable[[Any], Any]  # of this worker
+
+
+@contextlib.contextmanager
+def workers_for(
+    work: Callable[[Any], Any], count: int, start: str | None = "fork"
+) -> Iterator[concurrent.futures.Executor]:
+    """Yield ``count`` processes that share a function: ``work_on`` calls it there.
+
+    A fork copies nothing. It is safe despite the threads of this process: a worker computes with one thread.
+    """
+    context = multiprocessing.get_context(start)
+    with (
+        concurrent.futures.ProcessPoolExecutor(count, context, _start, (work,)) as pool,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of any fork despite threads
+        yield pool
+
+
+def _start(work: Callable[[Any], Any]) -> None:
+    global _work
+    _work = work
+    torch.set_num_threads(1)
+
+
+def work_on(part: Any) -> Any:
+    """Return the result of the function of ``workers_for``, in one of its processes."""
+    return _work(part)

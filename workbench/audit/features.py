@@ -7,13 +7,10 @@ Single-Layer Networks in Unsupervised Feature Learning" (https://proceedings.mlr
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import hashlib
-import multiprocessing
 import pathlib
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +22,7 @@ from threadpoolctl import threadpool_limits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from classify.images.pixels import work_on, workers_for
 from classify.models import net_file, state_dicts
 from classify.models.heads import head_layers
 from classify.models.registry import logits
@@ -228,36 +226,11 @@ def kept(
         if features.dtype == np.float32 and features.ndim == 2 and len(features) == len(dataset):
             return Features(features, None)
     start = time.monotonic()
-    features = _computed(extractor, dataset, workers or joblib.cpu_count())
+    chunks, compute = dataset.chunks(), lambda rows: extractor.compute(dataset.select(rows)).numpy()
+    with workers_for(compute, min(workers or joblib.cpu_count(), len(chunks))) as pool:
+        features = np.concatenate(list(pool.map(work_on, chunks)))
     seconds = time.monotonic() - start
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(file, shared=True) as partial, open(partial, "wb") as written:
         np.save(written, features)
     return Features(features, seconds)
-
-
-def _computed(extractor: Extractor, dataset: Dataset, workers: int) -> np.ndarray:
-    chunks = dataset.chunks()
-    # A fork copies nothing. It is safe despite the threads of this process: a worker computes with one thread
-    context = multiprocessing.get_context("fork")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork with threads
-        with concurrent.futures.ProcessPoolExecutor(
-            min(workers, len(chunks)), context, _start, ((extractor, dataset),)
-        ) as pool:
-            return np.concatenate(list(pool.map(_compute, chunks)))
-
-
-_task: tuple[Extractor, Dataset]  # the arguments of this worker
-
-
-def _start(task: tuple[Extractor, Dataset]) -> None:
-    """Store the arguments that all chunks share; a forked worker inherits them without a copy."""
-    global _task
-    _task = task
-    torch.set_num_threads(1)
-
-
-def _compute(indices: np.ndarray) -> np.ndarray:
-    extractor, dataset = _task
-    return extractor.compute(dataset.select(indices)).numpy()
