@@ -110,23 +110,6 @@ def steps_done(context: Any) -> int:
     return done or 0
 
 
-class Events:
-    """Calls the callbacks' methods at the events of a training.
-
-    Args:
-        callbacks: the callbacks of the trial and of this package, by name.
-    """
-
-    def __init__(self, callbacks: Mapping[str, pytorch.PyTorchCallback]) -> None:
-        self.callbacks = callbacks
-
-    def tell(self, event: str, *args: Any, **kwargs: Any) -> None:
-        """Call the method on every callback that has it."""
-        for callback in self.callbacks.values():
-            if isinstance(callback, Callback) or hasattr(pytorch.PyTorchCallback, event):
-                getattr(callback, event)(*args, **kwargs)
-
-
 class Patience:
     """Counts consecutive validations without an improvement of a metric.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +58,6 @@ class Data:
     epoch: int
     validation: Batches
     test: Batches | None
-
-    def training_iterator(self) -> Iterator[Any] | None:
-        """Return an iterator over the training data."""
-        return None if self.training is None else iter(self.training)
 
 
 def build(trial: Any, context: Any, steps: int) -> Data:

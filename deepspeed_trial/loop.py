@@ -15,8 +15,10 @@ differs from Determined 0.38 on purpose:
 from __future__ import annotations
 
 import contextlib
+import logging
 import pathlib
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,9 +27,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from determined import core, pytorch
 
-from deepspeed_trial import evaluation, loaders, metrics, time_budget
+from deepspeed_trial import engines, loaders, metrics, time_budget
 from deepspeed_trial.checkpoints.safe_load import State
-from deepspeed_trial.events import Events, NonFiniteLossMonitor
+from deepspeed_trial.events import Callback, NonFiniteLossMonitor
 from deepspeed_trial.loaders import Batches
 from deepspeed_trial.out_of_memory import explain_out_of_memory
 from deepspeed_trial.place import CHECKPOINT, DATA, END, REPORT, TEST, TRAINING, VALIDATION
@@ -41,6 +43,8 @@ from deepspeed_trial.time_budget import TimeBudget
 MONITOR = "deepspeed_trial.monitor"  # a name that no callback of a trial has
 FP16_TOLERANCE = 64  # steps in a row that fp16 may skip while its loss scale falls
 TEST_GROUP = "test"  # group of the metrics in the master's database and in metrics.jsonl
+
+logger = logging.getLogger("deepspeed_trial")
 
 
 class Loop:
@@ -75,8 +79,7 @@ class Loop:
         tolerance = FP16_TOLERANCE if any(engine.fp16_enabled() for engine in self.engines) else 0
         self.monitor = NonFiniteLossMonitor(self.engines, self.calls_per_step, tolerance)
         self.callbacks = {**trial.build_callbacks(), MONITOR: self.monitor}
-        self.events = Events(self.callbacks)
-        self.saving = Saving(trial, context, self.callbacks, self.services)
+        self.saving = Saving(trial, context, self.callbacks)
         length = settings.length
         by_time = isinstance(length, Minutes) and not settings.test_mode
         self.budget = TimeBudget(length.minutes, context.plan) if by_time else None
@@ -127,7 +130,7 @@ class Loop:
             with self.services.stoppable():
                 self._plan()
                 if not self.context.get_stop_requested():  # else the checkpoint's run had stopped early
-                    with profiled(self.context, self.services, self.settings.profiling):
+                    with profiled(self.context, self.settings.profiling):
                         self.outcome = self.train()
                 if self.outcome in (Outcome.COMPLETE, Outcome.STOPPED):
                     self.choose_weights()
@@ -185,16 +188,16 @@ class Loop:
             self.context.place_in_data = step, self.data.epoch
             self.place.begin(TRAINING, step + 1)
             if not in_epoch:
-                self.events.tell("on_training_epoch_start", epoch)
+                self._tell("on_training_epoch_start", epoch)
             batch_metrics += self.train_step(epoch, step)
             self.state.batches_trained += 1
             ends_epoch = in_epoch == self.data.epoch - 1
             if ends_epoch:
-                self.events.tell("on_training_epoch_end", epoch)
+                self._tell("on_training_epoch_end", epoch)
                 self.state.epochs_trained += 1
             self._correct_plan()
             due = self._due()
-            self.events.tell("on_optimizer_step")
+            self._tell("on_optimizer_step")
             self.services.progress.step(self.steps, self.last_metrics)
             reports = ends_epoch or bool(due)
             is_stop = self.services.is_last(self.steps, reports)
@@ -231,7 +234,8 @@ class Loop:
             averaged = metrics.averaged_over_ranks(metrics.fetched(batch_metrics), self.context.distributed)
             reduced = self.context.reduce_metrics(for_training=True)
             if self.is_chief:
-                workload = metrics.of_workload(averaged, reduced)
+                workload = det.util.make_metrics(None, averaged)
+                workload["avg_metrics"].update(metrics.as_numpy(reduced))
                 metrics.write_training(self.context, self.steps, workload, self.calls_per_step)
                 self.core.train.report_training_metrics(
                     steps_completed=self.steps,
@@ -239,13 +243,13 @@ class Loop:
                     batch_metrics=workload["batch_metrics"],
                 )
         workload = self.context.distributed.broadcast(workload)
-        self.events.tell("on_training_workload_end", **workload)
+        self._tell("on_training_workload_end", **workload)
 
     def validate(self) -> None:
         """Validate, report, and save if the checkpoint policy requires it."""
         with self._measuring(time_budget.VALIDATION):
             with self.place.during(VALIDATION, self.steps), randomness_kept(self.context.device):
-                validation = self._evaluate(self.data.validation, evaluation.VALIDATION)
+                validation = self._evaluate(self.data.validation, VALIDATION)
                 self.state.last_val = self.steps
                 is_best = False
                 if self.is_chief:
@@ -260,15 +264,44 @@ class Loop:
     def run_test(self, batches: Batches) -> dict[str, Any]:
         """Evaluate the final weights on the test data; report and return the metrics."""
         with self.place.during(TEST, self.steps), randomness_kept(self.context.device):
-            result = self._evaluate(batches, evaluation.TEST)
+            result = self._evaluate(batches, TEST)
             if self.is_chief:
                 self._count(result)
                 self.core.train.report_metrics(TEST_GROUP, self.steps, dict(result))
             return result
 
+    @torch.no_grad()
     def _evaluate(self, batches: Batches, kind: str) -> Any:
+        """Return metrics by name, reduced over batches and ranks, on every rank; every rank calls it."""
+        for engine in self.engines:
+            engines.broadcast_buffers(engine)
+        if self.is_chief:
+            self.core.train.set_status("validating")
+        self.context.reset_reducers()
+        for engine in self.engines:
+            engine.eval()
+        began = time.monotonic()
+        self._tell(f"on_{kind}_start")
+        if kind == VALIDATION:
+            self._tell("on_validation_epoch_start")
         most = 1 if self.settings.test_mode else None
-        return evaluation.evaluate(self.trial, self.context, batches, self.events, kind, most)
+        of_batches = metrics.evaluated(self.trial, self.context, batches, most)
+        if kind == VALIDATION:
+            self._tell("on_validation_epoch_end", of_batches)
+        distributed, reducer = self.context.distributed, self.trial.evaluation_reducer()
+        result = metrics.reduced_over_ranks(of_batches, reducer, distributed)
+        result.update(metrics.as_numpy(self.context.reduce_metrics(for_training=False)))
+        result = distributed.broadcast(result)
+        self._tell(f"on_{kind}_end", result)
+        if self.is_chief:
+            logger.info(f"evaluated {batches.count} batches per rank in {time.monotonic() - began:.1f} s")
+        return result
+
+    def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
+        """Call the method on every callback that has it."""
+        for callback in self.callbacks.values():
+            if isinstance(callback, Callback) or hasattr(pytorch.PyTorchCallback, event):
+                getattr(callback, event)(*args, **kwargs)
 
     # --------------------------------------------------------------------------------------- checkpoints
 
@@ -287,7 +320,7 @@ class Loop:
             try:
                 with self.core.checkpoint.store_path(metadata, shard=True) as (path, uuid):
                     self.saving.write(path, self.state, self.budget)
-                self.events.tell("on_checkpoint_upload_end", uuid=uuid)
+                self._tell("on_checkpoint_upload_end", uuid=uuid)
             except det.InvalidHP:
                 self.core.train.report_early_exit(core.EarlyExitReason.INVALID_HP)
                 self._is_invalid = True
@@ -336,7 +369,8 @@ class Loop:
                 callback.on_trial_startup(self.first_step, name)
                 ends.callback(callback.on_trial_shutdown)
             self.data = loaders.build(self.trial, self.context, self.first_step)
-            self.batches = self.data.training_iterator()  # draws random numbers, so before the load
+            # An iterator draws random numbers, so it is made before the load
+            self.batches = None if self.data.training is None else iter(self.data.training)
             ends.callback(setattr, self, "batches", None)  # ends its workers; a garbage collector may be late
             if folder and name:
                 if self.budget and self.first_step:
@@ -346,7 +380,7 @@ class Loop:
                     self.context.place_in_data = self.steps - 1, self.data.epoch
                     if self.services.last_validation() == self.steps:
                         self.state.last_val = self.steps  # it came after the checkpoint was saved
-        self.events.tell("on_training_start")
+        self._tell("on_training_start")
         if self.settings.profiling:
             self.core.profiler.on()
 

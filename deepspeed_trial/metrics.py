@@ -80,22 +80,6 @@ def _mean(values: list[Any]) -> Any:
     return np.array(mean) if isinstance(values[0], np.ndarray) else mean
 
 
-def of_workload(metrics: list[dict[str, Any]], reduced: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of the steps since the last report.
-
-    Args:
-        metrics: metrics of micro-batches, averaged over the ranks.
-        reduced: metrics from the trial's reducers.
-
-    Returns:
-        ``batch_metrics``: the argument ``metrics``; ``avg_metrics``: their means, None for values that are
-        not numbers, and the reduced metrics.
-    """
-    workload = det.util.make_metrics(None, metrics)
-    workload["avg_metrics"].update(as_numpy(reduced))
-    return workload
-
-
 def as_numpy(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics with arrays in place of tensors."""
     return {
@@ -214,7 +198,7 @@ def write_training(context: Any, steps: int, workload: Mapping[str, Any], calls_
     Args:
         context: the trial's context.
         steps: optimizer steps done.
-        workload: the result of ``of_workload``.
+        workload: ``batch_metrics`` of each micro-batch; ``avg_metrics``, also with the reducers' metrics.
         calls_per_step: micro-batches in ``batch_metrics`` per step, to be averaged.
     """
     batches, averages = workload["batch_metrics"], workload["avg_metrics"]

@@ -9,21 +9,18 @@ from typing import Any
 
 import torch
 
-from deepspeed_trial.services import Services
-
 AFTER, WARM_UP, STEPS = 10, 2, 5  # steps left out, warmed up with, and profiled
 
 
 @contextlib.contextmanager
-def profiled(context: Any, services: Services, is_wanted: bool) -> Iterator[None]:
+def profiled(context: Any, is_wanted: bool) -> Iterator[None]:
     """Profile some of the chief's steps during the block, or run the profiler that the trial has set.
 
     Args:
         context: the trial's context.
-        services: the services that store the table of operators.
         is_wanted: whether to profile.
     """
-    if not (is_wanted and services.is_chief):
+    if not (is_wanted and context.services.is_chief):
         with context.profiler or contextlib.nullcontext():
             yield
         return
@@ -35,4 +32,5 @@ def profiled(context: Any, services: Services, is_wanted: bool) -> Iterator[None
         steps = f"a profile needs {needed} steps, and the run had {profiler.step_num}"
         print(f"no profile: {steps}", file=sys.stderr)
     else:
-        services.keep_profile(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30))
+        table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=30)
+        context.services.keep_profile(table)

@@ -25,7 +25,6 @@ from deepspeed_trial.events import Callback, TrialHooks
 from deepspeed_trial.full_weights import update_network
 from deepspeed_trial.place import GATHER
 from deepspeed_trial.random_state import random_state, set_random_state
-from deepspeed_trial.services import Services
 from deepspeed_trial.time_budget import TimeBudget
 
 ENGINES = "engines"  # key of a rank's file
@@ -42,17 +41,10 @@ class Saving:
         trial: a ``DeepSpeedTrial``.
         context: the trial's context.
         callbacks: the callbacks; their states are saved.
-        services: metrics, checkpoints and stops of this training.
     """
 
-    def __init__(
-        self,
-        trial: Any,
-        context: Any,
-        callbacks: Mapping[str, pytorch.PyTorchCallback],
-        services: Services,
-    ) -> None:
-        self.trial, self.context, self.callbacks, self.services = trial, context, callbacks, services
+    def __init__(self, trial: Any, context: Any, callbacks: Mapping[str, pytorch.PyTorchCallback]) -> None:
+        self.trial, self.context, self.callbacks, self.services = trial, context, callbacks, context.services
         self.engines: list[Any] = context.models
         hooks = [callback for callback in callbacks.values() if isinstance(callback, TrialHooks)]
         if len(hooks) > 1:
