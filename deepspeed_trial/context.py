@@ -171,15 +171,10 @@ class TrialContext(det_ds.DeepSpeedTrialContext):
 
 
 def make_context(
-    core_context: core.Context,
-    experiment: Experiment,
-    seed: int,
-    services: Services,
-    *,
-    steps_completed: int = 0,
-    enable_tensorboard_logging: bool = True,
+    services: Services, seed: int, steps_completed: int = 0, logs_tensorboard: bool = True
 ) -> TrialContext:
     """Return the context of a trial with one process per slot."""
+    core_context, experiment = services.core, services.experiment
     context = TrialContext(
         core_context=core_context,
         trial_seed=seed,
@@ -188,7 +183,7 @@ def make_context(
         num_gpus=torch.cuda.device_count(),
         exp_conf=dict(experiment.config),
         steps_completed=steps_completed,
-        enable_tensorboard_logging=enable_tensorboard_logging,
+        enable_tensorboard_logging=logs_tensorboard,
     )
     context.core, context.services, context.experiment = core_context, services, experiment
     context.place, context.plan = place.Place(), Plan()
@@ -270,14 +265,8 @@ def _on_cluster(
             tensorboard_mode=core.TensorboardMode.MANUAL,
         ) as core_context,
     ):
-        context = make_context(
-            core_context,
-            experiment,
-            seed,
-            services := ClusterServices(core_context, experiment),
-            steps_completed=info.trial._steps_completed,
-            enable_tensorboard_logging=logs_tensorboard,
-        )
+        services = ClusterServices(core_context, experiment)
+        context = make_context(services, seed, info.trial._steps_completed, logs_tensorboard)
         context.resumes = info.latest_checkpoint is not None
         with cluster.errors_end_the_trial():
             cluster.log_from_chief(experiment, core_context.distributed.rank == 0)
@@ -320,13 +309,7 @@ def locally(
             uploads,
         )
         services = LocalServices(core_context, experiment, output)
-        context = make_context(
-            core_context,
-            experiment,
-            experiment.seed,
-            services,
-            enable_tensorboard_logging=logs_tensorboard,
-        )
+        context = make_context(services, experiment.seed, logs_tensorboard=logs_tensorboard)
         context.output, context.resumes = output, resumes
         with services.signals.handled(), contextlib.closing(services.vote):
             yield context

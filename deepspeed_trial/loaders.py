@@ -122,7 +122,7 @@ def _evaluated(what: str, build: Callable[[], Any], builds: bool, context: Any) 
         builds: whether this rank calls ``build``.
         context: the trial's context.
     """
-    loader, count, size = None, None, None
+    loader, found = None, None
     micro_batches = context.get_num_micro_batches_per_slot() if context.use_pipeline_parallel else 1
     if builds:
         loader, mpu = build(), context.mpu
@@ -133,11 +133,10 @@ def _evaluated(what: str, build: Callable[[], Any], builds: bool, context: Any) 
             _refuse_unless_allowed(context, "build_validation_data_loader", loader)
         first = next(iter(loader), None)
         count = len(loader) // micro_batches
-        size = 0 if first is None else pytorch.data_length(first) * micro_batches
+        found = count, 0 if first is None else pytorch.data_length(first) * micro_batches
         if len(loader) and not count:
             raise det.errors.InvalidExperimentException(TOO_FEW_FOR_A_PIPELINE.format(what=what))
-    counts = [number for number in context.distributed.allgather(count) if number is not None]
-    sizes = [number for number in context.distributed.allgather(size) if number is not None]
+    counts, sizes = zip(*filter(None, context.distributed.allgather(found)), strict=True)
     if not min(counts):
         raise InvalidInput(f"{what}: a rank gets no batch; use more data, fewer processes or smaller batches")
     _warn_if_unequal(context, what, counts)

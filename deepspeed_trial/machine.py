@@ -40,7 +40,7 @@ def describe() -> dict[str, Any]:
     """Return the processor, the memory in GiB, the accelerators and the versions."""
     return {
         "system": f"{platform.system()} {platform.release()}",
-        "processor": _processor(),
+        "processor": _cpuinfo("model name") or platform.processor() or platform.machine(),
         "cores": joblib.cpu_count(),
         "threads": torch.get_num_threads(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
@@ -55,14 +55,10 @@ def has_bf16_instructions() -> bool:
     return not flags or not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags.split())
 
 
-def _processor() -> str:
-    return _cpuinfo("model name") or platform.processor() or platform.machine()
-
-
-def _cpuinfo(key: str) -> str:
-    """Return a field of the first core in ``/proc/cpuinfo``; empty if it is missing."""
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+def _cpuinfo(key: str, source: str = "/proc/cpuinfo") -> str:
+    """Return the first field ``key`` of a file of Linux, by default of the first core; empty if missing."""
+    file = pathlib.Path(source)
+    lines = file.read_text().splitlines() if file.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
 
 
@@ -111,9 +107,7 @@ def limited_memory(more: int) -> Iterator[None]:
 
 def _data() -> int:
     """Return the bytes that ``RLIMIT_DATA`` counts; 0 if unknown."""
-    status = pathlib.Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return 1024 * next((int(line.split()[1]) for line in lines if line.startswith("VmData")), 0)
+    return 1024 * int((_cpuinfo("VmData", "/proc/self/status") or "0").split()[0])
 
 
 def _own_limits(*kinds: int) -> list[int]:

@@ -133,7 +133,7 @@ class PlannedSchedule(GroupSchedule):
         self,
         optimizer: torch.optim.Optimizer,
         lr: float,
-        make_for: Callable[[int | None], Callable[[Any], Any]],
+        make_for: Callable[[int | None], Callable[[Any], Any] | None],
         plan: Plan,
     ) -> None:
         self.plan, self.make_for = plan, make_for

@@ -109,7 +109,7 @@ class Signals:
             programs.append(program)
         _handle(_interrupt)
         try:
-            with at_the_end_of(dict.fromkeys(programs, self._stop_with_launcher)):
+            with at_the_end_of(programs, self._stop_with_launcher):
                 yield
         finally:
             signal.signal(signal.SIGINT, signal.default_int_handler)

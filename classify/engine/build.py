@@ -111,7 +111,11 @@ def engine_arguments(net: nn.Module, config: TrialConfig) -> dict[str, Any]:
     deepspeed_config = config.deepspeed
     schedule: Callable[..., GroupSchedule]
     if config.hyper.minutes and not counts_steps(deepspeed_config):
-        schedule = functools.partial(PlannedSchedule, make_for=_maker_of_planned(config), plan=config.plan)
+        schedule = functools.partial(
+            PlannedSchedule,
+            make_for=lambda total: schedule_maker(planned(deepspeed_config, total)),
+            plan=config.plan,
+        )
     else:
         schedule = functools.partial(GroupSchedule, make=schedule_maker(deepspeed_config))
     return {
@@ -119,11 +123,6 @@ def engine_arguments(net: nn.Module, config: TrialConfig) -> dict[str, Any]:
         "lr_scheduler": functools.partial(schedule, lr=deepspeed_config["optimizer"]["params"]["lr"]),
         "config": {key: value for key, value in deepspeed_config.items() if key != "scheduler"},
     }
-
-
-def _maker_of_planned(config: TrialConfig) -> Callable[[int | None], Any]:
-    """Return a function that maps a number of steps to a function that makes the schedule."""
-    return lambda total: schedule_maker(planned(config.deepspeed, total))
 
 
 def _trainable_parameters(net: nn.Module, config: TrialConfig) -> Any:

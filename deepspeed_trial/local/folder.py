@@ -54,13 +54,14 @@ def why_unusable(output: pathlib.Path, resumes: bool, writes: Sequence[str] = ()
             return f"--output: {path}: is {what}; move it, or give another folder"
         if path.exists() and not os.access(path, os.W_OK if is_file else os.R_OK | os.W_OK | os.X_OK):
             return f"--output: {path}: is not writable; change its permissions, or give another folder"
-    if not resumes and ((output / "summary.json").exists() or _has_checkpoints(output)):
+    if not resumes and ((output / "summary.json").exists() or has_checkpoints(output)):
         remedy = "give another folder, or add --resume latest to continue it"
         return f"--output: {output}: holds a run; {remedy}"
     return None
 
 
-def _has_checkpoints(output: pathlib.Path) -> bool:
+def has_checkpoints(output: pathlib.Path) -> bool:
+    """Return whether the folder of a run has a complete checkpoint."""
     return any(output.glob("checkpoints/[!.]*/"))
 
 
@@ -126,7 +127,7 @@ def own_folder(
         def take() -> bool:
             lock.enter_context(locked_folder(output, "run"))
             with refused(f"--output: {output}"):
-                continues = _has_checkpoints(output) if resumes is None else resumes
+                continues = has_checkpoints(output) if resumes is None else resumes
                 reason = why_unusable(output, continues, writes)
             if reason:
                 raise InvalidInput(reason)

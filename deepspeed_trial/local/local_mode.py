@@ -30,7 +30,7 @@ def make_test_context(core_context: core.Context, env: det.EnvContext) -> TrialC
     core_context.train = core.DummyTrainContext(storage / "tensorboard")  # det's context has no folder
     core_context.checkpoint = LocalCheckpoints(storage, core_context.distributed, 1, 1, lambda step: None)
     experiment = Experiment(env.experiment_config, env.hparams)
-    return make_context(core_context, experiment, env.trial_seed, LocalServices(core_context, experiment))
+    return make_context(LocalServices(core_context, experiment), env.trial_seed)
 
 
 class _TestController:

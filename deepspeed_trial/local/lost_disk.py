@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 
 from deepspeed_trial.errors import DISK_FULL, TrainingStopped, one_line
-from deepspeed_trial.local.folder import shown
+from deepspeed_trial.local.folder import has_checkpoints, shown
 
 # Errors of a shared folder whose server is gone, or of a disk that is read-only after an error
 GONE = (errno.EIO, errno.ENOTCONN, errno.EROFS, errno.ESTALE, errno.ETIMEDOUT)
@@ -53,8 +53,7 @@ def is_gone(error: BaseException, output: pathlib.Path) -> bool:
 
 def how_to_go_on(output: pathlib.Path) -> str:
     """Return the remedy for a full disk."""
-    has_checkpoints = any(output.glob("checkpoints/[!.]*/"))
-    return f"make room, then {RESUME if has_checkpoints else 'start again'}"
+    return f"make room, then {RESUME if has_checkpoints(output) else 'start again'}"
 
 
 def is_full_disk(error: BaseException) -> bool:

@@ -170,11 +170,8 @@ class LocalMetrics(core.DummyTrainContext, Progress):
     def report_validation_metrics(self, steps_completed: int, metrics: dict[str, Any]) -> None:
         if self._timed_since:
             self._costs[VALIDATION] = time.monotonic() - self._shown_at  # since the report before it
-        metrics = metrics_log.scalars(metrics)
-        self._remember(steps_completed, metrics)
-        self._keep("validation", steps_completed, metrics)
-        shown = _in_words(metrics, self.experiment.metric)
-        self._line(steps_completed, _line_of({"validation": "", **shown}), always=True)
+        self._remember(steps_completed, metrics_log.scalars(metrics))
+        LocalMetrics.report_metrics(self, "validation", steps_completed, metrics)  # which no tracker replaces
 
     @override
     def report_metrics(self, group: str, steps_completed: int, metrics: dict[str, Any]) -> None:

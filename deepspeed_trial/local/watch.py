@@ -6,7 +6,7 @@ import contextlib
 import os
 import pathlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 
 import psutil
 
@@ -27,18 +27,15 @@ def launchers() -> list[int]:
 
 
 @contextlib.contextmanager
-def at_the_end_of(processes: Mapping[int, Callable[[], None]]) -> Iterator[None]:
-    """Check once a second, during the block, whether other processes still run.
-
-    Args:
-        processes: for each process id, a function to call when that process has ended; it runs in a thread.
-    """
-    done, left = threading.Event(), {_find(pid): call for pid, call in processes.items()}
+def at_the_end_of(pids: Iterable[int], call: Callable[[], None]) -> Iterator[None]:
+    """Check other processes once a second during the block; at the end of each, a thread calls ``call``."""
+    done, left = threading.Event(), {_find(pid) for pid in pids}
 
     def watch() -> None:
         while not done.wait(1):
             for process in [process for process in left if not is_alive(process)]:
-                left.pop(process)()
+                left.remove(process)
+                call()
 
     if left:
         threading.Thread(target=watch, daemon=True).start()
