@@ -249,9 +249,8 @@ def _steps(
         ranks.allgather(None)  # no rank has allocated memory yet
         free = int(min(ranks.allgather(machine.free_memory())) * LIMIT / ranks.local_size)
         if needs > free:
-            return Attempt(
-                reason=f"{NO_MEMORY} ({needs / 2**20:,.0f} MiB by estimate, {free / 2**20:,.0f} free)"
-            )
+            sizes = f"{needs / 2**20:,.0f} MiB by estimate, {free / 2**20:,.0f} free"
+            return Attempt(reason=f"{NO_MEMORY} ({sizes})")
         stack.enter_context(machine.limited_memory(free))
         trial = trial_class(context)
         clock = _Clock(context)

@@ -134,9 +134,8 @@ class Patience:
 
     def update(self, value: float) -> bool:
         """Record the metric of a validation, and return whether to stop the training."""
-        gain = (
-            0.0 if self.best is None else self.best - value if self.smaller_is_better else value - self.best
-        )
+        best = value if self.best is None else self.best
+        gain = best - value if self.smaller_is_better else value - best
         if self.best is None or gain > self.min_improvement:
             self.best, self.waited = value, 0
         else:

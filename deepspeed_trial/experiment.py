@@ -234,11 +234,8 @@ def length_errors(value: Any) -> list[str]:
 def hang_errors(seconds: Any) -> list[str]:
     """Return error lines about ``hyperparameters.hang_after``."""
     is_number = type(seconds) in (int, float) and 3 <= seconds < 10**6
-    return (
-        []
-        if is_number
-        else [f"hyperparameters.hang_after: {seconds!r}: must be a number of seconds of at least 3"]
-    )
+    line = f"hyperparameters.hang_after: {seconds!r}: must be a number of seconds of at least 3"
+    return [] if is_number else [line]
 
 
 def tracker_errors(value: Any) -> list[str]:

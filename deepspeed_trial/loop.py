@@ -386,11 +386,10 @@ class Loop:
 
     def _plan(self) -> None:
         """Set the length of the schedules; the plan of a length in minutes changes during the training."""
-        if not self.budget:
-            if not self.settings.test_mode:
-                self.context.plan.fix(self.total)
-            return
-        self.budget.begin(self.steps, self._work())
+        if self.budget:
+            self.budget.begin(self.steps, self._work())
+        elif not self.settings.test_mode:
+            self.context.plan.fix(self.total)
 
     def _work(self) -> time_budget.Work:
         size = self.engines[0].train_micro_batch_size_per_gpu()

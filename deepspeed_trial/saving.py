@@ -20,9 +20,10 @@ from deepspeed_trial import engines, redaction
 from deepspeed_trial.checkpoints import contents, identity, pieces, safe_load, shards, state
 from deepspeed_trial.checkpoints.identity import Identity
 from deepspeed_trial.checkpoints.safe_load import State
-from deepspeed_trial.errors import InvalidInput, one_line
+from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.events import Callback, TrialHooks
 from deepspeed_trial.full_weights import update_network
+from deepspeed_trial.input_files import parsed
 from deepspeed_trial.place import GATHER
 from deepspeed_trial.random_state import random_state, set_random_state
 from deepspeed_trial.time_budget import TimeBudget
@@ -136,11 +137,8 @@ class Saving:
             what = f"its training had no length in minutes ({steps:,} steps are done)"
             remedy = "set max_length to epochs or batches, or start a new run"
             raise InvalidInput(f"--resume: {name}: {what}; {remedy}")
-        try:
+        with parsed(f"{file}: progress.{BUDGET}: is damaged", shards.REMEDY):
             budget.load_state_dict(plan, steps)
-        except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
-            what = f"{file}: progress.{BUDGET}: is damaged ({one_line(error)})"
-            raise InvalidInput(f"{what}; {shards.REMEDY}") from error
 
     def load(self, path: pathlib.Path, name: str) -> State:
         """Load a checkpoint that ``check`` accepted. Every rank calls it.

@@ -7,7 +7,7 @@ import math
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import deepspeed
 import torch
@@ -33,12 +33,6 @@ from deepspeed_trial.full_weights import gather_full_state_dict
 NOT_EXPORTED = ("ep_world_size", "noisy_gate_policy")  # settings that only a training uses
 
 
-class Fitted(Protocol):
-    """Metrics whose evaluation uses ``thresholds``, or fits them if they are None; see ``LabelMetrics``."""
-
-    thresholds: Mapping[str, float] | None
-
-
 class ClassifierHooks(TrialHooks):
     """Describes the network in every checkpoint, and names the settings that must match on resume.
 
@@ -48,7 +42,7 @@ class ClassifierHooks(TrialHooks):
         context: the trial's context.
         config: the trial's configuration.
         engine: the trial's engine.
-        metrics: the reducer of the trial's evaluations; a test uses the thresholds of the validation.
+        metrics: the reducer of the trial's evaluations; a test uses the ``thresholds`` of the validation.
         normalization: mean and standard deviation of each channel of the input.
         images_on_gpu: bytes of images in a GPU's memory.
 
@@ -68,7 +62,7 @@ class ClassifierHooks(TrialHooks):
         context: Any,
         config: TrialConfig,
         engine: deepspeed.DeepSpeedEngine,
-        metrics: Fitted,
+        metrics: Any,
         normalization: tuple[Any, Any],
         images_on_gpu: int,
     ) -> None:

@@ -16,6 +16,7 @@ from deepspeed_trial.checkpoints import files, safe_load
 from deepspeed_trial.checkpoints.identity import PROCESSES, Identity
 from deepspeed_trial.checkpoints.shards import REMEDY
 from deepspeed_trial.errors import ErrorList, InvalidInput, UnusableCheckpoint, one_line
+from deepspeed_trial.input_files import parsed
 from deepspeed_trial.out_of_memory import is_out_of_memory
 
 
@@ -79,11 +80,8 @@ def _check_steps(path: pathlib.Path, steps: int, trial_id: int) -> None:
     state = safe_load.read_trial_state(path)
     file, done = path / "trial_state.pkl", state.batches_trained
     if (path / files.METADATA).exists():
-        try:
+        with parsed(f"{path / files.METADATA}: cannot be read", REMEDY):
             said = files.read_metadata(path)["steps_completed"]
-        except (OSError, ValueError, RecursionError) as error:
-            reason = f"cannot be read ({one_line(error)})"
-            raise InvalidInput(f"{path / files.METADATA}: {reason}; {REMEDY}") from error
         if said != done:
             raise InvalidInput(_differ(path / files.METADATA, "steps_completed", said, file.name, done))
     if state.trial_id == trial_id and done != steps:
@@ -104,9 +102,7 @@ def _check_rank_state(file: pathlib.Path) -> None:
         if not isinstance(state, dict) or not isinstance(state.get(key), dict):
             raise InvalidInput(f"{file}: {key} is missing; {REMEDY}")
     rng = state["rng_state"]
-    try:
+    with parsed(f"{file}: rng_state: is invalid", REMEDY):
         torch.Generator().set_state(rng["cpu_rng_state"])
         np.random.RandomState().set_state(rng["np_rng_state"])
         random.Random().setstate(rng["random_rng_state"])
-    except Exception as error:  # each generator raises different exceptions
-        raise InvalidInput(f"{file}: rng_state: is invalid ({one_line(error)}); {REMEDY}") from error

@@ -11,7 +11,7 @@ from typing import Any
 
 from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.experiment import Experiment
-from deepspeed_trial.input_files import regular_file
+from deepspeed_trial.input_files import parsed, regular_file
 from deepspeed_trial.local import metrics_log
 from deepspeed_trial.output_files import sync
 
@@ -165,23 +165,17 @@ def in_words(found: dict[str, dict[str, Any]]) -> str:
 def _final(run: pathlib.Path) -> str | None:
     """Return the checkpoint of a run's final weights; None before the end of the run."""
     file = run / "summary.json"
-    try:
+    with parsed(f"--checkpoint: final: {file} cannot be read", "give latest, best or a UUID"):
         name = json.loads(file.read_text())["checkpoint"] if file.exists() else None
         return None if name is None else str(name)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"{file} cannot be read ({one_line(error)}); give latest, best or a UUID"
-        raise InvalidInput(f"--checkpoint: final: {reason}") from error
 
 
 def _best(run: pathlib.Path, found: dict[str, dict[str, Any]]) -> str | None:
     """Return the checkpoint of the best validation; in a tie, the earliest one."""
-    try:
+    with parsed(f"--checkpoint: best: {run}: its validations cannot be read", "give latest or a UUID"):
         experiment = Experiment(json.loads((run / "run.json").read_text())["config"], {})
         metric, sign = experiment.metric, -1 if experiment.smaller_is_better else 1
         entries = metrics_log.read(run)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"its validations cannot be read ({one_line(error)}); give latest or a UUID"
-        raise InvalidInput(f"--checkpoint: best: {run}: {reason}") from error
     judged_by = [each for each in entries if each["group"] == "validation" and metric in each]
     scores = {each["steps_completed"]: sign * each[metric] for each in judged_by}
     return next(iter(ranked(found, scores.get)), None)

@@ -17,8 +17,8 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from deepspeed_trial.errors import InvalidInput, one_line, why_unloadable
-from deepspeed_trial.input_files import regular_file, small_file
+from deepspeed_trial.errors import InvalidInput, why_unloadable
+from deepspeed_trial.input_files import parsed, regular_file, small_file
 
 MOST = 10_000  # bytes of Determined's trial_state.pkl
 
@@ -119,14 +119,10 @@ def read_trial_state(path: pathlib.Path) -> State:
         InvalidInput: if the file is missing or damaged, or has other fields than ``State``.
     """
     file = path / "trial_state.pkl"
-    try:
+    with parsed(f"{file}: cannot be read", "resume from another checkpoint"):
         state = dict(_plain_values(small_file(file, MOST)))
         names = vars(State()).keys()
         wrong = sorted(state.keys() ^ names) or [name for name in names if not is_count(state[name])]
         if wrong:
             raise ValueError(f"{wrong[0]}: {state.get(wrong[0], 'is missing')!r}")
         return State(**state)
-    except Exception as error:  # a damaged pickle raises nearly anything
-        raise InvalidInput(
-            f"{file}: cannot be read ({one_line(error)}); resume from another checkpoint"
-        ) from error

@@ -207,9 +207,8 @@ def stored_run(section: Mapping[str, Any], output: pathlib.Path) -> StoredRun | 
     if storage is None:
         return None
     is_below = output != here and output.is_relative_to(here)
-    return StoredRun(
-        storage, (output.relative_to(here) if is_below else pathlib.Path(output.name)).as_posix()
-    )
+    name = output.relative_to(here) if is_below else pathlib.Path(output.name)
+    return StoredRun(storage, name.as_posix())
 
 
 def _blocks(file: Any, most: int) -> Iterator[bytes]:
