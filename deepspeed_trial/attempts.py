@@ -124,11 +124,7 @@ def forking() -> Iterator[None]:
 
 
 def attempt(
-    trial_class: Callable[..., Any],
-    experiment: Experiment,
-    group: Group,
-    threads: int,
-    needs: int = 0,
+    trial_class: Callable[..., Any], experiment: Experiment, group: Group, threads: int, needs: int = 0
 ) -> Attempt:
     """Train a few steps in one process per rank, and return the result.
 

@@ -120,12 +120,7 @@ class _Rules:
     """Determines the settings of each parameter; see ``assign`` for the arguments."""
 
     def __init__(
-        self,
-        net: nn.Module,
-        hyper: Hyperparameters,
-        classes: int,
-        muon: Mapping[str, Any] | None,
-        waits: int,
+        self, net: nn.Module, hyper: Hyperparameters, classes: int, muon: Mapping[str, Any] | None, waits: int
     ) -> None:
         self.hyper, self.muon, self.waits = hyper, muon, waits
         self.hidden, self.heads = _hidden_matrices(net, classes), head_layers(net)

@@ -156,10 +156,7 @@ class LocalMetrics(core.DummyTrainContext, Progress):
 
     @override
     def report_training_metrics(
-        self,
-        steps_completed: int,
-        metrics: dict[str, Any],
-        batch_metrics: list[dict[str, Any]] | None = None,
+        self, steps_completed: int, metrics: dict[str, Any], batch_metrics: list[dict[str, Any]] | None = None
     ) -> None:
         metrics = metrics_log.scalars(metrics)
         self._keep("training", steps_completed, metrics)

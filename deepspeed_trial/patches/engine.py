@@ -74,11 +74,7 @@ def scale_fp16_loss_without_zero(engine: deepspeed.DeepSpeedEngine) -> None:
     engine.backward = scaled_backward
 
 
-@patch(
-    f"{ENGINE}._backward_prologue",
-    versions=">=0.19",
-    digests=("d6aa413dfa99",),
-)
+@patch(f"{ENGINE}._backward_prologue", versions=">=0.19", digests=("d6aa413dfa99",))
 def let_other_losses_pass(engine: deepspeed.DeepSpeedEngine) -> None:
     """If one engine's loss passes through a second engine (a GAN's generator loss), the second refuses it.
 
@@ -109,16 +105,8 @@ def _steps_in_fp32(engine: deepspeed.DeepSpeedEngine) -> bool:
     f"{ENGINE}.clip_fp32_gradients",
     versions=">=0.13",
     report="deepspeedai/DeepSpeed#1286",
-    guards=(
-        f"{ENGINE}.clip_fp32_gradients",
-        f"{ENGINE}._take_model_step",
-        f"{ENGINE}.get_global_grad_norm",
-    ),
-    digests=(
-        "bf90e2bce853",
-        "45873149b3c9",
-        "e1a6b7c91a1e",
-    ),
+    guards=(f"{ENGINE}.clip_fp32_gradients", f"{ENGINE}._take_model_step", f"{ENGINE}.get_global_grad_norm"),
+    digests=("bf90e2bce853", "45873149b3c9", "e1a6b7c91a1e"),
     when=_steps_in_fp32,
 )
 def keep_gradient_norm(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -165,10 +153,7 @@ def skip_reductions_over_one_rank(engine: deepspeed.DeepSpeedEngine) -> None:
     f"{ENGINE}.config",
     versions=">=0.13",
     guards=(f"{ENGINE}._save_zero_checkpoint",),
-    digests=(
-        "4e6620c153c9",
-        "e2328479c3aa",
-    ),
+    digests=("4e6620c153c9", "e2328479c3aa"),
     when=lambda engine: isinstance(engine.config, Mapping),
 )
 def save_plain_configuration(engine: deepspeed.DeepSpeedEngine) -> None:

@@ -21,12 +21,7 @@ def _without_cuda() -> bool:
     return bool(get_accelerator().device_name() != "cuda")
 
 
-@patch(
-    "deepspeed:set_optimizer_flags",
-    versions=">=0.17.6",
-    report="deepspeedai/DeepSpeed#7555",
-    guards=(),
-)
+@patch("deepspeed:set_optimizer_flags", versions=">=0.17.6", report="deepspeedai/DeepSpeed#7555", guards=())
 def patch_muon_on_demand() -> None:
     """``deepspeed.initialize`` overwrites the attribute ``use_muon`` that a trial has set, e.g. on its head.
 

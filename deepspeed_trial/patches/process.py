@@ -56,10 +56,7 @@ def silence_misleading_warnings() -> None:
     f"{CPU}.is_fp16_supported",
     versions=">=0.13",
     report="deepspeedai/DeepSpeed#7207",
-    digests=(
-        "92128cbe7a3f",
-        "42ae8cfbcddb",
-    ),
+    digests=("92128cbe7a3f", "42ae8cfbcddb"),
     when=_on_cpu,
 )
 def allow_fp16_on_cpu() -> None:

@@ -31,11 +31,7 @@ def _remade(engine: deepspeed.DeepSpeedEngine) -> torch.optim.Optimizer | None:
     versions=">=0.13",
     report="deepspeedai/DeepSpeed#3401",
     guards=(f"{ZERO}.initialize_optimizer_states", f"{ZERO3}.initialize_optimizer_states"),
-    digests=(
-        "ca823a797a6a",
-        "956a405b8c7c",
-        "83b7310ea3d8",
-    ),
+    digests=("ca823a797a6a", "956a405b8c7c", "83b7310ea3d8"),
     when=lambda engine: _remade(engine) is not None,
 )
 def follow_remade_optimizer(engine: deepspeed.DeepSpeedEngine) -> None:
@@ -49,11 +45,7 @@ def follow_remade_optimizer(engine: deepspeed.DeepSpeedEngine) -> None:
     f"{ZERO}._link_all_hp_params",
     versions=">=0.13",
     guards=(f"{ZERO}._link_all_hp_params", f"{ZERO}._create_param_mapping"),
-    digests=(
-        "3b53a6ef65c8",
-        "e0f8a7111604",
-        "3e84c39b3a27",
-    ),
+    digests=("3b53a6ef65c8", "e0f8a7111604", "3e84c39b3a27"),
     when=lambda engine: getattr(engine.optimizer, "round_robin_gradients", False),
 )
 def find_weights_in_round_robin(engine: deepspeed.DeepSpeedEngine) -> None:
