@@ -90,8 +90,7 @@ def start_process_group(hang_after: float = HANG_AFTER) -> None:
         torch.distributed.init_process_group(
             backend, store=torch.distributed.HashStore(), rank=0, world_size=1
         )
-    with joining(hang_after):
-        _init_distributed(hang_after)
+    _init_distributed(hang_after)
     atexit.register(torch.distributed.destroy_process_group)
 
 
@@ -100,7 +99,8 @@ def _init_distributed(hang_after: float) -> None:
     minutes = float(os.environ.get("DEEPSPEED_TIMEOUT") or PATIENCE * hang_after / 60)  # DeepSpeed's variable
     limit = datetime.timedelta(minutes=minutes)
     limit_waiting(limit)
-    deepspeed.init_distributed(auto_mpi_discovery=False, timeout=limit)
+    with joining(hang_after):
+        deepspeed.init_distributed(auto_mpi_discovery=False, timeout=limit)
 
 
 def _take_gpu() -> None:
@@ -143,6 +143,5 @@ def join_cluster_processes(hang_after: float) -> core.DistributedContext | None:
     info = cluster_info()
     meet(info.container_addrs[info.container_rank])
     if not os.environ.get(MANUAL):
-        with joining(hang_after):
-            _init_distributed(hang_after)
+        _init_distributed(hang_after)
     return _ranks()

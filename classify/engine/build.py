@@ -56,17 +56,14 @@ def build_network(
         # DeepSpeed's experts need at least two images, so NetMoE pads a micro-batch of one
         padded = max(2, config.micro_batch)
         net: nn.Module = NetMoE(config.net.num_classes, micro_batch=padded, **hyper.experts)
-        if hyper.weights:
-            _load_weights(net, config)
-        freeze(net.named_parameters(), config.groups)
-        return net
-    net = registry.build(config.net)
+    else:
+        net = registry.build(config.net)
     if hyper.weights:
         _load_weights(net, config)
     elif sample and (initialize := getattr(net, "initialize_from_images", None)):
         initialize(sample())
     freeze(net.named_parameters(), config.groups)
-    if hyper.sync_batchnorm:
+    if hyper.sync_batchnorm and not hyper.has_experts:
         net = registry.with_sync_batchnorm(hyper.net, net)
     if hyper.checkpoint_activations:
         recompute.enable(net)

@@ -122,10 +122,8 @@ class LocalCheckpoints:
             return name
         whole = next((other for other in known if files.damage(self.folder / other) is None), None)
         if which == AUTO and whole:
-            print(
-                f"--resume: auto: {self.folder / str(name) / damage}; the run continues from {whole}",
-                file=sys.stderr,
-            )
+            what = f"{self.folder / str(name) / damage}; the run continues from {whole}"
+            print(f"--resume: auto: {what}", file=sys.stderr)
             return whole
         remedy = "no undamaged checkpoint is left; start a new run with another --output"
         if whole:
