@@ -48,9 +48,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser().parse_args(argv)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of all options."""
-    parser = command_line.parser(__doc__, "const.yaml")
+def parser(config: str | None = "const.yaml", what: str = "experiment file") -> argparse.ArgumentParser:
+    """Return the parser of all options; ``command_line.parser`` describes the arguments."""
+    parser = command_line.parser(__doc__, config, what)
     add = parser.add_argument
     command_line.add_short_forms(parser)
     add(
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
         "--output",
         type=command_line.folder,
         metavar="FOLDER",
-        help="run's folder (default: runs/<config>-<time>)",
+        help="run's folder (default: a new one in runs/)",
     )
     add("--test", action="store_true", help="train on one batch, validate on one, save a checkpoint")
     meaning = "check, print the DeepSpeed configuration, train nothing; images: open every image, too"
@@ -94,7 +94,11 @@ def parser() -> argparse.ArgumentParser:
 @command_line.quiet_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    args = parse(argv)
+    return start(parse(argv))
+
+
+def start(args: argparse.Namespace) -> int:
+    """Do what parsed arguments say; return the exit code."""
     if args.keys:
         return print_keys(args.keys)
     if errors := errors_in(args):

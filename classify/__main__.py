@@ -138,26 +138,37 @@ def train(folder: str, argv: Sequence[str], commands: Mapping[str, str]) -> int:
     from deepspeed_trial.local.folder import shown
     from workbench import photos
 
-    if not {"-h", "--help"} & {*argv}:
-        with named(COMMAND):  # refuse a wrong option before images are read and a folder is made
-            program = importlib.import_module("train")
-            options = program.parser()
-        options.allow_abbrev = False
-        options.add_argument("--minutes")
-        if errors := program.errors_in(options.parse_args(argv)):
-            raise InvalidInput(errors)
-    training = photos.prepare(pathlib.Path(folder), argv)
-    code = run("train", training.arguments)
-    if training.only_checks or code == 2:
-        training.undo()
-    is_run = (training.output / FILE).is_file()  # --folds, --tune and --find-lr write other files
-    if training.only_checks or code or not is_run or os.environ.get("RANK", "0") != "0":
-        return code
-    output = printable(shown(training.output))
-    run("checkpoint", ["report", str(training.output)])
+    args, program = parser().parse_args(argv), importlib.import_module("train")
+    if errors := program.errors_in(args):  # before images are read and a folder is made
+        raise InvalidInput(errors)
+    written = photos.prepare(pathlib.Path(folder), args)
     with named(COMMAND):
-        print(f"use it: {typed('checkpoint', 'predict', output)} IMAGES")
+        code: int = program.start(args)
+    if args.check or code == 2:
+        photos.undo(written)
+    is_run = (args.output / FILE).is_file()  # --folds, --tune and --find-lr write other files
+    if args.check or code or not is_run or os.environ.get("RANK", "0") != "0":
+        return code
+    run("checkpoint", ["report", str(args.output)])
+    with named(COMMAND):
+        print(f"use it: {typed('checkpoint', 'predict', printable(shown(args.output)))} IMAGES")
     return code
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options after a folder: the options of train.py, and ``--minutes``."""
+    from workbench.defaults import MINUTES
+
+    with named(COMMAND):
+        program = importlib.import_module("train")
+        parser: argparse.ArgumentParser = program.parser(
+            None, "experiment file, in place of the chosen settings"
+        )
+    parser.allow_abbrev = False
+    parser.usage, parser.description = "%(prog)s FOLDER [OPTION...]", "Train on a folder of images."
+    meaning = f"the maximum length of the training (default: {MINUTES:g})"
+    parser.add_argument("--minutes", metavar="N", help=meaning)
+    return parser
 
 
 if __name__ == "__main__":

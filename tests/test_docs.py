@@ -15,10 +15,9 @@ import checkpoint
 import search
 import shards
 import train
-from classify.__main__ import PROGRAMS, subcommands
+from classify.__main__ import PROGRAMS, parser, subcommands
 from classify.config.hyperparameters import Hyperparameters
 from classify.images.settings import DataSettings
-from workbench import photos
 
 PAGES = [PROJECT / "README.md", *sorted(PROJECT.glob("docs/*.md"))]
 LONG = ("reference", "api", "code", "own-trial")  # programs write two of them
@@ -31,7 +30,7 @@ PARSERS = {
     f"{program.__name__}.py": program.parse for program in (train, search, checkpoint, baseline, shards)
 }
 
-PARSERS["classify"] = lambda argv: photos.parser().parse_known_args(argv[1:])[0]  # after the folder
+PARSERS["classify"] = lambda argv: parser().parse_args(argv[1:])  # after the folder
 
 
 def of_classify(words: list[str]) -> list[str]:

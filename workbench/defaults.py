@@ -91,52 +91,24 @@ class Settings:
     """Chosen settings.
 
     Attributes:
+        file: the experiment file that the settings change.
+        overrides: the changes, as ``PATH=VALUE``.
+        net: the network.
         side: height and width of the network's images, in pixels.
         batch: the number of images of an optimizer step.
         minutes: the length of the training.
-        scale: the side of the images in the first ``SMALLER_UNTIL`` of the steps, divided by ``side``.
         passes: the estimated number of epochs on this machine.
         metric: the metric that chooses the best weights.
-        net: the network; None for ``NET``.
-        bf16: whether convolutions compute in bfloat16.
     """
 
+    file: str
+    overrides: list[str]
+    net: str
     side: int
     batch: int
     minutes: float
-    scale: float
     passes: float
     metric: str
-    net: str | None
-    bf16: bool
-
-    @property
-    def file(self) -> str:
-        """The experiment file that the settings change."""
-        return FILE if self.net is None else FILE_OF_OTHER_NETS
-
-    @property
-    def overrides(self) -> list[str]:
-        """The changes, as ``PATH=VALUE``."""
-        deepspeed = "hyperparameters.overwrite_deepspeed_args"
-        period = min(max(3, round(self.passes / 20)), max(1, round(self.passes)))
-        changes = {
-            "data.image_size": self.side,
-            f"{deepspeed}.train_batch_size": self.batch,
-            "hyperparameters.max_length": f"{{minutes: {self.minutes:g}}}",
-            "min_validation_period": f"{{epochs: {period}}}",
-            "searcher.metric": self.metric,
-        }
-        if self.net is None:
-            smaller = f"{{scale: {self.scale}, until: {SMALLER_UNTIL}}}"
-            changes["hyperparameters.progressive_resizing"] = smaller
-            changes["data.augment.crop"] = max(2, self.side // 16)
-            if not self.bf16:
-                changes[f"{deepspeed}.torch_autocast"] = "null"
-        else:
-            changes |= {"hyperparameters.net": self.net, "hyperparameters.weights": "null"}
-            changes |= {"data.resize": "null", "data.normalize": "dataset"}
-        return [f"{path}={value}" for path, value in changes.items()]
 
 
 def choose(images: Images, minutes: float = MINUTES, net: str | None = None) -> Settings:
@@ -147,32 +119,42 @@ def choose(images: Images, minutes: float = MINUTES, net: str | None = None) -> 
         minutes: the time limit of the training.
         net: a network in place of ``NET``; the estimate still uses the speed of ``NET``.
     """
-    train, speed = images.splits["train"], images_a_second()
+    train, speed, net = images.splits["train"], images_a_second(), NET if net is None else net
     batch = min(max(train // 24, BATCHES[0]), BATCHES[1], train)
 
-    def passes(side: int, scale: float = 1.0) -> float:
+    def passes_in(side: int, scale: float = 1.0) -> float:
         """Return the number of passes that the minutes are enough for."""
         smaller = 1 - SMALLER_UNTIL * (1 - scale**2)
         return 60 * minutes * speed / (train * (_cost(side) * smaller + STEP / batch))
 
     enough = max(ENOUGH_PASSES, ENOUGH_IMAGES / train)
-    fitting = [side for side in SIDES if side <= min(images.size) and passes(side) >= enough]
+    fitting = [side for side in SIDES if side <= min(images.size) and passes_in(side) >= enough]
     side = max(fitting, default=SIDES[0])
-    is_other = net not in (None, NET)
-    scale = 1.0 if is_other else 0.625 if passes(side) < 8 else 0.75
-    possible = passes(side, scale)
-    planned = min(possible, MOST_PASSES[1], max(MOST_PASSES[0], MOST_IMAGES / train))
-    plain = "accuracy" if is_other else "accuracy_tta"
-    return Settings(
-        side=side,
-        batch=batch,
-        minutes=float(f"{minutes * planned / possible:.3g}"),
-        scale=scale,
-        passes=planned,
-        metric="macro_recall" if images.is_skewed else plain,
-        net=net if is_other else None,
-        bf16=_has_bf16(),
-    )
+    scale = 1.0 if net != NET else 0.625 if passes_in(side) < 8 else 0.75
+    possible = passes_in(side, scale)
+    passes = min(possible, MOST_PASSES[1], max(MOST_PASSES[0], MOST_IMAGES / train))
+    length = float(f"{minutes * passes / possible:.3g}")
+    metric = "macro_recall" if images.is_skewed else "accuracy_tta" if net == NET else "accuracy"
+    deepspeed = "hyperparameters.overwrite_deepspeed_args"
+    period = min(max(3, round(passes / 20)), max(1, round(passes)))
+    changes: dict[str, object] = {
+        "data.image_size": side,
+        f"{deepspeed}.train_batch_size": batch,
+        "hyperparameters.max_length": f"{{minutes: {length:g}}}",
+        "min_validation_period": f"{{epochs: {period}}}",
+        "searcher.metric": metric,
+    }
+    if net == NET:
+        changes["hyperparameters.progressive_resizing"] = f"{{scale: {scale}, until: {SMALLER_UNTIL}}}"
+        changes["data.augment.crop"] = max(2, side // 16)
+        if not _has_bf16():
+            changes[f"{deepspeed}.torch_autocast"] = "null"
+    else:
+        changes |= {"hyperparameters.net": net, "hyperparameters.weights": "null"}
+        changes |= {"data.resize": "null", "data.normalize": "dataset"}
+    overrides = [f"{path}={value}" for path, value in changes.items()]
+    file = FILE if net == NET else FILE_OF_OTHER_NETS
+    return Settings(file, overrides, net, side, batch, length, passes, metric)
 
 
 def _has_bf16() -> bool:

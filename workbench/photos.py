@@ -1,4 +1,4 @@
-"""The training of ``classify FOLDER``: the settings, the first lines, and the arguments of ``train.py``."""
+"""The training of ``classify FOLDER``: the settings, the first lines, and the options of ``train.py``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import joblib
@@ -29,106 +27,61 @@ EXPERIMENT = "experiment.yaml"  # in the working directory, and in a run's folde
 MOST_CLASSES = 6  # the number of classes that the first lines name
 
 
-@dataclass(frozen=True)
-class Training:
-    """A training that is ready to start.
-
-    Attributes:
-        output: the folder of the run.
-        arguments: the arguments of ``train.py``.
-        written: the experiment file that was written for the run; None if the run uses an existing file.
-        only_checks: whether ``train.py`` only checks the settings.
-    """
-
-    output: pathlib.Path
-    arguments: list[str]
-    written: pathlib.Path | None
-    only_checks: bool
-
-    def undo(self) -> None:
-        """Remove the written file, and the run's folder if nothing else is in it."""
-        if self.written is None:
-            return
-        self.written.unlink(missing_ok=True)
-        if self.output.is_dir() and {*os.listdir(self.output)} <= {".lock"}:
-            shutil.rmtree(self.output)
-
-
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the options that settings depend on; ``train.py`` parses the remaining ones."""
-    parser = argparse.ArgumentParser(
-        prog=f"{command_line.COMMAND} FOLDER",
-        description="Train on a folder of images; all options of `classify train` are valid, too.",
-        allow_abbrev=False,
-    )
-    command_line.add_experiment_options(parser, None, "experiment file, in place of the chosen settings")
-    command_line.add_short_forms(parser)
-    parser.add_argument(
-        "--minutes", metavar="N", help=f"the maximum length of the training (default: {defaults.MINUTES:g})"
-    )
-    parser.add_argument(
-        "--output",
-        type=command_line.folder,
-        metavar="RUN",
-        help="the run's folder (default: runs/FOLDER-<time>)",
-    )
-    parser.add_argument(
-        "--resume",
-        metavar="latest|auto|UUID",
-        help="continue the run in --output; auto: start a run if there is none",
-    )
-    meaning = "check the settings, train nothing; images: open every image, too"
-    parser.add_argument("--check", nargs="?", const="settings", metavar="images", help=meaning)
-    return parser
-
-
-def prepare(folder: pathlib.Path, argv: Sequence[str]) -> Training:
+def prepare(folder: pathlib.Path, args: argparse.Namespace) -> pathlib.Path | None:
     """Choose the settings of a training, print the first lines, and write the experiment file.
 
     Args:
         folder: the folder of the images.
-        argv: the options after the folder, which ``train.errors_in`` has accepted.
+        args: the options after the folder, which ``train.errors_in`` has accepted. The function replaces
+            ``--config``, ``--set``, ``--output`` and the short forms by the options of ``train.py``.
+
+    Returns:
+        The experiment file that was written for the run; None if the run uses an existing file.
 
     Raises:
         InvalidInput: if an option, the folder or ``--output`` cannot be used.
         TrainingStopped: if the system kills a process that decodes the images.
     """
-    args, others = parser().parse_known_args(argv)
     minutes = None if args.minutes is None else float(args.minutes)
     if minutes and args.epochs is not None:
         raise InvalidInput(f"--minutes: {args.minutes}: --epochs sets the length, too; give one of the two")
-    output = args.output or default_output(folder.resolve().name or "images")
-    arguments = ["--output", str(output), *others]
-    arguments += ["--resume", args.resume] if args.resume else []
-    arguments += ["--check", args.check] if args.check else []
-    given = _given(args, output)
-    if given:
+    args.output = args.output or default_output(folder.resolve().name or "images")
+    if given := _given(args):
         length = [f"hyperparameters.max_length={{minutes: {minutes:g}}}"] if minutes else []
-        sets = [*_place(folder), *args.overrides, *length]
-        return Training(output, [*_options(given, sets, args), *arguments], None, bool(args.check))
+        args.config, args.overrides = given, [*_place(folder), *args.overrides, *length]
+        return None
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise InvalidInput(f"{folder}: several processes need --config, e.g. {EXPERIMENT} of an earlier run")
     images = Images.of(folder)
     settings = defaults.choose(images, minutes or defaults.MINUTES, args.net)
     config = _experiment(folder, settings, args)
-    written = _write(output, config)
-    training = Training(output, [*_options(str(written), [], None), *arguments], written, bool(args.check))
+    written = _write(args.output, config)
     try:
         plan = DataPlan.resolve(DataSettings.parse(config.get("data")))  # decodes the images once
     except BaseException:
-        training.undo()
+        undo(written)
         raise
-    print(*_first_lines(folder, images, plan, settings, output), sep="\n", flush=True)
-    return training
+    print(*_first_lines(folder, images, plan, settings, args.output), sep="\n", flush=True)
+    vars(args).update(dict.fromkeys(command_line.SHORT_FORMS), config=str(written), overrides=[])
+    return written
 
 
-def _given(args: argparse.Namespace, output: pathlib.Path) -> str | None:
+def undo(written: pathlib.Path | None) -> None:
+    """Remove the experiment file that ``prepare`` wrote, and the run's folder if nothing else is in it."""
+    if written is None:
+        return
+    written.unlink(missing_ok=True)
+    if written.parent.is_dir() and {*os.listdir(written.parent)} <= {".lock"}:
+        shutil.rmtree(written.parent)
+
+
+def _given(args: argparse.Namespace) -> str | None:
     """Return the experiment file that replaces chosen settings; None without a file.
 
     The file of the run to resume comes first, then ``--config``, then the file in the working directory.
     """
-    if args.resume and (output / EXPERIMENT).is_file():
-        return str(output / EXPERIMENT)
+    if args.resume and (args.output / EXPERIMENT).is_file():
+        return str(args.output / EXPERIMENT)
     if args.config:
         return str(args.config)
     return EXPERIMENT if os.path.isfile(EXPERIMENT) else None
@@ -140,17 +93,6 @@ def _place(folder: pathlib.Path) -> list[str]:
         "data.dataset=imagefolder",
         f"data.root={json.dumps(os.path.abspath(folder), ensure_ascii=False)}",
     ]
-
-
-def _options(config: str, overrides: Sequence[str], args: argparse.Namespace | None) -> list[str]:
-    """Return the arguments of ``train.py`` for an experiment file, overrides and short forms."""
-    options = ["--config", config]
-    for override in overrides:
-        options += ["--set", override]
-    for name in command_line.SHORT_FORMS if args else ():
-        if (value := getattr(args, name)) is not None:
-            options += [f"--{name.replace('_', '-')}", value]
-    return options
 
 
 def _experiment(folder: pathlib.Path, settings: Settings, args: argparse.Namespace) -> dict[str, Any]:
@@ -196,14 +138,14 @@ def _first_lines(
     more = f" ... {ranked[-1]} {counts[ranked[-1]]:,}" if len(ranked) > MOST_CLASSES else ""
     tested = f", {plan.count('test'):,} test it at the end" if plan.has_test else ""
     machine = "the GPU" if torch.cuda.is_available() else f"{joblib.cpu_count()} cores"
-    net, pixels = settings.net or defaults.NET, f"{settings.side}x{settings.side} pixels"
+    pixels = f"{settings.side}x{settings.side} pixels"
     minutes = f"{settings.minutes:g} minute{'s' * (settings.minutes != 1)}"
     lines = {
         "images": f"{folder}: {sum(counts.values()):,} in {len(counts)} classes ({', '.join(named)}{more}),"
         f" most about {images.size[0]}x{images.size[1]} pixels",
         "split": f"{plan.count('train'):,} train the network, {plan.count(plan.validation):,} choose its best"
         f" weights by {settings.metric}{tested}",
-        "network": f"{net} from random weights, on {pixels}, {settings.batch:,} images a step",
+        "network": f"{settings.net} from random weights, on {pixels}, {settings.batch:,} images a step",
         "length": f"at most {minutes}: on {machine} about {settings.passes:,.3g} passes"
         " over the training images",
         "folder": f"{shown(output)}; its {EXPERIMENT} has the settings",

@@ -152,12 +152,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, printable(f"{self.prog}: {unknown}: {remedy}") + "\n")
 
 
-def parser(description: str | None, config: str, what: str = "experiment file") -> argparse.ArgumentParser:
+def parser(
+    description: str | None, config: str | None, what: str = "experiment file"
+) -> argparse.ArgumentParser:
     """Return a parser with ``--config FILE`` and ``--set PATH=VALUE``.
 
     Args:
         description: the program's manual.
-        config: the default file.
+        config: the default file; None if the program chooses the file.
         what: the help text of ``--config``.
     """
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
