@@ -6,10 +6,8 @@ for each fold. After an interrupt the same command with the same OUTPUT trains t
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
-import signal
 import statistics
 import time
 from dataclasses import dataclass
@@ -23,13 +21,12 @@ from classify.config import metric_table
 from classify.config.command_line import typed
 from classify.engine.trial_config import TrialConfig
 from classify.reports.summary import value_of
-from deepspeed_trial import redaction
 from deepspeed_trial.errors import InvalidInput, TrainingStopped, printable
 from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.local.folder import locked_folder, shown
 from deepspeed_trial.processes import device_type
 from workbench.reports import page
-from workbench.search.trial_run import LAST_WORDS, TrialRun, wait_for
+from workbench.search.trial_run import TrialRun, as_files, stopping
 
 CONFIG, TABLE, PAGE = "folds.yaml", "folds.csv", "folds.html"
 TEMPLATE = pathlib.Path(__file__).with_name("folds.html.jinja")
@@ -81,7 +78,10 @@ def run(experiment: Experiment, folds: int, slots: int, output: pathlib.Path) ->
     plan = TrialConfig.resolve(experiment.hyperparameters, config, slots, device_type()).source
     part = "test" if plan.cut.splits[0] == "test" and plan.has_test else "validation"
     with locked_folder(output, "cross-validation"):
-        file, whole = _write_config(config, output)
+        file, (text, whole) = output / CONFIG, as_files(config)
+        if file.exists() and file.read_text() != text:
+            raise InvalidInput(f"--output: {output}: holds another cross-validation; give another folder")
+        file.write_text(text)
         for split in plan.names:  # decode once for all folds
             plan.load(split)
         done = list[Fold]()
@@ -100,33 +100,12 @@ def run(experiment: Experiment, folds: int, slots: int, output: pathlib.Path) ->
     )
 
 
-def _write_config(config: dict[str, Any], output: pathlib.Path) -> tuple[pathlib.Path, str]:
-    """Write the experiment file without credentials; refuse a folder with another experiment.
-
-    Returns:
-        The file; and the whole experiment as JSON if the file hides credentials, else an empty text.
-    """
-    file, public = output / CONFIG, redaction.experiment(config)
-    text = json.dumps(public, indent=2)  # JSON is YAML
-    if file.exists() and file.read_text() != text:
-        raise InvalidInput(f"--output: {output}: holds another cross-validation; give another folder")
-    file.write_text(text)
-    return file, "" if public == config else json.dumps(config)
-
-
 def _fold(number: int, training: TrialRun, part: str, metric: str) -> Fold:
     """Train a fold, or resume it; return its result at once if it has finished."""
-    handler = signal.signal(signal.SIGTERM, _interrupt)
-    try:
+    with stopping([training]):
         training.start({})
         while not training.has_ended:
             time.sleep(POLL)
-    except BaseException:
-        training.stop()
-        wait_for([training], LAST_WORDS)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, handler)
     summary = training.summary
     found = summary.get(part) or {}
     score = value_of(found, metric)
@@ -143,10 +122,6 @@ def _fold(number: int, training: TrialRun, part: str, metric: str) -> Fold:
         summary.get("seconds") or 0,
         f"folds/{number}",
     )
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 def _mean_and_spread(done: list[Fold], metric: str) -> str:

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import json
 import pathlib
-import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from workbench.search import space
 from workbench.search.ray_cluster import RayCluster
 from workbench.search.results import Results, SearchDisplay, steps_in
 from workbench.search.specification import BracketPruner, Search
-from workbench.search.trial_run import LAST_WORDS, ThisMachine, TrialRun, wait_for
+from workbench.search.trial_run import ThisMachine, TrialRun, as_files, stopping
 
 POLL = 0.1  # seconds between two looks at the trials
 STATES = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}  # of Optuna; FAIL for other outcomes
@@ -56,8 +55,7 @@ class SearchRunner:
             pruner=BracketPruner(search),
             load_if_exists=True,
         )
-        config, shown = search.experiment.config, search.experiment.shown
-        described = json.dumps(shown, sort_keys=True, default=str)
+        described = json.dumps(search.experiment.shown, sort_keys=True, default=str)
         if self._trials() and self.study.user_attrs["experiment"] != described:
             remedy = "give another folder, or the same file and --set"
             raise InvalidInput(f"--output: {output}: holds another search; {remedy}")
@@ -68,37 +66,35 @@ class SearchRunner:
         if "code" not in self.study.user_attrs:
             self.study.set_user_attr("code", code_digests())
         self.config = self.output / "search.yaml"
-        self.config.write_text(json.dumps(shown, indent=2))  # JSON is YAML
-        self.whole = "" if shown == config else json.dumps(config)
+        text, self.whole = as_files(search.experiment.config)
+        self.config.write_text(text)
         self.display = SearchDisplay(Results(self.study, search), self.output)
 
     def run(self) -> int:
         """Run all trials that have not ended, print the best trial, and return the exit code."""
-        handler = signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            with self.display.live():
-                for left in self._trials(TrialState.RUNNING):  # trials of an interrupted search
-                    trial = Trial(self.study, left._trial_id)
-                    for name, distribution in space.space(self.search.ranges).items():
-                        trial._suggest(name, distribution)  # it may have no hyperparameters yet
-                    self._start(trial)
-                while True:
-                    self._start_waiting()
-                    if not self.running:
-                        break
-                    time.sleep(POLL)
-                    self._look()
-        except BaseException as end:
-            if isinstance(end, KeyboardInterrupt) and self.running:
-                stopping = "stopping: the trials save checkpoints"
-                print(f"{called('search')}: {stopping}", file=sys.stderr, flush=True)
-            for run in self.running.values():
-                run.stop()
-            wait_for(list(self.running.values()), LAST_WORDS)
-            raise
-        finally:
-            signal.signal(signal.SIGTERM, handler)
+        with stopping(self.running.values()):
+            try:
+                with self.display.live():
+                    self._run_all()
+            except KeyboardInterrupt:
+                if self.running:
+                    what = "stopping: the trials save checkpoints"
+                    print(f"{called('search')}: {what}", file=sys.stderr, flush=True)
+                raise
         return self.display.finish()
+
+    def _run_all(self) -> None:
+        for left in self._trials(TrialState.RUNNING):  # trials of an interrupted search
+            trial = Trial(self.study, left._trial_id)
+            for name, distribution in space.space(self.search.ranges).items():
+                trial._suggest(name, distribution)  # it may have no hyperparameters yet
+            self._start(trial)
+        while True:
+            self._start_waiting()
+            if not self.running:
+                return
+            time.sleep(POLL)
+            self._look()
 
     def _trials(self, *states: TrialState) -> list[FrozenTrial]:
         return self.study.get_trials(deepcopy=False, states=states or None)
@@ -205,7 +201,3 @@ def code_digests() -> dict[str, str]:
     others = (PROJECT.glob(pattern) for pattern in ("*.py", "*.json", "experiments/*.json"))
     files = itertools.chain(*others, *packages)
     return {str(each.relative_to(PROJECT)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import filelock
@@ -20,6 +20,7 @@ import torch
 
 from classify.config.project import PROJECT
 from classify.config.rules import is_count
+from deepspeed_trial import redaction
 from deepspeed_trial.errors import InvalidInput
 from deepspeed_trial.local import metrics_log
 from deepspeed_trial.processes import device_type
@@ -174,10 +175,29 @@ class ThisMachine:
         """Do nothing; a Ray cluster needs this method."""
 
 
-def wait_for(runs: Sequence[TrialRun], seconds: float) -> None:
-    """Wait for the end of trials, at most ``seconds``; kill the trials that still run then."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until and not all(run.has_ended for run in runs):
-        time.sleep(0.05)
-    for run in runs:
-        run.kill()
+def as_files(config: Mapping[str, Any]) -> tuple[str, str]:
+    """Return an experiment without its credentials, as YAML, and the argument ``whole`` of ``TrialRun``."""
+    shown = redaction.experiment(config)
+    return json.dumps(shown, indent=2), "" if shown == config else json.dumps(config)  # JSON is YAML
+
+
+@contextlib.contextmanager
+def stopping(runs: Collection[TrialRun]) -> Iterator[None]:
+    """Stop trials if an exception ends the block; SIGTERM interrupts the block.
+
+    The trials save checkpoints; a trial that still runs after ``LAST_WORDS`` is killed.
+    """
+    handler = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except BaseException:
+        for run in runs:
+            run.stop()
+        until = time.monotonic() + LAST_WORDS
+        while time.monotonic() < until and not all(run.has_ended for run in runs):
+            time.sleep(0.05)
+        for run in runs:
+            run.kill()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, handler)
