@@ -23,7 +23,7 @@ from classify.config.rules import (
     optional,
     whole,
 )
-from classify.config.sections import Key, key_errors
+from classify.config.sections import Key, key_errors, unknown_keys
 from deepspeed_trial import redaction
 from deepspeed_trial.checkpoints import storage
 from deepspeed_trial.errors import InvalidInput, nearest
@@ -59,6 +59,19 @@ SEARCHERS = {
     "async_halving": [*_HALVING, "num_rungs"],
     "adaptive_asha": [*_HALVING, "mode", "max_rungs", "bracket_rungs"],
     "tpe": [*_COMMON, "max_trials", "max_concurrent_trials"],
+}
+# The keys that each searcher needs, and what to write there
+NEEDED = {
+    "random": ["max_trials"],
+    "tpe": ["max_trials"],
+    "async_halving": ["max_trials", "num_rungs", "time_metric", "max_time"],
+    "adaptive_asha": ["max_trials", "time_metric", "max_time"],
+}
+EXAMPLES = {
+    "max_trials": "say how many trials to run, e.g. 12",
+    "num_rungs": "say at how many lengths to compare trials, e.g. 3",
+    "time_metric": "use the unit of hyperparameters.max_length, epochs or batches",
+    "max_time": "use the length in hyperparameters.max_length",
 }
 MODES = ("aggressive", "standard", "conservative")  # the values of adaptive_asha's mode
 _PERIOD = elsewhere(" or ".join(f"{{{unit}: N}}" for unit in PERIOD_UNITS))
@@ -160,7 +173,7 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
     errors += [f"{k}: {redaction.shown(k, config[k])}: must be a mapping, as in const.yaml" for k in wrong]
     read = {k: config.get(k) or {} for k in sections if k not in wrong}
     searcher = read.pop("searcher", {})
-    errors += _searcher_errors(searcher, search)
+    errors += [] if "searcher" in wrong else _searcher_errors(searcher, search)
     for section in [name for name in SECTIONS if name in read]:
         errors += key_errors(f"{section}.", read[section], SECTIONS[section], redaction.shown)
     errors += storage.errors(read.get(storage.SECTION, {}))
@@ -182,23 +195,19 @@ def check(config: Mapping[str, Any], search: bool = False) -> Experiment:
 
 
 def _searcher_errors(searcher: Mapping[str, Any], search: bool) -> list[str]:
-    """Return the errors of the section ``searcher``; ``workbench/search`` checks the rest of it."""
-    name, keys = searcher.get("name"), SECTIONS["searcher"]
-    is_named = isinstance(name, str)
+    """Return the errors of the section ``searcher``; for a search, also the errors of its searcher."""
+    name, keys, errors = searcher.get("name"), SECTIONS["searcher"], list[str]()
     known = SEARCHERS.get(str(name), keys)
-    if search or (is_named and name not in SEARCHERS):
+    if (isinstance(name, str) or (search and name is None)) and name not in SEARCHERS:
+        errors = [f"searcher.name: {name!r}: unknown searcher; {nearest(name, SEARCHERS)}"]
+    elif search and isinstance(name, str):
+        errors = unknown_keys("searcher.", searcher, known, f"{name} has no such field")
+        missing = [key for key in NEEDED.get(name, ()) if searcher.get(key) is None]
+        what = f"missing: the searcher {name} needs it"
+        errors += [f"searcher.{key}: {what}; {EXAMPLES[key]}" for key in missing]
+    if search or errors:
         searcher = {key: value for key, value in searcher.items() if key in known}
-    errors = key_errors("searcher.", searcher, keys, redaction.shown)
-    return unknown_searcher(name) + errors if is_named else errors
-
-
-def unknown_searcher(name: object) -> list[str]:
-    """Return an error line for an unknown searcher; empty for a known one."""
-    return (
-        []
-        if name in SEARCHERS
-        else [f"searcher.name: {name!r}: unknown searcher; {nearest(name, SEARCHERS)}"]
-    )
+    return errors + key_errors("searcher.", searcher, keys, redaction.shown)
 
 
 def cluster_notes(config: Mapping[str, Any]) -> list[str]:

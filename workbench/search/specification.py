@@ -23,27 +23,13 @@ from typing_extensions import override
 
 from classify.config import experiment_fields, experiment_file
 from classify.config.command_line import called
-from classify.config.experiment_fields import SEARCHERS, cluster_notes, unknown_searcher
-from classify.config.sections import unknown_keys
+from classify.config.experiment_fields import cluster_notes
 from classify.images.settings import DataSettings
 from classify.models import registry
 from deepspeed_trial.errors import ErrorList, printable
 from deepspeed_trial.experiment import Experiment
 from workbench.search import space
 from workbench.search.space import Range
-
-NEEDED = {
-    "random": ["max_trials"],
-    "tpe": ["max_trials"],
-    "async_halving": ["max_trials", "num_rungs", "time_metric", "max_time"],
-    "adaptive_asha": ["max_trials", "time_metric", "max_time"],
-}
-EXAMPLES = {
-    "max_trials": "say how many trials to run, e.g. 12",
-    "num_rungs": "say at how many lengths to compare trials, e.g. 3",
-    "time_metric": "use the unit of hyperparameters.max_length, epochs or batches",
-    "max_time": "use the length in hyperparameters.max_length",
-}
 
 
 @dataclass(frozen=True)
@@ -210,27 +196,11 @@ def check(config: dict[str, Any], file: str, overrides: list[str]) -> Search:
         experiment = experiment_fields.check(config, search=True)
     searcher, hyperparameters = config.get("searcher") or {}, config.get("hyperparameters") or {}
     ranges: list[Range] = []
-    if isinstance(searcher, dict):
-        errors.lines += _searcher_errors(searcher)
-        if isinstance(hyperparameters, dict):
-            is_grid = searcher.get("name") == "grid"
-            ranges += space.find_ranges("hyperparameters", hyperparameters, is_grid, errors)
+    if isinstance(searcher, dict) and isinstance(hyperparameters, dict):
+        is_grid = searcher.get("name") == "grid"
+        ranges += space.find_ranges("hyperparameters", hyperparameters, is_grid, errors)
     errors.raise_any()
     return Search(file, overrides, experiment, ranges)
-
-
-def _searcher_errors(searcher: Mapping[str, Any]) -> list[str]:
-    """Return a line for each wrong field of a searcher section."""
-    name = searcher.get("name")
-    if name is not None and not isinstance(name, str):
-        return []  # experiment_fields.py names the error
-    if name not in SEARCHERS:
-        return unknown_searcher(name)
-    found = unknown_keys("searcher.", searcher, SEARCHERS[name], f"{name} has no such field")
-    missing = [key for key in NEEDED.get(name, ()) if searcher.get(key) is None]
-    return found + [
-        f"searcher.{key}: missing: the searcher {name} needs it; {EXAMPLES[key]}" for key in missing
-    ]
 
 
 def _notes(experiment: Experiment, parallel: int | None) -> list[str]:
