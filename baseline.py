@@ -40,7 +40,7 @@ from classify.models.registry import NetSpec
 from classify.reports import summary
 from classify.reports.metrics import ClassificationMetrics
 from deepspeed_trial import messages
-from deepspeed_trial.errors import ErrorList, InvalidInput, one_line, print_errors, printable
+from deepspeed_trial.errors import ErrorList, InvalidInput, one_line, printable
 from deepspeed_trial.events import Patience
 from deepspeed_trial.experiment import Experiment
 from deepspeed_trial.local.folder import default_output, why_unusable
@@ -98,13 +98,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@command_line.quiet_pipe
+@command_line.as_program("baseline")
 def main(argv: Sequence[str] | None = None) -> int:
     """Train; return the exit code."""
-    try:
-        train(parse(argv))
-    except InvalidInput as error:
-        return print_errors("baseline.py", error)
+    train(parse(argv))
     return 0
 
 

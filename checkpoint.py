@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from classify.config import command_line
-from deepspeed_trial.errors import DISK_FULL, InvalidInput, TrainingStopped, one_line, print_errors, printable
+from deepspeed_trial.errors import InvalidInput, printable
 from deepspeed_trial.out_of_memory import explain_out_of_memory
 
 if TYPE_CHECKING:
@@ -157,26 +157,17 @@ def _add_tta(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tta", metavar="mirror,shift=N", help=meaning)
 
 
-@command_line.quiet_pipe
+@command_line.as_program("checkpoint")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    args, program = parse(argv), command_line.called("checkpoint")
+    args = parse(argv)
     commands = {"export": export, "predict": predict, "serve": serve, "evaluate": evaluate, "report": report}
     commands |= {"audit": audit, "head": head, "import": import_, "caches": caches}
-    try:
-        with explain_out_of_memory(lambda: f"in {args.command}", lambda: "use a machine with more memory"):
-            commands[args.command](args)
-    except (InvalidInput, TrainingStopped) as error:
-        return print_errors(program, error)
-    except BrokenPipeError:
-        raise  # of stdout: quiet_pipe ends the program
-    except OSError as error:
-        reason = f"a path cannot be used ({one_line(error)})"
-        print(f"{program}: {args.command}: {reason}; repair or change the path", file=sys.stderr)
-        return 1 if error.errno in DISK_FULL else 2
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted", file=sys.stderr)
-        return 130
+    with (
+        command_line.usable_paths(f"{args.command}: ", "repair or change the path"),
+        explain_out_of_memory(lambda: f"in {args.command}", lambda: "use a machine with more memory"),
+    ):
+        commands[args.command](args)
     return 0
 
 

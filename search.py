@@ -28,7 +28,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from classify.config import command_line
 from classify.images.plan import DataPlan
-from deepspeed_trial.errors import InvalidInput, TrainingStopped, one_line, print_errors, printable
+from deepspeed_trial.errors import InvalidInput, TrainingStopped, one_line, printable
 from deepspeed_trial.local.folder import default_output, locked_folder
 from workbench.search import specification
 from workbench.search.ray_cluster import RayCluster
@@ -53,15 +53,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@command_line.quiet_pipe
+@command_line.as_program("search")
 def main(argv: Sequence[str] | None = None) -> int:
     """Search; return the exit code."""
     args = parse(argv)
     output = args.output or default_output(args.config)
     quiet_optuna()
+    if errors := command_line.errors_in(args):
+        raise InvalidInput(errors)
     try:
-        if errors := command_line.errors_in(args):
-            raise InvalidInput(errors)
         parallel = 1 if args.parallel is None and not args.on else args.parallel
         search = specification.load(args.config, args.overrides, parallel)
         assert search.data
@@ -73,20 +73,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             for split in source.names:  # decode once for all trials
                 source.load(split)
             return runner.run()
-    except (InvalidInput, TrainingStopped) as error:
-        return print_errors(command_line.called("search"), error)
     except BrokenPipeError:
-        raise  # of stdout: quiet_pipe ends the program
+        raise  # of stdout: as_program ends the program
     except (OSError, SQLAlchemyError, StorageInternalError) as error:
         reason = one_line(getattr(error, "orig", None) or error)
         line = f"{output}: cannot store the state of the search ({reason}); repair the disk or the file"
         line += f", then continue with the same command and --output {output}"
-        print(f"{command_line.called('search')}: {printable(line)}", file=sys.stderr)
-        return 1
+        raise TrainingStopped(line) from error
     except KeyboardInterrupt:
         remedy = f"continue with the same command and --output {printable(output)}"
-        print(f"{command_line.called('search')}: interrupted; {remedy}", file=sys.stderr)
-        return 130
+        raise KeyboardInterrupt(f"interrupted; {remedy}") from None
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 
 from classify.config import command_line
-from deepspeed_trial.errors import DISK_FULL, InvalidInput, one_line, print_errors
+from deepspeed_trial.errors import InvalidInput
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -41,29 +41,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@command_line.quiet_pipe
+@command_line.as_program("shards", "interrupted; the same command resumes")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     args = parse(argv)
-    try:
-        from classify.config.rules import size_in_bytes
-        from classify.images.sources import tar_folders  # takes seconds
+    from classify.config.rules import size_in_bytes
+    from classify.images.sources import tar_folders  # takes seconds
 
-        limit = size_in_bytes("--size-limit", args.size_limit)
-        if args.seed < 0:
-            raise InvalidInput(f"--seed: {args.seed}: must be 0 or more")
+    limit = size_in_bytes("--size-limit", args.size_limit)
+    if args.seed < 0:
+        raise InvalidInput(f"--seed: {args.seed}: must be 0 or more")
+    with command_line.usable_paths("", "correct it"):
         tar_folders.write(args.folder, args.target, limit, args.seed)
-    except InvalidInput as error:
-        return print_errors(command_line.called("shards"), error)
-    except BrokenPipeError:
-        raise  # of stdout: quiet_pipe ends the program
-    except OSError as error:
-        reason = f"a path cannot be used ({one_line(error)}); correct it"
-        print(f"{command_line.called('shards')}: {reason}", file=sys.stderr)
-        return 1 if error.errno in DISK_FULL else 2
-    except KeyboardInterrupt:
-        print(f"{command_line.called('shards')}: interrupted; the same command resumes", file=sys.stderr)
-        return 130
     return 0
 
 

@@ -91,27 +91,33 @@ def parser(config: str | None = "const.yaml", what: str = "experiment file") -> 
     return parser
 
 
-@command_line.quiet_pipe
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     return start(parse(argv))
 
 
+@command_line.as_program("train", "interrupted; earlier checkpoints are unchanged")
 def start(args: argparse.Namespace) -> int:
     """Do what parsed arguments say; return the exit code."""
     if args.keys:
         return print_keys(args.keys)
     if errors := errors_in(args):
-        from deepspeed_trial.errors import InvalidInput, print_errors
+        from deepspeed_trial.errors import InvalidInput
 
-        return print_errors(command_line.called("train"), InvalidInput(errors))
+        raise InvalidInput(errors)
     if not args.check and (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
         print("starting: importing torch, DeepSpeed and Determined", flush=True)
-    try:
-        return do(args)
-    except KeyboardInterrupt:
-        say("interrupted; earlier checkpoints are unchanged")
-        return 130
+    with command_line.importing():
+        from deepspeed_trial.meeting import check_ranks
+        from deepspeed_trial.out_of_memory import explain_out_of_memory
+
+    check_ranks()
+    advice = "use a smaller network or data.image_size"
+    with explain_out_of_memory(lambda: "outside of training", lambda: advice):
+        if args.folds is not None:
+            return cross_validate(args)
+        does = check if args.check else tune if args.tune else find_lr if args.find_lr else run
+        return does(args)
 
 
 def errors_in(args: argparse.Namespace) -> list[str]:
@@ -130,25 +136,6 @@ def errors_in(args: argparse.Namespace) -> list[str]:
     if args.resume and not args.output and not args.folds:
         errors.append(f"--resume: {args.resume}: needs --output, the folder of the run")
     return errors
-
-
-def do(args: argparse.Namespace) -> int:
-    """Check, tune, find a learning rate or train; print errors; return the exit code."""
-    with command_line.importing():
-        from deepspeed_trial.errors import InvalidInput, TrainingStopped, print_errors
-        from deepspeed_trial.meeting import check_ranks
-        from deepspeed_trial.out_of_memory import explain_out_of_memory
-
-    advice = "use a smaller network or data.image_size"
-    try:
-        check_ranks()
-        with explain_out_of_memory(lambda: "outside of training", lambda: advice):
-            if args.folds is not None:
-                return cross_validate(args)
-            does = check if args.check else tune if args.tune else find_lr if args.find_lr else run
-            return does(args)
-    except (InvalidInput, TrainingStopped) as error:
-        return print_errors(command_line.called("train"), error)
 
 
 def say(line: str) -> None:

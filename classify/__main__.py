@@ -39,7 +39,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 
 from classify import add_project
-from classify.config.command_line import COMMAND, quiet_pipe
+from classify.config.command_line import COMMAND, as_program
 
 # Programs of the project, and their descriptions; every other command is a subcommand of checkpoint.py
 PROGRAMS = {
@@ -50,7 +50,7 @@ PROGRAMS = {
 EXPERIMENT = "experiment.yaml"  # in the folder of a run of `classify FOLDER`
 
 
-@quiet_pipe
+@as_program(COMMAND)
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, or train on a folder; return the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
@@ -61,20 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__, "commands, each with --help:", sep="\n")
         print(*(f"  {name:<10} {about}" for name, about in commands.items()), sep="\n")
         return 0
-    from deepspeed_trial.errors import InvalidInput, TrainingStopped, print_errors
-
-    try:
-        take_net()
-        if first in PROGRAMS:
-            return run(first, argv[1:], f"{COMMAND} {first}")
-        if first in commands:
-            return run("checkpoint", [*argv, *experiment_of(first, argv[1:])])
-        return train(first, argv[1:], commands)
-    except (InvalidInput, TrainingStopped) as error:
-        return print_errors(COMMAND, error)
-    except KeyboardInterrupt:
-        print(f"{COMMAND}: interrupted", file=sys.stderr)
-        return 130
+    take_net()
+    if first in PROGRAMS:
+        return run(first, argv[1:], f"{COMMAND} {first}")
+    if first in commands:
+        return run("checkpoint", [*argv, *experiment_of(first, argv[1:])])
+    return train(first, argv[1:], commands)
 
 
 def subcommands() -> dict[str, str]:

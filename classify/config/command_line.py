@@ -54,24 +54,60 @@ def importing() -> Iterator[None]:
         gc.enable()
 
 
-def quiet_pipe(main: Callable[P, int]) -> Callable[P, int]:
-    """Make a program end with code 1 and no traceback if the reader of its output, e.g. head, has ended."""
+def as_program(name: str, interrupted: str = "interrupted") -> Callable[[Callable[P, int]], Callable[P, int]]:
+    """Make a program print a line, not a traceback, after an error or an interruption, and return a code.
 
-    @functools.wraps(main)
-    def run(*args: P.args, **kwargs: P.kwargs) -> int:
-        code = 1
-        try:
-            code = main(*args, **kwargs)
-            sys.stdout.flush()
-        except BrokenPipeError:
-            poll = select.poll()
-            poll.register(sys.stdout, 0)
-            if not poll.poll(0):
-                raise  # another pipe is broken
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's flush at exit fails
-        return code
+    If the reader of the program's output, e.g. head, has ended, the program ends with code 1 and no line.
 
-    return run
+    Args:
+        name: the name of the program for ``called``.
+        interrupted: the line after an interruption; the text of the ``KeyboardInterrupt`` comes first.
+    """
+
+    def decorated(main: Callable[P, int]) -> Callable[P, int]:
+        @functools.wraps(main)
+        def run(*args: P.args, **kwargs: P.kwargs) -> int:
+            code = 1
+            try:
+                try:
+                    code = main(*args, **kwargs)
+                except KeyboardInterrupt as stop:
+                    print(f"{called(name)}: {str(stop) or interrupted}", file=sys.stderr)
+                    code = 130
+                except Exception as error:
+                    from deepspeed_trial.errors import InvalidInput, TrainingStopped, print_errors
+
+                    if not isinstance(error, InvalidInput | TrainingStopped):
+                        raise
+                    code = print_errors(called(name), error)
+                sys.stdout.flush()
+            except BrokenPipeError:
+                poll = select.poll()
+                poll.register(sys.stdout, 0)
+                if not poll.poll(0):
+                    raise  # another pipe is broken
+                os.dup2(
+                    os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+                )  # or Python's flush at exit fails
+            return code
+
+        return run
+
+    return decorated
+
+
+@contextlib.contextmanager
+def usable_paths(what: str, remedy: str) -> Iterator[None]:
+    """Turn an ``OSError`` in the block into a line between two texts; a full disk has exit code 1, else 2."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise  # of stdout: as_program ends the program
+    except OSError as error:
+        from deepspeed_trial.errors import DISK_FULL, InvalidInput, TrainingStopped, one_line
+
+        kind = TrainingStopped if error.errno in DISK_FULL else InvalidInput
+        raise kind(f"{what}a path cannot be used ({one_line(error)}); {remedy}") from error
 
 
 def folder(text: str) -> pathlib.Path:
@@ -116,9 +152,9 @@ def called(program: str) -> str:
     """Return the name at the start of this process's messages: ``classify``, or a program's file.
 
     Args:
-        program: ``train``, ``checkpoint``, ``search`` or ``shards``.
+        program: ``classify``, ``train``, ``checkpoint``, ``search``, ``shards`` or ``baseline``.
     """
-    is_command = pathlib.Path(sys.argv[0]).name.split(" ")[0] == COMMAND
+    is_command = COMMAND in (program, pathlib.Path(sys.argv[0]).name.split(" ")[0])
     return COMMAND if is_command else f"{program}.py"
 
 
