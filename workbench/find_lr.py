@@ -165,9 +165,9 @@ def choose(rates: np.ndarray, losses: np.ndarray) -> float:
     return float(f"{rates[curve.argmin()] / 4:.2g}")
 
 
-def bars(curve: np.ndarray, width: int = 48) -> str:
-    """Draw a curve as a line of text; a value above the first value is drawn like the first value."""
-    chosen = curve[np.linspace(0, len(curve) - 1, width).round().astype(int)]
+def bars(curve: np.ndarray) -> str:
+    """Draw a curve as 48 characters; a value above the first value is drawn like the first value."""
+    chosen = curve[np.linspace(0, len(curve) - 1, 48).round().astype(int)]
     share = (chosen.clip(max=curve[0]) - curve.min()) / max(curve[0] - curve.min(), 1e-12)
     return "".join(BARS[int(each)] for each in (share * (len(BARS) - 1)).round())
 

@@ -63,13 +63,12 @@ def describe(plan: DataPlan) -> str:
     return f"{plan.settings.dataset} {plan.settings.root}: {counts}, {len(plan.classes)} classes"
 
 
-def audit(dataset: Dataset, features: np.ndarray, workers: int | None = None) -> Audit:
+def audit(dataset: Dataset, features: np.ndarray) -> Audit:
     """Look for near-duplicates, wrong labels and outliers.
 
     Args:
         dataset: the images.
         features: the images' features, float32 (N, D).
-        workers: the number of threads, which does not change the result; None for one per core.
 
     Raises:
         InvalidInput: if a class has fewer than two images.
@@ -82,7 +81,7 @@ def audit(dataset: Dataset, features: np.ndarray, workers: int | None = None) ->
     ]
     if small:
         raise InvalidInput(small)
-    probabilities, _ = head.held_out(features.astype(np.float64), dataset.labels, workers)
+    probabilities, _ = head.held_out(features.astype(np.float64), dataset.labels)
     pairs = findings.near_duplicates(dataset)
     rows = [row for row in pairs if row.kind == LEAK]
     rows += findings.wrong_labels(dataset, probabilities)
@@ -124,7 +123,7 @@ def _values(result: Audit, features: str) -> dict[str, Any]:
                     {
                         "name": dataset.names[index],
                         "link": dataset.link(index),
-                        "png": page.inline(dataset.png(index)),
+                        "picture": dataset.picture(index),
                     }
                     for index in row.images
                 ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import pathlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from classify.images.listing import ListedSource
@@ -19,6 +17,7 @@ from classify.images.pixels import ImageSet
 from classify.images.plan import DataPlan
 from classify.images.settings import DataSettings
 from classify.images.sources.left_out import image_names
+from classify.reports import classification_log
 from deepspeed_trial.errors import InvalidInput
 
 CHUNK = 64  # the maximum number of images in a batch
@@ -99,12 +98,10 @@ class Dataset:
         """Yield all images in order, (B, 3, h, w) uint8."""
         yield from map(self.select, self.chunks())
 
-    def png(self, index: int) -> bytes:
-        """Return an image as PNG."""
+    def picture(self, index: int) -> str:
+        """Return an image as a PNG or JPEG file in base64."""
         (image,) = self.select(np.array([index]))
-        out = io.BytesIO()
-        Image.fromarray(image.permute(1, 2, 0).numpy()).save(out, format="png")
-        return out.getvalue()
+        return classification_log.picture(image.permute(1, 2, 0).numpy())
 
     def link(self, index: int) -> str | None:
         """Return the URL of an image's file; None if the image is in a shard or was never a file."""

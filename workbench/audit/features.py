@@ -129,17 +129,13 @@ def of_network(path: pathlib.Path) -> tuple[Extractor, HeadInput]:
     return Extractor(f"{description['net']['name']} ({path})", identity, head.compute), head
 
 
-def of_patches(dataset: Dataset, seed: int = 0) -> Extractor:
+def of_patches(dataset: Dataset) -> Extractor:
     """Return an extractor of responses to whitened patches of the training images.
 
     The features have D = 4 regions x 256 filters x 2 signs.
-
-    Args:
-        dataset: the images to take the patches from.
-        seed: the seed that chooses the patches.
     """
     with threadpool_limits(1):  # the same bits on any number of cores
-        weight, shift, side = _whitened(dataset, seed)
+        weight, shift, side = _whitened(dataset)
 
     def compute(images: Tensor) -> Tensor:
         unfolded = F.unfold(images.float(), side).transpose(1, 2)
@@ -153,9 +149,9 @@ def of_patches(dataset: Dataset, seed: int = 0) -> Extractor:
     return Extractor("whitened patches", f"patches {digest}", compute)
 
 
-def _whitened(dataset: Dataset, seed: int) -> tuple[Tensor, Tensor, int]:
+def _whitened(dataset: Dataset) -> tuple[Tensor, Tensor, int]:
     """Return filters (256, 3 * side**2), their responses to the mean patch (256,), and a patch's side."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     train = dataset.rows("train")
     chosen = np.sort(random.permutation(train)[:2000])
     images = torch.cat([dataset.select(part) for part in np.array_split(chosen, -(-len(chosen) // 64))])
@@ -205,32 +201,23 @@ class Features:
         )
 
 
-def kept(
-    extractor: Extractor, dataset: Dataset, workers: int | None = None, folder: pathlib.Path | None = None
-) -> Features:
+def kept(extractor: Extractor, dataset: Dataset) -> Features:
     """Compute the features of all images, or read them if an earlier command computed them.
 
     The number of processes does not change the result: one thread computes each batch of a fixed size.
-
-    Args:
-        extractor: the function that computes the features.
-        dataset: the images.
-        workers: the number of processes; None for one per core.
-        folder: the folder to store the features in; None for the user's cache.
     """
     identity = f"{_FORMAT} {torch.__version__} {extractor.identity} {dataset.digest()}"
-    folder = folder or stand_ins() / FOLDER
-    file = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npy"
+    file = stand_ins() / FOLDER / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npy"
     with contextlib.suppress(OSError, ValueError, EOFError):  # a missing or damaged file is written
         features = np.load(file, allow_pickle=False)
         if features.dtype == np.float32 and features.ndim == 2 and len(features) == len(dataset):
             return Features(features, None)
     start = time.monotonic()
     chunks, compute = dataset.chunks(), lambda rows: extractor.compute(dataset.select(rows)).numpy()
-    with workers_for(compute, min(workers or joblib.cpu_count(), len(chunks))) as pool:
+    with workers_for(compute, min(joblib.cpu_count(), len(chunks))) as pool:
         features = np.concatenate(list(pool.map(work_on, chunks)))
     seconds = time.monotonic() - start
-    folder.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     with replacing(file, shared=True) as partial, open(partial, "wb") as written:
         np.save(written, features)
     return Features(features, seconds)

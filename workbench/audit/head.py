@@ -86,18 +86,15 @@ def _reduced(vectors: np.ndarray) -> np.ndarray:
     return vectors @ basis[:, : -WIDEST - 1 : -1]
 
 
-def held_out(
-    features: np.ndarray, labels: np.ndarray, workers: int | None = None, intercept: bool = True
-) -> tuple[np.ndarray, float]:
+def held_out(features: np.ndarray, labels: np.ndarray, intercept: bool = True) -> tuple[np.ndarray, float]:
     """Cross-validate heads; return the held-out probabilities (N, C) and the best inverse penalty.
 
     Each image's probabilities come from a head that was fitted without the image. The best inverse penalty
-    has the lowest loss on the held-out images.
+    has the lowest loss on the held-out images. The number of threads does not change the result.
 
     Args:
         features: float64 (N, D).
         labels: int64 (N,); each class has at least two images.
-        workers: the number of threads, which does not change the result; None for one per core.
         intercept: whether the head has a bias.
     """
     count = max(2, min(FOLDS, int(np.bincount(labels).min())))
@@ -107,7 +104,7 @@ def held_out(
         train, rest = fold
         return probabilities(vectors[rest], *_fit(vectors[train], labels[train], inverse_penalty, intercept))
 
-    with _one_thread(), joblib.parallel_config("threading", n_jobs=workers or joblib.cpu_count()):
+    with _one_thread(), joblib.parallel_config("threading", n_jobs=joblib.cpu_count()):
         mean, scale = _moments(features, intercept)
         vectors = _reduced((features - mean) / scale)
         tasks = itertools.product(INVERSE_PENALTIES, folds)

@@ -36,7 +36,7 @@ class Linear:
     seconds: float
 
 
-def fit(source: HeadInput, dataset: Dataset, features: np.ndarray, workers: int | None = None) -> Linear:
+def fit(source: HeadInput, dataset: Dataset, features: np.ndarray) -> Linear:
     """Fit a head for the classes of a dataset on its training images.
 
     Cross-validation on these images chooses the penalty. No choice depends on validation or test images.
@@ -45,13 +45,12 @@ def fit(source: HeadInput, dataset: Dataset, features: np.ndarray, workers: int 
         source: the network, whose other layers stay unchanged.
         dataset: the images, in the network's size.
         features: the features of all images, float32 (N, D).
-        workers: the number of threads, which does not change the result; None for one per core.
     """
     start = time.monotonic()
     vectors, has_bias = features.astype(np.float64), source.head.bias is not None
     train, split = dataset.rows("train"), dataset.plan.names[-1]
     labels = dataset.labels[train]
-    _, inverse_penalty = head.held_out(vectors[train], labels, workers, has_bias)
+    _, inverse_penalty = head.held_out(vectors[train], labels, has_bias)
     weights, biases = head.fit(vectors[train], labels, inverse_penalty, has_bias)
     seconds = time.monotonic() - start
     rest = dataset.rows(split)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
 import pathlib
@@ -59,11 +58,6 @@ def as_csv(rows: Iterable[Sequence[object]]) -> str:
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue().encode(errors="backslashreplace").decode()
-
-
-def inline(png: bytes) -> str:
-    """Return a PNG file in base64."""
-    return base64.b64encode(png).decode()
 
 
 def data_uri(content: str) -> str:

@@ -5,6 +5,7 @@ import json
 import pathlib
 import shutil
 
+import joblib
 import numpy as np
 import pytest
 import torch
@@ -141,20 +142,24 @@ def test_a_head_scores_as_its_file_does(net, main, tmp_path):
     assert [name for name in before if not torch.equal(before[name], after[name])] == ["head.weight"]
 
 
-def test_no_bit_depends_on_the_number_of_processes(net, tmp_path):
+def test_no_bit_depends_on_the_number_of_processes(net, tmp_path, monkeypatch):
     extractor, network = features.of_network(net)
     dataset = Dataset.open({"dataset": "digits"}, network.size)
-    found = [features.kept(extractor, dataset, workers, tmp_path / str(workers)) for workers in (1, 3)]
+    found, heads = [], []
+    for cores in (3, 1):
+        monkeypatch.setattr(joblib, "cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr(features, "stand_ins", lambda cores=cores: tmp_path / str(cores))
+        found.append(features.kept(extractor, dataset))
+        heads.append(linear.fit(network, dataset, found[0].values))
     assert np.array_equal(found[0].values, found[1].values)
-    heads = [linear.fit(network, dataset, found[0].values, workers) for workers in (1, 3)]
     assert torch.equal(*(each.weights["head.weight"] for each in heads))
     patches = features.of_patches(dataset)
     assert patches.identity == features.of_patches(dataset).identity
-    (file,) = (tmp_path / "1").iterdir()
-    again = features.kept(extractor, dataset, 1, file.parent)
+    (file,) = (tmp_path / "1" / features.FOLDER).iterdir()
+    again = features.kept(extractor, dataset)
     assert again.seconds is None and np.array_equal(again.values, found[0].values)
     file.write_bytes(file.read_bytes()[:-8])
-    again = features.kept(extractor, dataset, 1, file.parent)
+    again = features.kept(extractor, dataset)
     assert again.seconds is not None and np.array_equal(again.values, found[0].values)
 
 
