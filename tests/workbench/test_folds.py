@@ -85,7 +85,8 @@ def test_folds_stop_with_a_checkpoint_and_continue_to_the_same_weights(whole, tm
         arguments = ["train.py", *SHORT, *data, "--folds", "2", "--output", str(output)]
         if interrupt:
             with started(arguments) as program:
-                wait_until((output / "folds/2/metrics.jsonl").exists, program)
+                log = output / "folds/2/metrics.jsonl"
+                wait_until(lambda: log.exists() and log.stat().st_size, program)
                 program.send_signal(signal.SIGTERM)
                 assert program.wait(time_limit()) == 130
             assert (output / "folds/1/summary.json").exists()
