@@ -136,6 +136,7 @@ class Loop:
                     self.choose_weights()
                     if self.data.test:
                         self.test = self.run_test(self.data.test)
+                self._write_events()
                 self.place.begin(END, self.steps)
 
     def train(self) -> Outcome:
@@ -159,8 +160,7 @@ class Loop:
                         self.validate_unless_current()
                     elif event is Due.CHECKPOINT:
                         self.save_unless_current()
-                    self.context.flush_tensorboard()
-                    self.services.upload_tensorboard()
+                    self._write_events()
                     if stop := self._stop_after(event):
                         self.save_unless_current()
                         return stop
@@ -170,6 +170,11 @@ class Loop:
         except det.InvalidHP:
             self.save_unless_current()
             raise
+
+    def _write_events(self) -> None:
+        """Write TensorBoard's events; on a cluster, upload them."""
+        self.context.flush_tensorboard()
+        self.services.upload_tensorboard()
 
     def step_until_due(self) -> tuple[list[dict[str, Any]], list[Due], bool]:
         """Train until an event is due, an epoch ends, or all ranks stop.
