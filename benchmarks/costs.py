@@ -61,7 +61,7 @@ def validation_ratio(costs: dict[str, Any]) -> tuple[float, int, float]:
 
 
 def start_line(costs: dict[str, Any]) -> str:
-    """Return a sentence about the times of the start."""
+    """Return a sentence about the duration of the start."""
 
     def times(name: str) -> str:
         seconds, of_processor = (

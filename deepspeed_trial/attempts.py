@@ -84,7 +84,7 @@ class Group:
 
 
 def rank_of_all() -> Group:
-    """Return the one rank that this process starts for an attempt on all ranks. Every rank calls it."""
+    """Return the rank that this process starts, for an attempt in which every rank starts one."""
     if int(os.environ.get("WORLD_SIZE") or 1) == 1:
         return Group([{}])
     meet()

@@ -1,4 +1,4 @@
-"""Determined's trial context on a cluster, on GPUs, and on CPU cores; Determined's class refuses CPUs."""
+"""The context of a trial, on a cluster or locally; unlike Determined's class, it needs no GPU."""
 
 from __future__ import annotations
 

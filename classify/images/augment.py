@@ -116,7 +116,7 @@ class Augmentation(Keyed):
         if "edge" in values and not values.get("crop"):
             refuse("edge", "has no effect without crop; set crop, too")
         if values.get("edge") == "reflection" and values.get("crop") == size:
-            most = f"an image of {size} pixels has a reflection of {size - 1}"
+            most = f"reflection can pad an image of {size} pixels by at most {size - 1}"
             refuse("crop", f"{most}; use less, or edge: zeros")
         if values.get("crop") and values.get("resized_crop"):
             refuse("crop", "resized_crop also crops; remove one of the two")

@@ -81,7 +81,7 @@ class Streamed:
         return default_collate(self._decode(indices.numpy()))  # into memory that a worker shares
 
     def prepare(self, indices: Tensor) -> bool:
-        """Decode missing images (B,) into the growing file; return whether the file now has all of them.
+        """Decode those images (B,) that the growing file lacks; return whether it now has all (B,).
 
         Raises:
             UnreadableData: in the same cases as ``select``.
@@ -152,7 +152,7 @@ class ImageSet:
         return self.pixels.index_select(0, indices)
 
     def prepare(self, indices: Tensor) -> bool:
-        """Decode missing images (B,) into the growing file; return whether the file now has all of them."""
+        """Decode those images (B,) that the growing file lacks; return whether it now has all (B,)."""
         indices = indices if self.rows is None else self.rows[indices]
         return isinstance(self.pixels, Streamed) and self.pixels.prepare(indices)
 

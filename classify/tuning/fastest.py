@@ -2,7 +2,7 @@
 
 A try runs a few steps in the real engine and processes (``deepspeed_trial/attempts.py``), with at most two
 micro-batches per optimizer step, and extrapolates the time of a complete step. All tried configurations have
-the same global batch, so their complete steps are equal up to rounding.
+the same global batch, so a complete step computes the same in all of them, up to rounding.
 """
 
 from __future__ import annotations
