@@ -133,6 +133,8 @@ def train(folder: str, argv: Sequence[str], commands: Mapping[str, str]) -> int:
     args, program = parser().parse_args(argv), importlib.import_module("train")
     if errors := program.errors_in(args):  # before images are read and a folder is made
         raise InvalidInput(errors)
+    if args.keys:
+        return int(program.start(args))
     written = photos.prepare(pathlib.Path(folder), args)
     with named(COMMAND):
         code: int = program.start(args)
