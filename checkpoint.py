@@ -119,7 +119,8 @@ def _add_commands_of_networks(commands: Any) -> None:
         choices=("train", "val", "test"),
         help="the images to validate on (default: test, else val)",
     )
-    command_line.add_experiment_options(command, CONFIG)
+    file = f"experiment file (default: the settings of the run, else {CONFIG})"
+    command_line.add_experiment_options(command, None, file)
     add("--json", action="store_true", help="print the validation in the form of summary.json")
 
 
@@ -341,7 +342,9 @@ def evaluate(args: argparse.Namespace) -> None:
     how = scoring.views_of(args.tta, classifier.description)
     if how and classifier.thresholds is not None:
         raise InvalidInput(f"--tta: {args.tta}: does not work with several labels an image; remove it")
-    images = scoring.open_images(args.config, args.overrides, args.split, classifier.description, args.net)
+    record = (args.net if args.net.is_dir() else args.net.parent) / experiment_file.RECORD
+    config = args.config or (str(record) if record.is_file() else CONFIG)
+    images = scoring.open_images(config, args.overrides, args.split, classifier.description, args.net)
     validation = scoring.validation(classifier, images, how)
     if args.json:
         print(json.dumps(validation, indent=2))
@@ -351,7 +354,7 @@ def evaluate(args: argparse.Namespace) -> None:
     before, after = validation["calibration_error"], validation.get("calibration_error_scaled")
     scaled = "" if after is None else f"; {after:.4f} at temperature {classifier.temperature:.3f}"
     print(f"calibration error {before:.4f}{scaled}")
-    searcher = experiment_file.read(args.config, args.overrides).get("searcher")
+    searcher = experiment_file.read(config, args.overrides).get("searcher")
     chosen = searcher.get("metric") if isinstance(searcher, dict) else None
     loss = "" if chosen == "loss" else f"loss {validation['loss']:.4f}  "  # else it is the last line
     print(f"{loss}images {validation['images']:,}")

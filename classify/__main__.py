@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if first in PROGRAMS:
         return run(first, argv[1:], f"{COMMAND} {first}")
     if first in commands:
-        return run("checkpoint", [*argv, *experiment_of(first, argv[1:])])
+        return run("checkpoint", argv)
     return train(first, argv[1:], commands)
 
 
@@ -102,15 +102,6 @@ def take_net() -> None:
     file = pathlib.Path("net.py")
     if own_net.choose(file):
         print(f"net.py   {file.resolve()}: its networks and losses are registered", flush=True)
-
-
-def experiment_of(command: str, argv: Sequence[str]) -> list[str]:
-    """Return ``--config FILE`` with a run's experiment file for ``classify evaluate``; else nothing."""
-    if command != "evaluate" or any(word.startswith("--config") for word in argv):
-        return []
-    nets = [pathlib.Path(word) for word in argv if not word.startswith("-") and os.path.exists(word)]
-    files = [(net if net.is_dir() else net.parent) / EXPERIMENT for net in nets[:1]]
-    return [part for file in files if file.is_file() for part in ("--config", str(file))]
 
 
 def train(folder: str, argv: Sequence[str], commands: Mapping[str, str]) -> int:

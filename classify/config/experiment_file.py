@@ -22,6 +22,7 @@ from deepspeed_trial.input_files import regular_file
 
 # The parser raises Python's errors for a tagged value such as "!!int x", and for deep nesting
 YAML_ERRORS = (YAMLError, ValueError, KeyError, RecursionError)
+RECORD = "run.json"  # a run's record, which holds its experiment configuration
 DEEPEST, MOST = 100, 10_000  # limits of nested levels, and of values with aliases expanded
 
 
@@ -45,7 +46,7 @@ def read(
     """Return the content of an experiment file, with overrides, without a check of its fields.
 
     Args:
-        path: the file, in the working directory or else in the project's folder.
+        path: the file, in the working directory or else in the project's folder; or a run's ``RECORD``.
         overrides: texts ``PATH=VALUE``; ``load`` describes them.
         more: a function that returns further overrides, given the hyperparameters with the first overrides.
 
@@ -61,6 +62,8 @@ def read(
         raise InvalidInput(
             f"--config: {path}: cannot be read as YAML ({_reason(error)}); fix the file, or give another file"
         ) from error
+    if os.path.basename(path) == RECORD and isinstance(config, dict):
+        config = config.get("config")
     if not isinstance(config, dict):
         raise InvalidInput(
             f"--config: {path}: is not an experiment configuration; see const.yaml for an example"

@@ -69,6 +69,13 @@ def main(capsys):
     return main
 
 
+def test_evaluate_has_the_settings_of_the_run(run, main, tmp_path):
+    """It needs no experiment file for a run's folder or for a network in it."""
+    wanted = run.summary["test" if "test" in run.summary else "validation"]["accuracy"]
+    for net in (run.output, run.output / "net.pt"):
+        assert main("evaluate", net, "--json")["accuracy"] == wanted
+
+
 def test_predict_agrees_with_evaluate(root, run, main, tmp_path):
     net, picture = tmp_path / "net.safetensors", root / "test/digit 2/119.png"
     main("export", run.output, net)
