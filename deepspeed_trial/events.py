@@ -14,7 +14,7 @@ from determined import pytorch
 from torch import Tensor
 from typing_extensions import override
 
-from deepspeed_trial.errors import Diverged, TrainingStopped
+from deepspeed_trial.errors import Diverged, InvalidInput, TrainingStopped, nearest
 from deepspeed_trial.schedules import learning_rate
 
 
@@ -152,6 +152,9 @@ class EarlyStopping(pytorch.PyTorchCallback):
         patience: number of validations to wait for an improvement.
         min_improvement: smaller improvements do not count.
         smaller_is_better: None means true for ``loss`` and false for other metrics.
+
+    Raises:
+        InvalidInput: after a validation without the metric.
     """
 
     def __init__(
@@ -168,6 +171,9 @@ class EarlyStopping(pytorch.PyTorchCallback):
 
     @override
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
+        if self.metric not in metrics:
+            reason = f"not in a validation; {nearest(self.metric, metrics)}"
+            raise InvalidInput(f"EarlyStopping: {self.metric!r}: {reason}")
         if not self.patience.update(metrics[self.metric]):
             return
         self.context.set_stop_requested(True)

@@ -86,7 +86,8 @@ class Trainer:
             step_zero_validation: whether to validate before the first step.
             test_mode: whether to train, validate and save only one batch.
             profiling_enabled: whether to profile a few steps, and on a cluster to record system metrics.
-            best_weights: whether a local run loads the weights of the best validation before the test.
+            best_weights: whether a local run loads the weights of the best validation, by
+                ``searcher.metric``, before the test.
 
         Raises:
             InvalidInput: if the checkpoint cannot be used.
@@ -97,8 +98,9 @@ class Trainer:
             raise TypeError(f"max_length: {max_length}: must be pytorch.Batch or Epoch of an int, or Minutes")
         context.resumed_from = self._steps_of(latest_checkpoint)
         policy = "all" if checkpoint_policy == "best" and not context.experiment.metric else checkpoint_policy
-        if best_weights and on_cluster() and context.distributed.rank == 0:
-            logger.warning("best_weights: on a cluster the last weights are tested")
+        if best_weights and context.distributed.rank == 0 and (on_cluster() or not context.experiment.metric):
+            why = "on a cluster" if on_cluster() else "without searcher.metric"
+            logger.warning(f"best_weights: {why} the last weights are tested")
         settings = Settings(
             length=max_length,
             validation_period=validation_period or NEVER,

@@ -17,7 +17,7 @@ from support import DIGITS, LATEST, TWO, Run, checkpoints, contents, overrides, 
 import train as program
 from deepspeed_trial.checkpoints.files import known, locate, read_metadata
 from deepspeed_trial.checkpoints.store import LocalCheckpoints
-from deepspeed_trial.errors import one_line
+from deepspeed_trial.errors import InvalidInput, one_line
 from deepspeed_trial.events import EarlyStopping, Patience
 from deepspeed_trial.local.lost_disk import is_full_disk
 
@@ -85,6 +85,17 @@ def judge(output, trial_class, errors, config=None, stop=None):
             latest_checkpoint=str(folders[max(folders)]) if folders else None,
         )
     return done, set(checkpoints(Run(0, "", "", output)))
+
+
+class Misspelt(Judged):
+    def build_callbacks(self):
+        return {"stopping": EarlyStopping(self.context, "eror", 2)}
+
+
+def test_early_stopping_by_an_unknown_metric_is_one_line(tmp_path):
+    with pytest.raises(InvalidInput) as caught:
+        judge(tmp_path / "run", Misspelt, [5, 3])
+    assert caught.value.errors == ["EarlyStopping: 'eror': not in a validation; did you mean 'error'?"]
 
 
 # Whether smaller is better, checkpoint_storage, the errors of six validations, and the steps that are kept
