@@ -120,7 +120,7 @@ def test_resized_crops_have_the_configured_area_and_may_be_mirrored():
     flip=({"flip": 1}, "data.augment.flip: 1: must be one of False, True, alternating"),
     edge=({"crop": 1, "edge": "mirror"}, "data.augment.edge: 'mirror': must be one of zeros, reflection"),
     edge_alone=({"edge": "zeros"}, "data.augment.edge: 'zeros': has no effect without crop"),
-    reflection=({"crop": 32, "edge": "reflection"}, "data.augment.crop: 32: an image of 32 pixels has a reflection"),
+    reflection=({"crop": 32, "edge": "reflection"}, "data.augment.crop: 32: reflection can pad an image of 32 pixels by at most 31"),
     crop=({"crop": -1}, "data.augment.crop: -1: must be a whole number of pixels from 0 to 32"),
     cutout=({"cutout": 33}, "data.augment.cutout: 33: must be a whole number of pixels from 0 to 32"),
     text=({"transforms": "RandAugment"}, f"{LIST}: 'RandAugment': must be a list, e.g. [RandAugment]"),
