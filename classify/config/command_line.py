@@ -86,9 +86,8 @@ def as_program(name: str, interrupted: str = "interrupted") -> Callable[[Callabl
                 poll.register(sys.stdout, 0)
                 if not poll.poll(0):
                     raise  # another pipe is broken
-                os.dup2(
-                    os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-                )  # or Python's flush at exit fails
+                # Without this, Python's flush at exit fails
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return code
 
         return run
